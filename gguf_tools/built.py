@@ -61,7 +61,7 @@ class NotBuilt(MoeEdgeError):
 def package() -> Path:
     """Return the folder of the Python bindings, the shared libraries and llama.cpp's converter.
 
-    Raises NotBuilt.
+    Raises NotBuilt if llama.cpp is not installed.
     """
     if OWN.is_dir():
         return OWN
@@ -79,9 +79,9 @@ def advice() -> str:
 
 
 def stamp() -> dict[str, Any]:
-    """Return the build record (`moe_edge_build.json`).
+    """Return the build record of llama.cpp, the contents of `moe_edge_build.json`.
 
-    It is an empty dict if the installed package is the stock llama-cpp-python, or if no package is
+    The result is an empty dict if moe-edge did not build the installed package, or if no package is
     installed.
     """
     try:
@@ -99,10 +99,10 @@ def _stamp_in(folder: Path) -> dict[str, Any]:
 
 
 def libraries() -> Path:
-    """Return the folder of libllama.
+    """Return the folder that contains libllama.
 
-    The environment variable LLAMA_CPP_LIB_PATH overrides it, as it does in `llama_cpp`. Raises
-    NotBuilt.
+    If the environment variable LLAMA_CPP_LIB_PATH is set, its value is returned, as `llama_cpp`
+    does. Raises NotBuilt if llama.cpp is not installed.
     """
     given = os.environ.get("LLAMA_CPP_LIB_PATH")
     return Path(given) if given else package() / "lib"
@@ -120,7 +120,7 @@ def instruction_set() -> str:
         return "native"
     missing: list[str] = []
     for name in shipped:
-        missing = [each for each, position in SETS[name].items() if not _has(*position)]
+        missing = [each for each, position in SETS[name].items() if not _has_cpu_feature(*position)]
         if not missing:
             return name
     raise NotBuilt(
@@ -129,10 +129,11 @@ def instruction_set() -> str:
     )
 
 
-def _has(*position: int) -> bool:
+def _has_cpu_feature(*position: int) -> bool:
     """Return whether the processor and the operating system support a feature.
 
-    position: the feature's place as an entry of SETS_OF states it.
+    position: (leaf, register, bit) of the feature in glibc's CPUID table on x86-64, or (bit,) in
+        Linux's HWCAP on ARM64.
     """
     if len(position) == 1:
         hwcap = ctypes.CDLL(None).getauxval
@@ -153,7 +154,7 @@ def _preloads() -> list[Path]:
     """Return the libraries to load before libllama.
 
     These are a wheel's libggml-cpu for this processor and the CUDA library of moe-edge-cuda. Raises
-    NotBuilt.
+    NotBuilt if moe-edge and moe-edge-cuda have different versions.
     """
     folder, chosen = libraries(), instruction_set()
     found = [] if chosen == "native" else list((folder / chosen).iterdir())
@@ -169,7 +170,10 @@ def _preloads() -> list[Path]:
 
 @cache
 def bindings() -> Any:
-    """Load llama.cpp and return llama-cpp-python's module of ctypes bindings. Raises NotBuilt."""
+    """Load llama.cpp and return llama-cpp-python's module of ctypes bindings.
+
+    Raises NotBuilt if the libraries are missing or cannot be loaded.
+    """
     preloads = _preloads()
     name = "gguf_tools._llama" if package() == OWN else "llama_cpp"
     try:
@@ -181,7 +185,7 @@ def bindings() -> Any:
 
 
 def _why_not_loaded(linker_error: str) -> str:
-    """Return the message for libraries that the dynamic linker refuses to load."""
+    """Return the error message for libraries that the dynamic linker refused to load."""
     older = _TOO_OLD.search(linker_error)
     if older is None:
         return f"llama.cpp cannot be loaded ({linker_error}): {advice()}"

@@ -23,9 +23,9 @@ _POLL_S = 0.05
 def child(
     command: Sequence[str], kill_group: bool = False, **options: Any
 ) -> Iterator[subprocess.Popen[str]]:
-    """Run a command with text pipes for the duration of the block.
+    """Start a command as a child process and yield the process, with text pipes.
 
-    A command that is still running at the end of the block is killed.
+    At the end of the `with` block, the command is killed if it is still running.
 
     kill_group: also end the processes that the command has started.
     options: passed to `subprocess.Popen`.
@@ -48,10 +48,10 @@ def child(
 
 
 def _end_group(group: int) -> None:
-    """Send SIGTERM to a process group, wait, then send SIGKILL.
+    """Send SIGTERM to a process group, wait up to PATIENCE_S seconds, then send SIGKILL.
 
-    SIGTERM comes first for ninja, which runs its compilers in separate groups and only stops them
-    if it can shut down in order.
+    SIGTERM comes first because of ninja, which runs its compilers in separate groups. Ninja only
+    stops these compilers if it can shut down in order.
     """
     with suppress(ProcessLookupError):
         os.killpg(group, signal.SIGTERM)

@@ -11,7 +11,7 @@ _MOST_NAME = 26
 
 
 def aligned(rows: Sequence[Sequence[str]], pad: Callable[[str, int], str] = str.ljust) -> list[str]:
-    """Return one line per row, with two spaces between columns.
+    """Format rows of cells as a table with aligned columns, and return one line per row.
 
     pad: `str.ljust` aligns the columns to the left, `str.rjust` to the right.
     """
@@ -23,10 +23,10 @@ def aligned(rows: Sequence[Sequence[str]], pad: Callable[[str, int], str] = str.
 
 
 def explained(groups: Mapping[str, Sequence[tuple[str, str]]], columns: int) -> str:
-    """Format groups of (name, explanation) pairs like the option list of a `--help` text.
+    """Format pairs of a name and its explanation like the list of options in a `--help` text.
 
-    Each group starts with its heading. Explanations are wrapped at `columns` columns without
-    breaking words.
+    groups: the pairs of each group, by the group's heading.
+    columns: width at which explanations are wrapped, without breaking words.
     """
     names = [len(name) for rows in groups.values() for name, _ in rows]
     indent = " " * (min(max(names), _MOST_NAME) + 4 if columns >= _NARROW else _BELOW)

@@ -66,11 +66,11 @@ class TensorTypeError(GGUFError):
 
 
 class ExpertIndexError(GGUFError):
-    """A routing table refers to an expert that the model does not have."""
+    """A table that routes tokens to experts refers to an expert that the model does not have."""
 
 
 class TensorOffsetError(GGUFError):
-    """A tensor's data is misaligned."""
+    """A tensor's data is misaligned, extends past the end of the file, or overlaps other data."""
 
 
 class TensorBoundsError(TensorOffsetError):
@@ -82,15 +82,15 @@ class TensorOverlapError(TensorOffsetError):
 
 
 class MissingTensorError(GGUFError):
-    """A layer lacks one of its expert matrices."""
+    """A layer of the model lacks one of its expert matrices."""
 
 
 class MissingTierError(GGUFError):
-    """A tier that the metadata lists, or that the caller requested, is missing."""
+    """A precision (tier) that the metadata lists, or that the caller requested, is missing."""
 
 
 class SplitError(GGUFError):
-    """The parts of a split model do not belong together."""
+    """The files of a model that is split into several files do not belong together."""
 
 
 class NotMoEError(GGUFError):
@@ -98,11 +98,11 @@ class NotMoEError(GGUFError):
 
 
 class MismatchError(GGUFError):
-    """Two files are not the same model in different precisions."""
+    """Two files do not contain the same model in different precisions."""
 
 
 class DamagedError(GGUFError):
-    """Data does not match the checksum stored in the file."""
+    """Data of a model file does not match the checksum that is stored in the file."""
 
 
 class ChangedError(GGUFError):
@@ -110,11 +110,11 @@ class ChangedError(GGUFError):
 
 
 class DiskSpaceError(GGUFError):
-    """The target file system has too little free space."""
+    """The file system of the file to write has too little free space."""
 
 
 class WriteError(GGUFError):
-    """The target file cannot be written, or its declared contents are inconsistent."""
+    """The output file cannot be written, or its declared contents are inconsistent."""
 
 
 class QuantizeError(GGUFError):
@@ -122,7 +122,7 @@ class QuantizeError(GGUFError):
 
 
 class CheckpointError(MoeEdgeError):
-    """A checkpoint folder is incomplete or damaged."""
+    """A folder with a Hugging Face checkpoint is incomplete or damaged."""
 
 
 class ConvertError(MoeEdgeError):

@@ -17,10 +17,13 @@ KV_TOKENS = 4096
 def describe(model: ExpertModel, scratch_bytes: int = 0) -> dict[str, Any]:
     """Return facts about an opened model as a JSON-serializable dict. All sizes are in bytes.
 
-    Each entry of `budgets` is for one share of the best tier's expert bytes. Its
-    `experts_per_layer` is the number of experts per layer that stay resident if the whole budget
-    holds experts of one tier. Its `ram_bytes` is the `--ram` that the model needs with this budget:
-    dense weights, an F16 KV cache of up to KV_TOKENS tokens, scratch_bytes and the expert slots.
+    The list `budgets` tells for several memory budgets how many experts they hold. Each budget is a
+    share of the size of all experts in the best precision (tier). `experts_per_layer` gives for
+    each tier the number of experts per layer that fit, if all have this tier. `ram_bytes` is the
+    value of `--ram` for this budget: the dense weights, an F16 KV cache of at most KV_TOKENS
+    tokens, scratch_bytes and the budget itself.
+
+    scratch_bytes: memory for compute buffers.
     """
     n_ctx = min(KV_TOKENS, model.hparams.context_length or KV_TOKENS)
     kv_bytes = model.kv_bytes(n_ctx)
@@ -79,14 +82,21 @@ def describe(model: ExpertModel, scratch_bytes: int = 0) -> dict[str, Any]:
 
 
 def _packing_detail(model: ExpertModel, key: str) -> str | None:
-    """Return the metadata value in which `pack` recorded a detail, or None if it is missing."""
+    """Return the metadata value with this key as one line of text, or None if it is missing.
+
+    The keys are those in which `moe-edge pack` records how the model was quantized.
+    """
     return one_line(str(model.metadata[key])) if key in model.metadata else None
 
 
 def _experts_per_layer(model: ExpertModel, tier: int, budget: int) -> int:
-    """Return the number of experts per layer whose slots fit the budget.
+    """Return how many experts of each layer fit into a memory budget, all in the same tier.
 
-    Slots are larger than expert_bytes because they are rounded up to whole disk blocks.
+    Each expert matrix takes a memory slot, which is larger than the matrix, because slots are
+    rounded up to whole disk blocks.
+
+    tier: index of the precision.
+    budget: memory in bytes.
     """
     per_expert = sum(
         slot_bytes(each.offset, each.expert_bytes, model.n_expert)
@@ -100,7 +110,7 @@ def _experts_per_layer(model: ExpertModel, tier: int, budget: int) -> int:
 
 
 def _matrices(model: ExpertModel) -> list[dict[str, Any]]:
-    """Return the distinct expert matrix shapes: kind, row length and number of rows."""
+    """Return the different shapes of the model's expert matrices, as kind, row length and rows."""
     found = {
         (kind, shape): None
         for layer in model.shapes
@@ -111,7 +121,10 @@ def _matrices(model: ExpertModel) -> list[dict[str, Any]]:
 
 
 def _types(model: ExpertModel, tier: int) -> dict[str, list[str]]:
-    """Return the ggml types that a tier uses for each matrix kind."""
+    """Return the names of the ggml types in which a tier stores each kind of expert matrix.
+
+    tier: index of the precision.
+    """
     types: dict[str, list[str]] = {}
     for layer in model.slices:
         for kind, tiers in enumerate(layer):
@@ -124,10 +137,11 @@ def _types(model: ExpertModel, tier: int) -> dict[str, list[str]]:
 
 
 def _per_layer(model: ExpertModel) -> list[dict[str, Any]]:
-    """Return for each layer its dense bytes and, for each tier, the bytes and types of its experts.
+    """Return for each layer the size of its dense weights, and the size and types of its experts.
 
-    The types are ggml's, one for each matrix kind. The tier list of a layer without experts is
-    empty.
+    Each layer has a list `tiers` with one entry for each stored precision. An entry has the bytes
+    of all experts of the layer and the ggml type of each kind of matrix. The list is empty for a
+    layer without experts.
     """
     layers: list[dict[str, Any]] = [
         {"layer": il, "dense_bytes": nbytes, "tiers": []}
@@ -149,10 +163,11 @@ def _per_layer(model: ExpertModel) -> list[dict[str, Any]]:
 
 
 def render(facts: dict[str, Any]) -> str:
-    """Format the result of `describe` for a terminal."""
+    """Format the facts that `describe` returned about a model as text for a terminal."""
     shared = " and shared experts" if facts["shared_experts"] else ""
     lines = [
-        facts["file"] + (f" and {len(facts['files']) - 1} more" if len(facts["files"]) > 1 else ""),
+        facts["file"]
+        + (f" and {len(facts['files']) - 1} more files" if len(facts["files"]) > 1 else ""),
         f"  {facts['name']}: {facts['architecture']}, {facts['layers']} layers,"
         f" {facts['moe_layers']} of them with {facts['experts']} experts{shared},"
         f" {facts['experts_used']} experts per token",
@@ -162,7 +177,7 @@ def render(facts: dict[str, Any]) -> str:
         f" KV cache {format_size(facts['kv_bytes'])} for {facts['kv_tokens']} tokens,"
         f" files {format_size(facts['file_bytes'])}",
         *(
-            [f"  read from disk row by row if moe-edge manages the experts: {tables}"]
+            [f"  tensors read from disk row by row if moe-edge manages the experts: {tables}"]
             if (tables := facts["lookup"])
             else []
         ),
@@ -205,7 +220,7 @@ def render(facts: dict[str, Any]) -> str:
 
 
 def _layer_rows(facts: dict[str, Any]) -> list[list[str]]:
-    """Return the rows of the per-layer table.
+    """Return the rows of the table that shows the size of each layer, starting with its heading.
 
     Consecutive layers with the same contents share a row. A tier gets a column of types if any
     layer has a type that differs from the tier's name.
@@ -236,9 +251,9 @@ def _layer_rows(facts: dict[str, Any]) -> list[list[str]]:
 
 
 def _short_types(types: dict[str, str]) -> str:
-    """Return the most common type, followed by the matrices of other types.
+    """Return the type that most matrices have, then each matrix that has another type.
 
-    An example is `q4_k, down q6_k`.
+    types: type of each kind of matrix. An example of the result is `q4_k, down q6_k`.
     """
     usual = Counter(types.values()).most_common(1)[0][0]
     others = (f"{kind} {name}" for kind, name in types.items() if name != usual)

@@ -43,11 +43,12 @@ _called_from_c: set[CodeType] = set()
 
 
 class _ThreadState(threading.local):
-    """State of one thread.
+    """The state of one thread that decides how it handles interrupts.
 
-    depth: number of nested `held` blocks.
+    depth: number of nested `held` blocks, in which no interrupt is raised.
     raised: an error of a callback, to be raised at the end of the outermost `held` block.
-    cancelled: the function of a `cancellable` block, until its KeyboardInterrupt is raised.
+    cancelled: function that returns whether the work of this thread is cancelled, or None. It is
+        set in a `cancellable` block until that block's KeyboardInterrupt is raised.
     """
 
     def __init__(self) -> None:
@@ -58,15 +59,15 @@ class _ThreadState(threading.local):
 
 
 class _State:
-    """Interrupt state of the process.
+    """The state of the process that decides how it handles interrupts.
 
-    listening: whether a `listening` block is active.
-    asked_s: time of the pending or latest interrupt, or None after `forget`.
+    listening: whether a `listening` block is active, in which interrupts raise exceptions.
+    asked_s: time of the pending or latest interrupt, or None after it was handled.
     waiting: whether an exception for the interrupt is still to be raised.
     ending: number of the received signal that ends the process, or None.
     stops, ends: functions that a `calling` block registered for SIGINT, and for SIGTERM and SIGHUP.
-    last_work: functions that `leaving` blocks registered.
-    last_file: absolute path of the file that completes the command (`ends_with`).
+    last_work: functions that `leaving` blocks registered, to be called before the process is ended.
+    last_file: absolute path of the file that completes the command, or None.
     over: whether that file has its final name, so that an interrupt has nothing left to stop.
     leaves: whether the process exits right after its `listening` block.
     """
@@ -91,7 +92,7 @@ _state = _State()
 def called_from_c(function: F) -> F:
     """Decorate a function that C code calls, so that no interrupt is raised while it runs.
 
-    The function should check `asked` and return failure if it is true.
+    The function should call `asked` and report failure to the C code if `asked` returns True.
     """
     assert isinstance(function, FunctionType)
     _called_from_c.add(function.__code__)
@@ -110,10 +111,11 @@ def asked() -> bool:
 
 
 def check() -> None:
-    """Raise the pending interrupt, if there is one, even inside a `held` block.
+    """Raise the pending interrupt, such as Ctrl-C, if there is one.
 
-    Raises KeyboardInterrupt after SIGINT and SystemExit after SIGTERM or SIGHUP. On threads other
-    than the main thread, it raises KeyboardInterrupt if their `cancellable` block is cancelled.
+    This works inside a `held` block, too, which otherwise delays interrupts. Raises
+    KeyboardInterrupt after SIGINT, and SystemExit after SIGTERM or SIGHUP. On other threads than
+    the main thread, it raises KeyboardInterrupt if their `cancellable` block is cancelled.
     """
     cancelled = _thread.cancelled
     if cancelled is not None and cancelled():
@@ -128,12 +130,16 @@ def check() -> None:
 
 
 def hand_over(error: BaseException) -> None:
-    """Store an error of a function called from C. The thread's outermost `held` block raises it."""
+    """Keep an exception of a function called from C, which cannot propagate through C code.
+
+    The exception is raised on this thread later, at the end of the outermost `held` block around
+    the C call.
+    """
     _thread.raised = error
 
 
 def forget() -> None:
-    """Clear the interrupt after KeyboardInterrupt was caught and the program continues.
+    """Mark the interrupt as handled. Call this after catching KeyboardInterrupt.
 
     The next Ctrl-C then counts as a first one and does not kill the process.
     """
@@ -210,7 +216,7 @@ class _Watch:
         self._writer = self._before = -1
 
     def begin(self, stop: Callable[[], None]) -> None:
-        """From now until `end`, call stop whenever a signal that this module handles arrives."""
+        """Call `stop` whenever a signal arrives that this module handles, until `end` is called."""
         if self._writer < 0:
             reader, self._writer = os.pipe()
             os.set_blocking(self._writer, False)
@@ -220,7 +226,11 @@ class _Watch:
         self._before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
 
     def end(self) -> None:
-        """Stop calling the function. When `end` returns, no call of it is running."""
+        """Stop reacting to signals.
+
+        After this returns, the function that was given to `begin` is neither running nor called
+        again.
+        """
         signal.set_wakeup_fd(self._before)
         with self._lock:
             self._stop = None
@@ -244,9 +254,11 @@ class _Watch:
                 leave.start()
 
     def _leave(self, number: int, n_begun: int) -> None:
-        """Exit the process if the main thread is still in the C call that the signal interrupted.
+        """Exit the process if the main thread is still in the C call that a signal interrupted.
 
-        n_begun: value of the call counter when the signal arrived.
+        number: number of the signal.
+        n_begun: number of C calls at the time of the signal, which tells whether another call has
+            begun.
         """
         with self._lock:
             if self._stop is None or self._n_begun != n_begun:
@@ -264,9 +276,9 @@ _watch = _Watch()
 def leaving(last_work: Callable[[], None]) -> Iterator[None]:
     """Let SIGTERM and SIGHUP end the process during the block even if a C call does not return.
 
-    last_work: function that is called on another thread before the process is ended in this way. It
-        has to return soon. Functions of nested blocks are called from the innermost outwards. It is
-        not called if the process ends normally.
+    last_work: function that is called on another thread before the process is ended in this way.
+        The function must return soon. If blocks are nested, the function of the innermost block is
+        called first. No function is called if the process ends normally.
     """
     _state.last_work.append(last_work)
     try:
@@ -296,10 +308,10 @@ def calling(stop: Callable[[], None], ending: bool = False) -> Iterator[None]:
 
 
 def leave_at_once() -> None:
-    """Make Ctrl-C exit the process immediately and silently, from now until `listening`.
+    """Make Ctrl-C exit the process immediately and silently, until signals are handled otherwise.
 
-    For the start of a command, before it has begun any work. If the process was started with SIGINT
-    ignored, SIGINT stays ignored.
+    A command calls this at its start, before it has begun any work. A `listening` block ends the
+    effect. If the process was started with SIGINT ignored, SIGINT stays ignored.
     """
     _state.leaves = True
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -341,10 +353,10 @@ def listening() -> Iterator[None]:
 
 
 def ends_with(path: Path) -> None:
-    """Declare the file that is the result of the current `listening` block.
+    """Declare the file that the running command writes last.
 
-    Interrupts have no effect once `rename` has given this file its name. Does nothing outside of
-    a `listening` block, whose end would restore the effect of interrupts.
+    After `rename` has given this file its name, the command's work is complete, and interrupts have
+    no effect. Does nothing outside of a `listening` block, in which commands run.
     """
     if _state.listening:
         _state.last_file = os.path.abspath(path)
@@ -365,7 +377,7 @@ def rename(part: Path, path: Path) -> None:
 
 
 def _install() -> tuple[Any, Any] | None:
-    """Install the SIGINT handler and return what `_restore` needs to undo that.
+    """Install the handler of SIGINT, and return what `_restore` needs to remove it.
 
     Return None and change nothing if SIGINT is ignored or has a handler of another program.
     """
@@ -380,10 +392,11 @@ def _install() -> tuple[Any, Any] | None:
 
 
 def _install_ending(number: int) -> bool:
-    """Install the handler of SIGTERM or SIGHUP.
+    """Install the handler of SIGTERM or SIGHUP. Return whether it was installed.
 
-    Return whether it was installed: a signal that is ignored, or that has a handler, keeps its
-    handling.
+    A signal that is ignored, or that has a handler already, keeps its handling.
+
+    number: number of the signal.
     """
     if not _thread.is_main or signal.getsignal(number) is not signal.SIG_DFL:
         return False
@@ -420,9 +433,12 @@ def _on_ending(number: int, frame: FrameType | None) -> None:
 
 
 def _is_repeated(number: int) -> bool:
-    """Return whether an interrupt is pending already.
+    """Record the time of an interrupt, and return whether an earlier one is still pending.
 
-    If it has been pending for more than FORCE_AFTER_S, kill the process with the signal instead.
+    If the earlier one has been pending for more than FORCE_AFTER_S, kill the process with the
+    signal instead.
+
+    number: signal number of the interrupt.
     """
     now_s = monotonic()
     if _state.asked_s is None:
@@ -447,7 +463,7 @@ def _raise_or_wait(frame: FrameType | None) -> None:
 def _would_be_lost(frame: FrameType | None) -> bool:
     """Return whether an exception raised in this frame could not reach a caller that catches it.
 
-    This is so under a C callback, under `__del__`, and during an import.
+    This is the case during a callback from C, a `__del__` method or an import.
     """
     while frame is not None:
         code = frame.f_code
@@ -472,9 +488,10 @@ def _on_alarm(_signum: int, frame: FrameType | None) -> None:
 
 
 def _on_unraisable(what: Any) -> None:
-    """Keep an error that Python would only print: this is our `sys.unraisablehook`.
+    """Handle an exception that Python would only print. This is our `sys.unraisablehook`.
 
-    An interrupt becomes pending again. An error of a ctypes callback is kept for the `held` block.
+    An interrupt becomes pending again. An error of a ctypes callback is raised later, at the end of
+    the outermost `held` block around the C call. All other exceptions are printed.
     """
     error = what.exc_value
     if isinstance(error, (KeyboardInterrupt, SystemExit)) and _thread.is_main:

@@ -30,7 +30,8 @@ def usable_cores() -> int:
 def default_threads() -> int:
     """Return the default number of compute threads.
 
-    It is the number of usable cores, but above four no more than the number of physical cores.
+    With up to four usable logical cores, the default is one thread for each of them. With more, it
+    is at most the number of physical cores.
     """
     allowed = usable_cores()
     physical = psutil.cpu_count(logical=False) or allowed
@@ -40,10 +41,8 @@ def default_threads() -> int:
 def compute_threads(requested: int | None) -> int:
     """Return the number of compute threads: the requested number, but at most the usable cores.
 
-    If none was requested, return the default.
-
-    With more threads than cores, threads wait for each other at every barrier, and a token takes
-    minutes.
+    If `requested` is None or 0, return the default. With more threads than cores, threads wait for
+    each other at every barrier, and a token takes minutes.
     """
     return min(requested, usable_cores()) if requested else default_threads()
 

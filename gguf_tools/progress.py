@@ -10,13 +10,13 @@ Progress = Callable[[float], None]
 
 @runtime_checkable
 class SizedProgress(Protocol):
-    """A Progress callback with an attribute that receives the total number of bytes."""
+    """A progress callback whose attribute total_bytes is set before the first call."""
 
     total_bytes: int
 
 
 class ProgressMeter:
-    """Counts processed bytes and reports them to a Progress callback as a share of the total."""
+    """Counts processed bytes and calls a progress callback with their share of the total."""
 
     def __init__(self, progress: Progress | None, total: int) -> None:
         self.progress = progress
@@ -26,7 +26,7 @@ class ProgressMeter:
             progress.total_bytes = total
 
     def add(self, nbytes: int) -> None:
-        """Count nbytes more bytes as processed and report the new share."""
+        """Count `nbytes` more bytes as processed, and call the callback with the new share."""
         self.done += nbytes
         if self.progress is not None:
             self.progress(min(1.0, self.done / self.total))

@@ -33,17 +33,19 @@ MOST_SEQUENCES = 255
 
 
 def native_log_enabled() -> bool:
-    """Whether llama.cpp's log is printed to stderr (MOE_EDGE_LOG is set and not 0)."""
+    """Return whether llama.cpp's log is printed to stderr.
+
+    This is the case if the environment variable MOE_EDGE_LOG is set and not 0.
+    """
     return os.environ.get("MOE_EDGE_LOG", "") not in ("", "0")
 
 
 @dataclass(frozen=True)
 class Sampling(Settings):
-    """How the tokens of an answer are sampled.
+    """The settings that decide how the tokens of an answer are sampled.
 
-    This is the only declaration of these settings. `Config` inherits them, and so do front ends
-    with settings for each request. None means llama.cpp's default. An answer ends before the first
-    occurrence of a text in `stop`.
+    `Config` and the settings of single requests inherit the declarations of this class. None means
+    llama.cpp's default. An answer ends before the first occurrence of a text in `stop`.
     """
 
     temp: float = setting(
@@ -94,7 +96,7 @@ class Sampling(Settings):
 
     typical_p: float | None = setting(
         None,
-        "Locally typical sampling; 1 turns it off.",
+        "Probability mass of locally typical sampling; 1 turns it off.",
         metavar="P",
         within=(0.0, 1.0),
         shown="llama.cpp's",
@@ -121,7 +123,7 @@ class Sampling(Settings):
     )
     repeat_last_n: int | None = setting(
         None,
-        "Number of latest tokens that the penalties on repetition look at.",
+        "Number of latest tokens in which repeated tokens are penalized.",
         metavar="N",
         within=(0, 16777216),
         shown="llama.cpp's",
@@ -175,7 +177,7 @@ class Sampling(Settings):
     )
     dry_penalty_last_n: int | None = setting(
         None,
-        "Number of latest tokens that DRY looks at.",
+        "Number of latest tokens in which DRY searches repeated phrases.",
         metavar="N",
         within=(0, 16777216),
         shown="llama.cpp's",
@@ -247,7 +249,7 @@ class Sampling(Settings):
     )
 
     def fields(self) -> dict[str, Any]:
-        """Return these settings as fields of a request to llama.cpp's server."""
+        """Return these settings as fields of a request in the format of llama.cpp's server."""
         given = {name: getattr(self, name) for name in self.declared()}
         given["temperature"] = given.pop("temp")
         given["stop"] = list(self.stop)
@@ -256,9 +258,10 @@ class Sampling(Settings):
 
 @dataclass(frozen=True)
 class Config(Settings):
-    """The settings of a model; sizes in bytes. Make it with `Config.build`.
+    """All settings with which a model is run. Make a checked configuration with `Config.build`.
 
-    of_policies: the given settings of policies, by name, for whichever policy will be used.
+    Sizes are in bytes. of_policies: the given settings of policies by name. The policy that is used
+    takes those that it has.
     """
 
     model: Path = setting(
@@ -323,15 +326,15 @@ class Config(Settings):
     )
     low_tier: str | None = setting(
         None,
-        "Lower precision, such as q2_k. It is for less important experts; "
-        f"{SKIP_TIER} leaves these out.",
+        "Lower precision, such as q2_k. It is for less important experts. "
+        f"{SKIP_TIER} means that these experts are not computed.",
         metavar="NAME",
         shown="by policy",
         group=PRECISION,
     )
     renormalize: bool = setting(
         False,
-        f"With --low-tier {SKIP_TIER}: scale up the weights of the other experts.",
+        f"With --low-tier {SKIP_TIER}: scale up the weights of the experts that are not skipped.",
         group=MORE,
     )
     ctx: int | None = setting(
@@ -411,7 +414,7 @@ class Config(Settings):
     )
     cache_ram: int | None = setting(
         None,
-        "Memory for the KV cache of earlier prompts, within --ram; 0 for none.",
+        "Memory for the KV cache of earlier prompts, as a part of --ram; 0 for none.",
         unit=RATE,
         metavar="SIZE",
         shown="by memory",
@@ -449,19 +452,21 @@ class Config(Settings):
     )
     importance: str = setting(
         "window",
-        "Source of the importance of a prompt's tokens: the attention of its last queries "
-        "(window), of all queries (exact, without flash attention), or the same for every token "
-        "(load).",
+        "How the importance of a prompt's tokens is computed: from the attention of its last "
+        "queries (window), or of all queries (exact, without flash attention). With load, all "
+        "tokens are equally important.",
         choices=("window", "exact", "load"),
         option=False,
     )
     importance_window: int = setting(
-        32, "Number of queries for importance=window.", within=(1, 65536), option=False
+        32, "Number of last queries for importance=window.", within=(1, 65536), option=False
     )
-    direct_io: bool = setting(True, "Read around the page cache.", option=False)
+    direct_io: bool = setting(
+        True, "Read experts with direct I/O, without the page cache.", option=False
+    )
     use_extra_bufts: bool | None = setting(
         None,
-        "Repack dense weights for this CPU.",
+        "Change the layout of weights outside the experts so that this CPU computes faster.",
         shown="if the experts are repacked, and with --policy plain",
         option=False,
     )
@@ -474,7 +479,7 @@ class Config(Settings):
     )
     use_mmap: bool | None = setting(
         None,
-        "Map the weights with --policy plain; they may then exceed memory.",
+        "With --policy plain: map the file into memory, so that weights may exceed memory.",
         shown="if the file has one precision and --ram is not given",
         option=False,
     )
@@ -488,14 +493,15 @@ class Config(Settings):
     )
     # Settings of measurements and studies.
     force_managed: bool = setting(
-        False, "Manage experts in the store even if everything fits.", option=False
+        False, "Use the expert store even if all experts fit in memory.", option=False
     )
     logits_all: bool = setting(
         False, "Allocate logits for every token of a batch, for evaluation.", option=False
     )
     exact_tiers: bool = setting(
         False,
-        "Compute a low request in low even if a high copy is in memory, to measure quality.",
+        "Compute an expert in the low precision, if requested, even if a high copy is in memory. "
+        "This serves to measure quality.",
         option=False,
     )
     io_threads: int = setting(4, "Threads that read experts.", within=(1, 64), option=False)
@@ -503,11 +509,14 @@ class Config(Settings):
 
     @classmethod
     def build(cls, **settings: Any) -> Config:
-        """Return a checked configuration, from settings of `Config` and of policies.
+        """Return a checked configuration from settings of this class and of policies.
 
-        None for a policy's setting counts as not given. `policy` may also be a class, or
-        "module:Class". Raises ConfigError for an unknown name (with the nearest known one), a wrong
-        type, or a value out of range, and PolicyError for a class that cannot be used.
+        A policy's setting with the value None counts as not given. The setting `policy` may be a
+        name, a class, or text "module:Class".
+
+        Raises ConfigError for a wrong type, a value out of range or an unknown name. In the last
+        case, the message has the nearest known name. Raises PolicyError for a policy class that
+        cannot be used.
         """
         settings["policy"] = policy_name(settings.get("policy"))
         own, others = cls.declared(), policy_settings()
@@ -520,7 +529,7 @@ class Config(Settings):
             if isinstance(value, str) and Path in known[key].kinds:
                 settings[key] = Path(value)
         if settings.get("model") is None:
-            raise ConfigError("the setting 'model' is missing")
+            raise ConfigError("the setting 'model' is missing: give a GGUF file or hf:OWNER/NAME")
         if settings.get("exact"):
             settings |= _exact(settings)
         given = {k: v for k, v in settings.items() if k in others and v is not None}
@@ -534,7 +543,10 @@ class Config(Settings):
         return Config.build(**(unchanged | dict(self.of_policies) | settings))
 
     def compared(self, **settings: Any) -> Config:
-        """Like with_changes, but drop settings that the new policy does not have."""
+        """Return a checked copy with some settings replaced, for example with another policy.
+
+        Settings that the policy of the copy does not have are dropped.
+        """
         other = self.with_changes(**settings)
         if other.policy is None:
             return other
@@ -542,13 +554,16 @@ class Config(Settings):
         return other.with_changes(**dict.fromkeys(k for k in other.of_policies if k not in has))
 
     def given(self, name: str) -> Any:
-        """Return the value of a setting; None if a policy's setting was not given."""
+        """Return the value of a setting of this class or of a policy, by name.
+
+        Return None for a policy's setting that was not given.
+        """
         return getattr(self, name) if name in self.declared() else self.of_policies.get(name)
 
     def of_run(self) -> dict[str, Any]:
-        """Return all settings that can change the resolved plan.
+        """Return the settings that can change how memory is planned, by name.
 
-        They are all except the model, those of answers, and the size of the prompt cache.
+        Left out are the model, the settings of answers and the size limit of the prompt cache.
         """
         apart = ("model", "prompt_cache_limit")
         kept = [name for name, each in self.declared().items() if not each.answer]
@@ -557,28 +572,32 @@ class Config(Settings):
 
     @property
     def n_threads(self) -> int:
-        """Number of compute threads, at most one per core that this process may use."""
+        """The number of compute threads. At most one per core that this process may use."""
         return compute_threads(self.threads)
 
     @property
     def adapts_threads(self) -> bool:
-        """Whether an answer may use fewer threads while other programs need cores.
+        """Whether an answer may use fewer threads while other programs need the cores.
 
-        The number of threads changes the order of sums in attention. An answer with a seed would
-        therefore depend on the load.
+        This is not allowed if the user set `threads`, a seed or `exact`. The number of threads
+        changes the order of sums in attention, so the answer would depend on the load of the
+        machine.
         """
         return self.threads is None and self.seed is None and not self.exact
 
     @property
     def sampling(self) -> Sampling:
-        """The sampling settings of answers that have no settings of their own."""
+        """The sampling settings that apply to answers without their own sampling settings."""
         return Sampling(**{name: getattr(self, name) for name in Sampling.declared()})
 
     def asks_less(self, policy: type[Policy]) -> bool:
-        """Whether this policy may compute something below the best tier in use.
+        """Return whether these settings let the policy compute experts below the best precision.
 
-        A low tier or a second file asks for that, unless a setting of the policy makes it lossless.
-        Skipping experts always does. A file with several tiers alone does not.
+        The result is True if skipping is allowed, or if the policy mixes precisions and is never
+        lossless. For other policies, it depends on the setting that can make them lossless. The
+        result is True if the user gave another value of this setting. If the user gave no value, a
+        low tier or a second file makes the result True. With the setting `exact`, the result is
+        always False.
         """
         if self.exact:
             return False
@@ -596,15 +615,15 @@ class Config(Settings):
         return lower and any(given is None for given, _ in asked)
 
     def settings_of(self, policy: type[Policy]) -> Settings:
-        """Return the settings of one policy: the given ones, and its defaults."""
+        """Return the settings of one policy: the given values, and its defaults for the others."""
         return policy.Settings.of(self.of_policies)
 
 
 def policy_name(given: str | type[Policy] | None) -> str | None:
-    """Return the name of a policy that is given by its name, as "module:Class", or as a class.
+    """Return the name of a policy that is given by name, as text "module:Class", or as a class.
 
-    None is allowed. Raises SettingError if there is no policy of this name, and PolicyError for a
-    class that cannot be used.
+    None is returned unchanged. Raises SettingError for an unknown name. Raises PolicyError for a
+    class that cannot be used as a policy.
     """
     if given is None:
         return None
@@ -614,10 +633,10 @@ def policy_name(given: str | type[Policy] | None) -> str | None:
 
 
 def _exact(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that `exact` implies.
+    """Return further settings that the setting `exact` implies.
 
-    Raises ConfigError for another layout, and for more threads than cores: the number would be
-    reduced, and the order of sums would change.
+    Raises ConfigError if the user asks for another layout of weights. Also raises ConfigError for
+    more threads than cores. Fewer threads would run then, which changes the order of sums.
     """
     threads, cores = settings.get("threads") or 1, usable_cores()
     if threads > cores:
@@ -627,7 +646,7 @@ def _exact(settings: Mapping[str, Any]) -> dict[str, Any]:
         )
     if settings.get("layout") == "cpu" or settings.get("use_extra_bufts"):
         raise ConfigError(
-            "--exact keeps all weights as they are in the file, and --layout cpu does not: leave "
-            "one of the two out"
+            "--exact keeps all weights as they are in the file, and --layout cpu changes them: "
+            "leave one of the two options out"
         )
     return {"layout": "file", "use_extra_bufts": False}

@@ -10,9 +10,10 @@ from gguf_tools.errors import MoeEdgeError as MoeEdgeError
 
 
 def sentence_of(error: Exception) -> str:
-    """Return why a step failed.
+    """Return the message to show for an error that stopped a step.
 
-    It is the message of a MoeEdgeError, or the exception that a policy raised.
+    For a MoeEdgeError, it is the error's own message. Any other exception came from a policy, so
+    the message says that the policy failed.
     """
     if isinstance(error, MoeEdgeError):
         return str(error)
@@ -20,13 +21,13 @@ def sentence_of(error: Exception) -> str:
 
 
 class ConfigError(MoeEdgeError):
-    """A setting that is unknown, out of range, or in conflict with another setting."""
+    """Raised for a setting that is unknown, out of range, or in conflict with another setting."""
 
 
 class SettingError(ConfigError):
-    """A setting with an invalid value.
+    """Raised for a setting with an invalid value.
 
-    name: the setting. complaint: what the value must be.
+    name: the setting. complaint: the end of the message, after the setting's name.
     """
 
     def __init__(self, name: str, complaint: str) -> None:
@@ -36,11 +37,14 @@ class SettingError(ConfigError):
 
 
 class NativeError(MoeEdgeError):
-    """The native library is missing, does not match, or failed while running."""
+    """Raised if the native library is missing, has another version, or fails while running."""
 
 
 class BudgetError(MoeEdgeError):
-    """A memory budget that is too small. `needed_bytes` is the smallest budget that works."""
+    """Raised for a memory budget that is too small.
+
+    needed_bytes: the smallest budget that works; 0 if unknown.
+    """
 
     def __init__(self, message: str, needed_bytes: int = 0) -> None:
         super().__init__(message)
@@ -48,14 +52,14 @@ class BudgetError(MoeEdgeError):
 
 
 class PolicyError(MoeEdgeError):
-    """An unknown policy or tier, or a policy that cannot work with the model's tiers."""
+    """Raised for an unknown policy or tier, or a policy that cannot work with the model's tiers."""
 
 
 class TiersError(PolicyError):
-    """A policy needs more precisions than are in use.
+    """Raised if a policy needs more precisions (tiers) than are in use.
 
-    problem: the sentence without the remedy, because the remedy names options of a run with a
-    model.
+    problem: the message without its advice. The advice names options of commands that run a model,
+    so other callers show only the problem.
     """
 
     def __init__(self, problem: str, remedy: str) -> None:
@@ -64,9 +68,9 @@ class TiersError(PolicyError):
 
 
 class LossTableError(ConfigError):
-    """A loss table that cannot be used.
+    """Raised for a loss table, a file made by `moe-edge calibrate`, that cannot be used.
 
-    problem: the sentence without the remedy.
+    problem: the message without its advice.
     """
 
     def __init__(self, problem: str, remedy: str) -> None:
@@ -75,22 +79,23 @@ class LossTableError(ConfigError):
 
 
 class NoLossTableError(ConfigError):
-    """An allowed loss without a usable loss table, which `moe-edge calibrate` would make."""
+    """Raised if the user limits the quality loss, but the model has no usable loss table.
 
-
-class ProfileError(MoeEdgeError):
-    """A profile of expert usage that is damaged or belongs to another model."""
-
-
-class TraceError(MoeEdgeError):
-    """A recorded trace that cannot be read or does not fit its purpose."""
-
-
-class ResourceError(MoeEdgeError):
-    """The operating system refuses a resource, such as a thread, a file descriptor or disk
-    space.
+    `moe-edge calibrate` makes this table.
     """
 
 
+class ProfileError(MoeEdgeError):
+    """Raised for a profile of expert usage that is damaged or belongs to another model."""
+
+
+class TraceError(MoeEdgeError):
+    """Raised for a recorded trace that cannot be read, or not be used for the intended purpose."""
+
+
+class ResourceError(MoeEdgeError):
+    """Raised if the operating system refuses a resource: a thread, a file or disk space."""
+
+
 class ClosedError(MoeEdgeError):
-    """The model is closed, or it belongs to the process from which this one was forked."""
+    """Raised if a model is used after it was closed, or in a forked child process."""

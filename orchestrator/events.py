@@ -15,13 +15,17 @@ import numpy as np
 
 SKIP = 255  # tier of an expert that is not computed
 SKIP_TIER = "skip"  # the name of that tier
-ABSENT = 254  # residency of an expert of which no tier is in memory
+ABSENT = 254  # residency of an expert that is in memory in no tier
 MAX_PREFETCH = 1024
 ALL_KINDS = 0  # in a prefetch request: every matrix of the expert
 
 
 class Phase(IntEnum):
-    """The purpose of a token or step. A step with at least one prompt token is prefill."""
+    """Prefill or decode, as the phase of a token or of a step.
+
+    Prompt tokens are prefill and tokens of answers are decode. A step with at least one prompt
+    token is prefill.
+    """
 
     PREFILL = 0
     DECODE = 1
@@ -32,10 +36,10 @@ def served(asked: int, resident: int) -> int: ...
 @overload
 def served(asked: int | np.ndarray, resident: np.ndarray) -> np.ndarray: ...
 def served(asked: int | np.ndarray, resident: int | np.ndarray) -> int | np.ndarray:
-    """Return the tier in which an expert is computed.
+    """Return the tier in which an expert is computed if the policy requests the tier `asked`.
 
-    It is the requested tier, or a better one if it is resident. asked: a tier or SKIP. resident:
-    the best tier in memory, or ABSENT.
+    The result is the requested tier, or a better one if that is in memory. asked: a tier or SKIP.
+    resident: the best tier in memory, or ABSENT.
     """
     if isinstance(asked, int) and isinstance(resident, int):
         return asked if asked == SKIP else min(asked, resident)
@@ -58,21 +62,30 @@ def _frozen(array: np.ndarray) -> np.ndarray:
 class RouteEvent:
     """The experts that the router of one MoE layer chose for the T tokens of a step.
 
-    layer: index among the MoE layers. phase, step: phase and number of the step. k: experts per
-    token in this layer. n_ahead: number of following layers with predictions,
-    layer+1 .. layer+n_ahead. Predictions have the width of the layer with the largest k. For a
-    layer with a smaller k, the row is padded with its first expert at score 0.
+    - layer: the index among the MoE layers.
+    - step, phase: the number of the step and its phase.
+    - k: the number of experts per token in this layer.
+    - n_ahead: the number of following layers for which there are predictions. Prediction p, counted
+      from 0, is for the layer with index layer + 1 + p. Every prediction is as wide as the largest
+      k of all layers. In a layer with a smaller k, rows are padded with their first expert at score
+      0.
 
-    Read-only memoryviews of the first token, the only token of a single-sequence decode step:
+    These read-only memoryviews are of the first token. They serve decode steps with one token:
+
         ids, weights     [k]  chosen experts and their routing weights
-        ahead_ids[p]     [k]  experts that layer+1+p is predicted to choose, best first
+        ahead_ids[p]     [k]  experts that layer + 1 + p is predicted to choose, best first
         ahead_scores[p]  [k]  their scores
-    Read-only arrays of all tokens:
-        ids_array int32, weights_array float32 [T, k]; tokens_array int32 [T], the position
-        of each token in its batch; phases_array uint8 and sequences_array int32 [T], the Phase of
-        each token and the sequence that it belongs to; ahead_ids_array int32 and ahead_array
-        float32 [n_ahead, T, k], predicted top-k and their scores (DyMoE eq. 6); importance_array
-        float32 [T], the attention that each token receives (eq. 1), or None if not computed
+
+    These read-only arrays are of all tokens:
+
+        ids_array         int32   [T, k]           chosen experts
+        weights_array     float32 [T, k]           their routing weights
+        tokens_array      int32   [T]              position of each token in its batch
+        phases_array      uint8   [T]              phase of each token
+        sequences_array   int32   [T]              sequence of each token
+        ahead_ids_array   int32   [n_ahead, T, k]  predicted experts (DyMoE eq. 6), best first
+        ahead_array       float32 [n_ahead, T, k]  their scores
+        importance_array  float32 [T]              attention that a token receives (eq. 1), or None
     """
 
     def __init__(
@@ -86,11 +99,11 @@ class RouteEvent:
         phases: np.ndarray,
         sequences: np.ndarray,
     ) -> None:
-        """Wrap the store's buffers.
+        """Make an event that reads these buffers of the native store without copying them.
 
-        ids int32 and weights float32 [max_tokens, k]; tokens int32, importance float32, phases
-        uint8 and sequences int32 [max_tokens]; ahead_ids int32 and ahead float32 [n_ahead_max,
-        max_tokens, k].
+        ids int32 and weights float32 are [max_tokens, k]. tokens int32, importance float32, phases
+        uint8 and sequences int32 are [max_tokens]. ahead_ids int32 and ahead float32 are
+        [n_ahead_max, max_tokens, k].
         """
         self._ids = _frozen(ids)
         self._weights = _frozen(weights)
@@ -126,9 +139,10 @@ class RouteEvent:
 
     @property
     def filled(self) -> tuple[np.ndarray, np.ndarray]:
-        """ids_array and weights_array with the width of the layer with the largest k.
+        """The chosen experts and their weights of all tokens, with the width of the widest layer.
 
-        Columns from k on repeat the row's first expert with weight 0.
+        In a layer with fewer experts per token (k), the columns from k on repeat the row's first
+        expert with weight 0.
         """
         return self._ids[: self.n_tokens], self._weights[: self.n_tokens]
 
@@ -158,30 +172,35 @@ class RouteEvent:
 
 
 class StoreView:
-    """Which experts are in memory now.
+    """A read-only view of which experts are in memory now.
 
-    resident[layer][expert]: the best tier of which every matrix is resident, or ABSENT.
-    resident_array: the same memory, uint8 [n_layers, n_expert]. missing[layer][expert]: a bit mask,
-    1 << kind for each matrix that is resident in no tier.
+    - resident[layer][expert]: the best tier in memory with all matrices of the expert, or ABSENT.
+    - resident_array: the same values, uint8 [n_layers, n_expert].
+    - missing[layer][expert]: a bit mask of the matrices that are in memory in no tier. The bit of a
+      matrix kind is 1 << kind.
     """
 
     def __init__(self, resident: np.ndarray, missing: np.ndarray) -> None:
-        """Wrap two arrays of the store: resident and missing, uint8 [n_layers, n_expert]."""
+        """Make a view of two arrays of the native store, uint8 [n_layers, n_expert]."""
         self.resident, self.missing = _rows(resident, "B"), _rows(missing, "B")
         self.resident_array = _frozen(resident)
 
 
 class DecisionBuffer:
-    """The policy's answer to a route event, written in place.
+    """The policy's decision for one layer, written into memory of the native store.
 
-    tier[expert]: a tier index or SKIP. Every entry is 0, the best tier, before each event; only
-    entries of routed experts are read. passing[expert]: 1 streams the expert, so that it does not
-    evict frequently used experts (see moe-edge.h); 0 before each event. renormalize: if experts of
-    a token are skipped, its remaining weights are scaled to the original sum.
+    - tier[expert]: a tier or SKIP. Before each event every entry is 0, the best tier. Only the
+      entries of routed experts are read.
+    - passing[expert]: 1 streams the expert, so that it does not evict frequently used experts.
+      Before each event every entry is 0.
+    - renormalize: whether the weights of a token's other experts are scaled up if some are skipped.
     """
 
     def __init__(self, tier: np.ndarray, passing: np.ndarray, prefetch: np.ndarray) -> None:
-        """Wrap writable arrays: tier, passing (uint8 [n_expert]) and prefetch (int64)."""
+        """Make a buffer that writes to these arrays without copying them.
+
+        tier and passing are uint8 [n_expert], and prefetch is int64.
+        """
         self.tier = tier.data
         self.tier_array = tier
         self.passing_array = passing
@@ -190,9 +209,10 @@ class DecisionBuffer:
         self.renormalize = False
 
     def prefetch(self, layer: int, expert: int, tier: int, passing: int = 0) -> None:
-        """Request an expert before it is needed; call in order of urgency.
+        """Request that an expert is read before its layer needs it, the most urgent requests first.
 
-        Requests over the buffer's capacity are dropped, because a prefetch is optional.
+        If the buffer is full, the request is dropped, because a prefetch is optional. passing: 1
+        streams the expert, so that it does not evict frequently used experts.
         """
         n = self.n_prefetch
         if n < len(self._prefetch):
@@ -202,9 +222,10 @@ class DecisionBuffer:
     def prefetch_all(
         self, layer: int, experts: Sequence[int], tier: int, kinds: int = ALL_KINDS
     ) -> None:
-        """Call prefetch() for each expert, in one Python call to save time in a decode step.
+        """Request several experts of a layer as prefetch() does, the most urgent ones first.
 
-        kinds: bit mask of matrix kinds.
+        One call for all experts saves time in a decode step. kinds: a bit mask of the matrices to
+        read; ALL_KINDS for all.
         """
         prefetch, n = self._prefetch, self.n_prefetch
         rest = layer | tier << 32 | kinds << 40
@@ -216,11 +237,13 @@ class DecisionBuffer:
 
 @dataclass(frozen=True, slots=True)
 class ComputedStep:
-    """The store's record of one step that the model computed. us: microseconds from start to end.
+    """The store's record of one step that the model computed.
 
-    Sequence numbers: starts, sequences whose first token is in the step; prompt_ends, sequences
-    with a prompt token whose logits were requested; ends, sequences dropped since the previous
-    step.
+    - number: the number of the step.
+    - us: the time from start to end, in microseconds.
+    - starts: the sequences whose first token is in the step.
+    - prompt_ends: the sequences with a prompt token whose logits were requested.
+    - ends: the sequences that were dropped since the previous step.
     """
 
     number: int
@@ -234,20 +257,21 @@ class ComputedStep:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """The report of one finished step to the policy.
+    """The report of one finished step that a policy gets.
 
-    n_tokens: tokens in it. us: microseconds from start to end.
+    - us: the time of the step in microseconds.
+    - counts: the number of tokens routed to each expert since the last report with counts.
+    - resident: the tier of each expert in memory, or ABSENT, uint8.
+    - target: the tier of each expert after its transition under way, uint8. Without a transition it
+      is equal to resident.
+    - starts: the sequences that began in this step.
+    - prompt_ends: the sequences whose prompt ended in this step.
+    - ends: the sequences that were dropped since the previous step.
+    - unusual: whether the latest text uses experts differently from the texts of the loss table.
+      None if this was not determined after this step.
 
-    Arrays [n_layers, n_expert] that the policy may request; None if it did not request them for
-    this step: counts, the tokens routed to each expert since the last report that included counts;
-    resident, uint8, the tier of each expert in memory, or ABSENT; target, the tier after the
-    transition under way, equal to resident if there is no transition.
-
-    Sequence numbers: starts, sequences that began in this step; prompt_ends, sequences whose prompt
-    ended in it; ends, sequences dropped since the previous step.
-
-    unusual: whether the latest ROUTING_TOKENS tokens use experts differently from the texts of the
-    loss table. None in reports in which this was not determined.
+    counts, resident and target are [n_layers, n_expert], or None if the policy did not request
+    them.
     """
 
     phase: Phase
@@ -264,24 +288,26 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class GenerationStats:
-    """Measurements of one answer. Times are in milliseconds unless the name says otherwise.
+    """Measurements of one answer.
 
-    ttft_ms: time from the call until the first token is chosen. tpot_ms_p50, tpot_ms_p99:
-    percentiles of the time between later tokens; nan with fewer than two tokens. hit_rate: share of
-    matrices that were resident in the requested tier or a better one during decoding;
-    prefill_hit_rate: the same for prefill. Both are None if no matrix was requested.
-
-    mix: shares of the routed experts by requested tier, during decoding. computed: shares of the
-    matrices by the tier that was computed, which is better than requested if a better copy was
-    resident.
-
-    kl_estimate: estimated KL divergence from the best tier in use, in nats per token, for texts
-    that are sensitive to errors (see orchestrator.allocation.estimate); kl_low: the same for the
-    least sensitive texts. Both are None if unknown. limit_halved: the policy used half of the
-    allowed loss in a part of the answer, because the text used experts differently from the texts
-    of the loss table.
-
-    budget_bytes: budget of the expert slots. policy: the policy's own report.
+    - ttft_ms: milliseconds from the call until the first token is chosen.
+    - tpot_ms_p50, tpot_ms_p99: percentiles of the milliseconds between later tokens; nan with fewer
+      than two tokens.
+    - hit_rate: the fraction of expert matrices that were in memory in the requested tier or a
+      better one during decoding. prefill_hit_rate: the same for prefill. None if no matrix was
+      requested.
+    - bytes_read, wait_ms: the bytes of experts read, and the time spent waiting for reads.
+    - mix: the fraction of the routed experts for which each tier was requested during decoding.
+    - computed: the fraction of the matrices that were computed in each tier. A better tier than
+      requested is computed if it is in memory.
+    - kl_estimate: the estimated KL divergence from the best tier in use, in nats per token, for
+      texts that are sensitive to errors. kl_low: the same for the least sensitive texts. None if
+      unknown.
+    - limit_halved: whether a part of the answer could use only half of the allowed loss, because
+      its text used experts differently from the texts of the loss table.
+    - budget_bytes: the memory budget of the expert slots.
+    - mode: the status line. policy: the figures that the policy reports.
+    - finish: the reason why the answer ended.
     """
 
     ttft_ms: float
@@ -308,7 +334,7 @@ class GenerationStats:
     limit_halved: bool = False
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain types for JSON, with nan replaced by None."""
+        """Return the measurements by name as plain types for JSON, with None instead of nan."""
         return {
             key: None if isinstance(value, float) and value != value else value
             for key, value in asdict(self).items()
@@ -329,6 +355,6 @@ def percentile(values: Sequence[float], q: float) -> float:
 def distinct(numbers: np.ndarray) -> np.ndarray:
     """Return the distinct values of an array of non-negative integers, int64 [n], sorted.
 
-    np.unique, np.percentile and np.median import numpy.ma, which takes up to 9 MiB of memory.
+    The function replaces np.unique, which imports numpy.ma and so takes up to 9 MiB of memory.
     """
     return np.flatnonzero(np.bincount(numbers.ravel()))

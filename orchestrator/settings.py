@@ -43,9 +43,10 @@ S = TypeVar("S", bound="Settings")
 
 
 class Notation(NamedTuple):
-    """How an option writes a value that is not a number, a word or a size, such as a list.
+    """A text format for option values that are not a number, a word or a size, such as lists.
 
-    read: parses a text; raises ConfigError. write: formats a value.
+    - read: parses a text to a value. Raises ConfigError.
+    - write: formats a value as text.
     """
 
     read: Callable[[str], Any]
@@ -54,23 +55,27 @@ class Notation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The declaration of one setting.
+    """The declaration of one setting: its type, range, default, help text and option.
 
-    kinds: Python types of its value. optional: whether None is allowed, which means that the user
-    did not choose a value. within: minimum and maximum, both included. choices: allowed words.
-    unit: SIZE for bytes that an option writes as 6GiB, at least 1 unless `within` says otherwise;
-    RATE for the same with 0 allowed. notation: how an option writes other values. shown: how the
-    help names the default, if not by its value. repeated: the value is a tuple of texts, and the
-    option may be given several times.
-
-    option: whether the command line has it. group: one of COMMON, for which --help shows the first
-    sentence of `help`; or MORE, which only --help-all shows. Settings without a group are shown
-    with the command's own options, or under the policies that have them.
-
-    answer: it concerns an answer, and not how the model runs. True for the whole group ANSWER.
-    conversation: it concerns programs that hold conversations. live: it may change between two
-    tokens. recorded: it affects a policy's decisions, so a trace stores it and a replay may change
-    it.
+    - kinds, optional: the Python types of the value, and whether None is allowed. None means that
+      the user chose no value.
+    - within, choices: the minimum and maximum (both allowed), or the allowed words.
+    - unit: SIZE for bytes that an option writes as 6GiB. RATE is the same but allows 0.
+    - notation: the text format of other values.
+    - metavar, help: the placeholder and the description in the option's help.
+    - shown: the text for the default in the help, if it is not the value itself.
+    - repeated: whether the value is a tuple of texts, so that the option may be given several
+      times.
+    - option: whether the command line has an option for the setting.
+    - group: the heading in the help. --help shows the groups in COMMON with the first sentence of
+      each description. Only --help-all shows the group MORE. A setting without a group is shown
+      with the command's own options or with its policies.
+    - answer: whether the setting concerns an answer instead of the model. True for the group
+      ANSWER.
+    - conversation: whether the setting concerns programs that hold conversations.
+    - live: whether the value may change between two tokens.
+    - recorded: whether the value affects a policy's decisions. A trace stores it, and a replay may
+      change it.
     """
 
     name: str
@@ -94,12 +99,12 @@ class Setting:
 
     @property
     def flag(self) -> str:
-        """The option that sets it."""
+        """The command-line option that sets this setting, such as --low-tier."""
         return flag_of(self.name)
 
     @property
     def default_text(self) -> str:
-        """The default as the help shows it; empty if the help shows none."""
+        """The text for the default in the help. Empty if the help should show none."""
         if self.shown is not None:
             return self.shown
         if self.default is None or self.default is False or self.repeated:
@@ -109,7 +114,7 @@ class Setting:
         return self.notation.write(self.default) if self.notation else str(self.default)
 
     def check(self, value: Any) -> None:
-        """Raise SettingError for a value that is not allowed."""
+        """Raise SettingError if a value has the wrong type or is out of range."""
         if value is None and self.optional:
             return
         wrong_bool = isinstance(value, bool) and bool not in self.kinds
@@ -122,13 +127,18 @@ class Setting:
                 upper = f" to {high}" if high != math.inf else " or more"
                 raise SettingError(self.name, f"must be {low}{upper}, not {value}")
         if self.repeated and not all(isinstance(each, str) and each for each in value):
-            raise SettingError(self.name, f"must be texts that are not empty, not {value!r}")
+            raise SettingError(
+                self.name, f"must be a sequence of texts that are not empty, not {value!r}"
+            )
         if self.choices and value not in self.choices:
             words = f"{', '.join(self.choices[:-1])} or {self.choices[-1]}"
             raise SettingError(self.name, f"must be {words}, not '{value}'")
 
     def parse(self, text: str) -> Any:
-        """Return the value of an option's text. Raises SettingError, ConfigError."""
+        """Return the value that a text on the command line means for this setting.
+
+        Raises SettingError or ConfigError if the text is not valid.
+        """
         if self.notation is not None:
             return self.notation.read(text)
         if self.repeated:
@@ -159,18 +169,21 @@ class Setting:
 
 
 def setting(default: Any, help: str | Callable[[], str], **said: Any) -> Any:
-    """Return a dataclass field that declares a setting.
+    """Return a dataclass field that declares a setting with this default and help text.
 
-    default: MISSING if a value has to be given. help: a text, or a function that returns it, which
-    is called when the declarations are first read. said: fields of `Setting`.
+    - default: MISSING if users must give a value.
+    - help: a text, or a function that returns it. The function is called when the declarations are
+      first read.
+    - said: further fields of `Setting`, such as choices or within.
     """
     return field(default=default, metadata={_DECLARED: {"help": help, **said}})
 
 
 def inherit(record: type[Settings], name: str, default: Any = MISSING, **changes: Any) -> Any:
-    """Return a field that repeats the declaration `name` of another record.
+    """Return a dataclass field with a copy of the setting `name` declared in another record.
 
-    default: replaces the default, if given. changes: replace fields of `Setting`.
+    default: replaces the default of the declaration, if given. changes: values that replace other
+    fields of the declaration.
     """
     declared = record.__dataclass_fields__[name]
     said = {**declared.metadata[_DECLARED], **changes}
@@ -180,7 +193,9 @@ def inherit(record: type[Settings], name: str, default: Any = MISSING, **changes
 
 @dataclass(frozen=True)
 class Settings:
-    """Base class of settings records. Construction checks all values and raises SettingError.
+    """Base class of groups of settings, which are frozen dataclasses with fields made by setting().
+
+    Making an object checks all values, and raises SettingError for one that is not allowed.
 
     usual: values that a policy uses for settings that are None.
     """
@@ -190,7 +205,7 @@ class Settings:
     @classmethod
     @cache
     def declared(cls) -> Mapping[str, Setting]:
-        """Return the declarations by name, in the order of the fields."""
+        """Return the declarations of the settings of this class by name, in order of the fields."""
         hints = typing.get_type_hints(cls)
         return {
             each.name: _declaration(each.name, hints[each.name], each.default, each.metadata)
@@ -204,28 +219,28 @@ class Settings:
 
     @classmethod
     def of(cls: type[S], given: Mapping[str, Any]) -> S:
-        """Return a record with those given values that belong to it.
+        """Make an object from those of the given values that belong to settings of this class.
 
-        Other names are ignored, and None counts as not given.
+        Other names are ignored, and a value of None counts as not given.
         """
         known = cls.declared()
         return cls(**{k: v for k, v in given.items() if k in known and v is not None})
 
     def with_usual(self: S) -> S:
-        """Return the record with the usual values for settings that are None."""
+        """Return a copy in which settings that are None have the values in `usual`."""
         missing = {name: v for name, v in self.usual.items() if getattr(self, name) is None}
         return replace(self, **missing) if missing else self
 
     @classmethod
     def changed(cls: type[S], recorded: Mapping[str, Any], changes: Mapping[str, Any]) -> S:
-        """Return the record of a recorded run, with some settings changed."""
+        """Return the settings of a recorded run, with some of them changed."""
         return cls.of({**recorded, **changes})
 
     @classmethod
     def without_effect(cls, asked: Mapping[str, Any]) -> str | None:
-        """Return a sentence about a setting that has no effect in combination with the others.
+        """Return a sentence that names a given setting that has no effect with the other settings.
 
-        Return None if there is no such setting.
+        Return None if each given setting has an effect. asked: the given settings by name.
         """
         return None
 
@@ -235,7 +250,11 @@ class Settings:
 
 
 def _declaration(name: str, hint: Any, default: Any, metadata: Mapping[str, Any]) -> Setting:
-    """Return the declaration of a field. hint: its type annotation."""
+    """Return the declaration of the setting that a dataclass field makes.
+
+    hint: the type annotation of the field. metadata: the metadata that setting() stored in the
+    field.
+    """
     said = dict(metadata[_DECLARED])
     if callable(said["help"]):
         said["help"] = said["help"]()
@@ -254,18 +273,17 @@ def _declaration(name: str, hint: Any, default: Any, metadata: Mapping[str, Any]
 
 
 def flag_of(name: str) -> str:
-    """Return the option of a setting: --low-tier for low_tier."""
+    """Return the command-line option of a setting, such as --low-tier for low_tier."""
     return "--" + name.replace("_", "-")
 
 
 def parse_size(text: str) -> int:
-    """Parse a size to bytes.
+    """Return the number of bytes that a text such as "6GiB" or "500MB" means.
 
-    Examples are "6GiB", "6G" (the same), "1.5 GiB", "500MB" (a power of ten), "4096B" and
-    "8388608".
+    "6G" and "6GiB" are powers of two. "500MB" is a power of ten. "4096B" and "8388608" are bytes.
 
-    Raises ConfigError for anything else, for 0 and for 2**60 or more. A number below 1 MiB without
-    a unit is refused as well, because it usually means GiB.
+    Raises ConfigError for other texts, for 0, and for 2**60 bytes or more. Also raises ConfigError
+    for a number below 1 MiB without a unit, because users usually mean GiB then.
     """
     match = _SIZE.fullmatch(text)
     if match is None:

@@ -18,22 +18,29 @@ from patches.upstream import read_upstream
 
 
 def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
-    """Check for moe-edge's llama.cpp, then return the requirements of setuptools."""
+    """Return the packages that are needed to build a wheel (a hook that pip calls).
+
+    Exit with a message if moe-edge's build of llama.cpp is not installed.
+    """
     need_our_build()
     return list(build_meta.get_requires_for_build_wheel(config_settings))
 
 
 def get_requires_for_build_editable(config_settings: Any = None) -> list[str]:
-    """Check for moe-edge's llama.cpp, then return the requirements of setuptools."""
+    """Return the packages that are needed for an editable installation (a hook that pip calls).
+
+    Exit with a message if moe-edge's build of llama.cpp is not installed.
+    """
     need_our_build()
     return list(build_meta.get_requires_for_build_editable(config_settings))
 
 
 def need_our_build() -> None:
-    """Exit with a message, which pip and uv show, if moe-edge's llama.cpp is not installed.
+    """Exit with a message for the user if moe-edge's build of llama.cpp is not installed.
 
-    pip runs this in the target environment's Python, but hides its packages. So their folders are
-    searched explicitly. Other installers use a separate environment, in which the check fails.
+    pip runs this check with the Python of the target environment, but hides the installed packages.
+    Therefore the package folders are searched explicitly. Other installers use a separate
+    environment, in which the check fails.
     """
     upstream = read_upstream()
     folders = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]

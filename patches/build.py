@@ -65,7 +65,7 @@ BASE_FLAGS = (
 
 @dataclass(frozen=True)
 class Options:
-    """Build options of the command line."""
+    """The options of the command line for building llama.cpp."""
 
     gpu: str = "auto"  # auto | cuda | off
     amx: str = "auto"  # auto | on | off; auto: on if the probe shows that it works
@@ -76,7 +76,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that determines a build."""
+    """Everything that determines how llama.cpp is built: source, compilers, flags and devices."""
 
     upstream: Upstream
     tools: probe.Toolchain
@@ -89,23 +89,23 @@ class Plan:
 
     @property
     def wheel_path(self) -> Path:
-        """Path of the wheel in the cache."""
+        """The path of the built wheel in the cache."""
         name = wheel.file_name(self.upstream)
         return cache_dir() / "wheels" / self.key[:24] / name
 
     @property
     def build_dir(self) -> Path:
-        """The build folder.
+        """The folder in which this plan's objects are compiled.
 
-        There is one for each combination of flags and toolchain, so that objects of different
-        compilers are never mixed.
+        Each combination of flags and compilers has its own folder, so that their objects are never
+        mixed.
         """
         parts = [*self.flags, self.tools.identity, self.tools.generator, str(self.tools.ccache)]
         parts += [self.tools.cc, self.tools.cxx, self.upstream.sha256]
         return cache_dir() / "build" / _digest(parts)[:16]
 
     def stamp(self) -> dict[str, object]:
-        """Return the build record for the wheel (llama_cpp/moe_edge_build.json)."""
+        """Return the build record that the wheel contains as llama_cpp/moe_edge_build.json."""
         return {
             "key": self.key,
             "version": self.upstream.local_version,
@@ -116,7 +116,10 @@ class Plan:
 
 
 def make_plan(upstream: Upstream, options: Options) -> Plan:
-    """Probe the machine and compute the cache key. Only cuBLAS may be downloaded."""
+    """Determine how llama.cpp is built on this machine: compilers, flags and the wheel's cache key.
+
+    Nothing is compiled. Only cuBLAS may be downloaded. Raises BuildError if a tool is missing.
+    """
     tools = probe.find_toolchain()
     gpu, gpu_reason = probe.choose_gpu(options.gpu)
     amx, amx_reason = (False, "AMX=off") if options.amx == "off" else probe.probe_amx(tools)
@@ -146,7 +149,10 @@ def _digest(parts: Iterable[str]) -> str:
 
 
 def _user_flags(text: str) -> list[str]:
-    """Return the -D definitions in the variable CMAKE_ARGS. Raises BuildError for anything else."""
+    """Return the cmake definitions in `text`, the value of the environment variable CMAKE_ARGS.
+
+    Raises BuildError if the text contains anything but -DNAME=VALUE words.
+    """
     flags = []
     for word in shlex.split(text):
         if not re.match(r"-D\w+(:\w+)?=", word):
@@ -156,7 +162,10 @@ def _user_flags(text: str) -> list[str]:
 
 
 def cached_wheel(plan: Plan) -> Path | None:
-    """Return the cached wheel of a plan, or None if it does not exist or is damaged."""
+    """Return the path of the plan's wheel in the cache.
+
+    Return None if the wheel does not exist or is damaged.
+    """
     path = plan.wheel_path
     try:
         with zipfile.ZipFile(path) as archive:
@@ -169,9 +178,12 @@ def cached_wheel(plan: Plan) -> Path | None:
 
 
 def build(upstream: Upstream, options: Options) -> tuple[Path, Plan, bool]:
-    """Build the wheel, or find it in the cache. Return (wheel, plan, whether it was built now).
+    """Build the wheel of llama.cpp, unless the cache has it already.
 
-    An interrupted build can simply be repeated.
+    Return its path, the build plan, and whether the wheel was built now. After an interrupt,
+    calling this again continues the build. Raises BuildError if the build fails.
+
+    options: options of the command line.
     """
     plan = make_plan(upstream, options)
     found = cached_wheel(plan)
@@ -196,7 +208,15 @@ def build(upstream: Upstream, options: Options) -> tuple[Path, Plan, bool]:
 def compile_tree(
     plan: Plan, source: Path, jobs: int | None, lock: int, targets: Sequence[str] = (TARGET,)
 ) -> None:
-    """Configure and compile in `plan.build_dir`, reusing objects of earlier builds."""
+    """Configure and compile a source tree in `plan.build_dir`, reusing objects of earlier builds.
+
+    Raises BuildError if a command fails.
+
+    source: folder of the source tree.
+    jobs: number of compilers to run at once. Default: as many as fit.
+    lock: descriptor of the build lock, which compilers keep if this process is killed.
+    targets: cmake targets to build.
+    """
     folder = plan.build_dir
     configured, running = folder / "moe-edge-configured", folder / "moe-edge-running"
     if folder.exists() and not configured.exists():
@@ -232,10 +252,13 @@ def compile_tree(
 
 
 def check_cuda_objects(plan: Plan, source: Path, full: bool, lock: int) -> None:
-    """Configure with CUDA and compile our kernels and the sources that they rely on.
+    """Compile our CUDA kernels, and the CUDA sources of llama.cpp that they rely on.
 
-    full: compile the whole library.
     Raises BuildError for an error, or for a warning in our files.
+
+    source: folder of the llama.cpp tree.
+    full: compile the whole library.
+    lock: descriptor of the build lock, which compilers keep if this process is killed.
     """
     ours = [path.name for path in native_sources() if path.suffix == ".cu"]
     # CMake's object folder for sources outside of their target's folder.
@@ -255,14 +278,17 @@ def check_cuda_objects(plan: Plan, source: Path, full: bool, lock: int) -> None:
 
 
 def our_warnings(log: str) -> list[str]:
-    """Return the lines of a build log that contain warnings about our files, without duplicates."""
+    """Return the lines of a build log that are compiler warnings about our files.
+
+    Repeated lines are left out.
+    """
     return list(dict.fromkeys(match[0] for match in OUR_WARNING.finditer(log)))
 
 
 def _boot() -> str:
-    """Return a text that identifies the current boot of the machine.
+    """Return a text that is the same until the machine restarts.
 
-    The text is random if the system does not tell.
+    If the system does not identify its boots, the text is random.
     """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text()
@@ -271,14 +297,23 @@ def _boot() -> str:
 
 
 def _drop_newer(folder: Path, since_ns: int) -> None:
-    """Delete the objects and libraries that a killed build may have left incomplete."""
+    """Delete objects and libraries that a killed build may have left incomplete.
+
+    since_ns: start of the killed build. Files that were modified later are deleted.
+    """
     for path in folder.rglob("*"):
         if path.suffix in (".o", ".a", ".so") and path.lstat().st_mtime_ns >= since_ns:
             path.unlink()
 
 
 def default_jobs(gpu: bool) -> int:
-    """Return one job per core, but no more than fit in memory: 1 GiB per compiler, 2 with CUDA."""
+    """Return the number of compilers to run at once.
+
+    This is the number of cores, but no more than fit in free memory: 1 GiB per compiler, 2 GiB with
+    CUDA.
+
+    gpu: whether CUDA sources are compiled.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     try:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -300,7 +335,7 @@ def _run(command: list[str], what: str, log_fd: int, log: Path, lock: int) -> No
     )
     try:
         if process.stdout is None:
-            raise BuildError(f"{command[0]}: no output pipe")
+            raise BuildError(f"{command[0]}: the output cannot be read")
         for line in process.stdout:
             os.write(log_fd, line)
             progress.line(line.decode(errors="replace"))
@@ -317,7 +352,7 @@ def _run(command: list[str], what: str, log_fd: int, log: Path, lock: int) -> No
         errors = [n for n, line in enumerate(lines) if re.search(r"\berror\b|CMake Error", line)]
         first = errors[0] if errors else max(0, len(lines) - 20)
         excerpt = "\n".join(line[:300] for line in lines[first : first + 20])
-        raise BuildError(f"{what} failed. The whole log is {log}\n{excerpt}")
+        raise BuildError(f"{what} failed. The whole log is in {log}\n{excerpt}")
 
 
 def _publish(plan: Plan, root: Path) -> None:
@@ -330,7 +365,10 @@ def _publish(plan: Plan, root: Path) -> None:
 
 
 def header_symbols(header: Path = PATCHES / "native" / "moe-edge.h") -> tuple[int, list[str]]:
-    """Return the ABI version and the exported function names of the C header."""
+    """Return the ABI version and the names of the exported functions, read from the C header.
+
+    Raises BuildError if the header has no version.
+    """
     text = header.read_text()
     version = re.search(r"^#define MOE_EDGE_ABI_VERSION (\d+)$", text, re.MULTILINE)
     if version is None:
@@ -352,9 +390,10 @@ print(json.dumps([missing, abi]))
 
 
 def check_libraries(libraries: list[Path]) -> None:
-    """Load the built libraries in a child process.
+    """Check that the built libraries can be loaded and match the C header.
 
-    Check the ABI version and the exported functions.
+    They are loaded in a child process. Raises BuildError if the ABI version differs or an exported
+    function is missing.
     """
     if not any(path.stem == "libllama" for path in libraries):
         raise BuildError("the build has not produced libllama")

@@ -21,9 +21,11 @@ DEFAULT_ARCH = 80
 
 
 def flags(arch: str | None) -> tuple[list[str], list[str]]:
-    """Return the cmake definitions for CUDA and the library folders for the run path.
+    """Return the cmake definitions for a build with CUDA, and the folders of CUDA's libraries.
 
-    Raises BuildError.
+    Raises BuildError if nvcc is missing or unsuitable, or if cuBLAS cannot be found or downloaded.
+
+    arch: CUDA architectures, such as "86-real". Default: those of this machine's GPUs.
     """
     nvcc = probe.need_nvcc()
     root = probe.toolkit_root(nvcc)
@@ -46,11 +48,11 @@ def flags(arch: str | None) -> tuple[list[str], list[str]]:
 def architectures(nvcc: str, capabilities: Iterable[int]) -> str:
     """Return the value of CMAKE_CUDA_ARCHITECTURES for GPUs of these compute capabilities.
 
-    A capability is a number such as 89.
+    The result names machine code for GPUs that nvcc supports, such as "89-real". For newer GPUs it
+    names virtual code, which the driver compiles when it is first loaded. Raises BuildError for a
+    GPU that nvcc no longer supports.
 
-    The result names real code for GPUs that nvcc supports. For newer ones it names virtual code,
-    which the driver compiles when it is first loaded. Raises BuildError for a GPU that nvcc no
-    longer supports.
+    capabilities: numbers such as 89.
     """
     offered = offered_architectures(nvcc)
     return ";".join(dict.fromkeys(_code_for(each, offered) for each in capabilities)) or (
@@ -77,9 +79,9 @@ def _code_for(capability: int, offered: list[int]) -> str:
 
 
 def offered_architectures(nvcc: str) -> list[int]:
-    """Return the compute capabilities that nvcc supports, in increasing order.
+    """Return the compute capabilities that nvcc supports, such as 86, in increasing order.
 
-    Raises BuildError.
+    Raises BuildError if nvcc does not list any.
     """
     done = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True)
     found = sorted(int(number) for number in re.findall(r"^compute_(\d+)$", done.stdout, re.M))
@@ -92,7 +94,10 @@ def offered_architectures(nvcc: str) -> list[int]:
 
 
 def gpu_capabilities() -> list[int]:
-    """Return the compute capabilities of this machine's GPUs, such as 86, in increasing order."""
+    """Return the compute capabilities of this machine's GPUs, such as 86, in increasing order.
+
+    The list is empty if there is no GPU or nvidia-smi does not answer.
+    """
     smi = shutil.which("nvidia-smi")
     if smi is None:
         return []
@@ -106,9 +111,13 @@ def gpu_capabilities() -> list[int]:
 
 
 def overlay(root: Path, nvcc: str) -> Path:
-    """Return a tree of links to the CUDA toolkit, completed with cuBLAS. It is cached by version.
+    """Return a folder with a complete CUDA toolkit, made from a toolkit without cuBLAS.
 
-    cuBLAS is taken from an installed Python package, otherwise downloaded from PyPI.
+    The folder has links to the toolkit's files, and cuBLAS from an installed Python package. If no
+    such package is installed, cuBLAS is downloaded from PyPI. The folder is kept in the cache, one
+    for each version of the toolkit.
+
+    root: folder of the toolkit.
     """
     version = probe.nvcc_version(nvcc)
     target = cache_dir() / "cuda" / f"{version}-cublas"
@@ -145,9 +154,11 @@ def overlay(root: Path, nvcc: str) -> Path:
 
 
 def _installed(major: int) -> list[Path]:
-    """Return the headers and libraries of an installed package nvidia-cublas.
+    """Return the headers and libraries of cuBLAS from an installed Python package.
 
-    The package must be for this CUDA version. Return an empty list if there is none.
+    Return an empty list if no such package is installed for this CUDA version.
+
+    major: the major version of CUDA.
     """
     roots = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
     for variable in ("VIRTUAL_ENV", "CONDA_PREFIX"):

@@ -51,7 +51,11 @@ print(json.dumps(report))
 
 @dataclass(frozen=True)
 class Environment:
-    """A Python environment. `created` is true for the `.venv` of the repository."""
+    """The Python environment into which moe-edge is installed.
+
+    created: true for the repository's `.venv`, which is created if necessary.
+    python: path of the environment's Python.
+    """
 
     root: Path
     created: bool
@@ -59,11 +63,14 @@ class Environment:
 
     @property
     def note(self) -> Path:
-        """The file in which the last completed setup recorded its choices."""
+        """The path of the file in which `make build` records its choices, such as the extras."""
         return self.root / "moe-edge-setup.json"
 
     def read_note(self) -> dict[str, Any]:
-        """Return the recorded choices, or an empty dict."""
+        """Return the choices that the last `make build` recorded.
+
+        The result is an empty dict if none are recorded.
+        """
         try:
             note = json.loads(self.note.read_text())
         except (OSError, ValueError):
@@ -72,7 +79,11 @@ class Environment:
 
 
 def locate() -> Environment:
-    """Return the environment to use, without creating it."""
+    """Return the Python environment to install into, without creating it.
+
+    This is the active virtual or conda environment. If none is active, it is the repository's
+    `.venv`.
+    """
     for variable in ("VIRTUAL_ENV", "CONDA_PREFIX"):
         root = os.environ.get(variable)
         if root and (Path(root) / "bin" / "python").exists():
@@ -82,7 +93,7 @@ def locate() -> Environment:
 
 
 def ensure(env: Environment) -> None:
-    """Create `.venv` if necessary.
+    """Create the environment if it is the repository's `.venv` and does not exist.
 
     Raises BuildError if that fails or the environment has no pip.
     """
@@ -124,10 +135,10 @@ def _too_old(version: Sequence[int]) -> str:
 
 
 def inspect(env: Environment) -> dict[str, Any]:
-    """Return the environment's Python version, build record and packages.
+    """Return facts about the environment: its Python version and its packages.
 
-    The record and the folder of llama_cpp are those of its package. A value is None if it does not
-    exist.
+    The dict has the keys `version`, `names` of the packages, `llama_cpp` (the package's folder) and
+    `stamp` (the package's build record). A value is None if it does not exist.
     """
     report: dict[str, Any] = {"version": None, "stamp": None, "names": [], "llama_cpp": None}
     if env.python.exists():
@@ -139,7 +150,10 @@ def inspect(env: Environment) -> dict[str, Any]:
 
 
 def installed_key(report: dict[str, Any]) -> str | None:
-    """Return the key of the installed llama.cpp build, or None."""
+    """Return the key of the installed llama.cpp build, or None if moe-edge did not build it.
+
+    report: result of `inspect`.
+    """
     return str(report["stamp"].get("key")) if report["stamp"] else None
 
 
@@ -151,12 +165,14 @@ def install(
     extras: set[str],
     choices: dict[str, str],
 ) -> bool:
-    """Install the wheel and moe-edge with its extras.
+    """Install the wheel of llama.cpp, and moe-edge with its extras, into the environment.
 
-    Return False if everything was installed already.
+    Return False if everything was installed already. Extras that were installed before are kept.
+    Raises BuildError if pip fails.
 
-    Extras that were installed before are kept.
-
+    wheel_path: path of the wheel.
+    key: key of the wheel's build.
+    extras: names of optional parts, such as "dev".
     choices: the choices for gpu and amx, which are recorded for the next setup.
     """
     report, note = inspect(env), env.read_note()

@@ -82,12 +82,15 @@ GCC_LICENCES = ("/usr/share/doc/libgomp1/copyright", "/usr/share/common-licenses
 
 
 def tag(machine: str = MACHINE) -> str:
-    """Return the tag of a wheel for machines of this type."""
+    """Return the platform tag of a wheel.
+
+    machine: type of the machines that the wheel is for, such as "x86_64".
+    """
     return f"py3-none-manylinux_2_{GLIBC}_{machine}"
 
 
 def digest_of_patches() -> str:
-    """Return a hash of everything that determines the libraries, except the compiler."""
+    """Return a hash of all files in patches/, which determine the built libraries."""
     digest = hashlib.sha256()
     for path in sorted(PATCHES.rglob("*")):
         if path.is_file() and "__pycache__" not in path.parts:
@@ -97,9 +100,14 @@ def digest_of_patches() -> str:
 
 
 def build_wheel(upstream: Upstream, sdist: Path | None, jobs: int | None, folder: Path) -> Path:
-    """Build the wheel for the machine type of the compiler's target, and return its path.
+    """Build the wheel of moe-edge, with the libraries of llama.cpp, and return its path.
 
-    Only changed sources are compiled. Raises BuildError.
+    The wheel is for the machine type that the compiler targets. Only changed sources are compiled.
+    Raises BuildError if the build fails or the machine type is not supported.
+
+    sdist: local copy of the source. Default: it is downloaded.
+    jobs: number of compilers to run at once.
+    folder: folder for the wheel.
     """
     tools, patches = probe.find_toolchain(), digest_of_patches()
     machine = _printed(tools.cc, "-dumpmachine").partition("-")[0]
@@ -160,10 +168,15 @@ def build_cuda_wheel(
     folder: Path,
     architectures: str,
 ) -> Path:
-    """Build the wheel moe-edge-cuda, and return its path.
+    """Build the wheel moe-edge-cuda with the CUDA library of llama.cpp, and return its path.
 
-    NVIDIA's libraries are dependencies from PyPI. An interrupted build can be continued. Raises
-    BuildError.
+    NVIDIA's libraries are not included. The wheel requires their packages on PyPI. After an
+    interrupt, calling this again continues the build. Raises BuildError if the build fails.
+
+    sdist: local copy of the source. Default: it is downloaded.
+    jobs: number of compilers to run at once.
+    folder: folder for the wheel.
+    architectures: value of CMAKE_CUDA_ARCHITECTURES.
     """
     tools, patches = probe.find_toolchain(), digest_of_patches()
     major = int(probe.nvcc_version(probe.need_nvcc()).split(".")[0])
@@ -186,9 +199,11 @@ def build_cuda_wheel(
 def write_cuda(
     libraries: Sequence[Path], major: int, texts: Mapping[str, bytes], folder: Path
 ) -> Path:
-    """Write a wheel with the given CUDA libraries.
+    """Write the wheel moe-edge-cuda with the given CUDA libraries, and return its path.
 
-    They must have been built from the current patches.
+    libraries: paths of libraries that were built from the current patches.
+    major: the major version of CUDA.
+    texts: licence texts by file name.
     """
     about = project()
     lines = (
@@ -211,9 +226,13 @@ def write(
     folder: Path,
     machine: str = MACHINE,
 ) -> Path:
-    """Write a wheel atomically, including our licence and those of GCC's libraries.
+    """Write a wheel with our licence and the licences of GCC's libraries. Return its path.
 
-    Return its path.
+    The file has its final name only after it is complete.
+
+    name: name of the package.
+    entries: contents of the wheel's files by path.
+    texts: contents of files in its .dist-info folder.
     """
     texts = {**texts, "licenses/LICENSE": (REPO / "LICENSE").read_bytes()}
     for number, place in enumerate(GCC_LICENCES):
@@ -229,15 +248,17 @@ def write(
 
 
 def portable(path: Path) -> bytes:
-    """Return the contents of a library, renamed for the wheel.
+    """Return the contents of a library, with the library names that the wheel uses.
 
-    Raises BuildError if the library needs a newer glibc than the wheel's tag allows, or libstdc++.
+    Raises BuildError if the library needs libstdc++, or a newer glibc than the wheel's tag allows.
     """
     data = path.read_bytes()
     newer = {int(n) for n in re.findall(rb"GLIBC_2\.(\d+)", data) if int(n) > GLIBC}
     if newer or b"libstdc++.so" in data:
-        what = f"GLIBC_2.{max(newer)}" if newer else "libstdc++"
-        raise BuildError(f"{path.name} needs {what}, which manylinux_2_{GLIBC} does not include.")
+        library = f"GLIBC_2.{max(newer)}" if newer else "libstdc++"
+        raise BuildError(
+            f"{path.name} needs {library}, which manylinux_2_{GLIBC} does not include."
+        )
     for old, new in NAMES.items():
         data = data.replace(b"\0" + old + b"\0", b"\0" + new + b"\0")
     return data
@@ -253,7 +274,13 @@ def _printed(*command: str) -> str:
 
 
 def bindings(root: Path) -> dict[str, bytes]:
-    """Return llama-cpp-python's ctypes bindings, adapted to our package and library names."""
+    """Return llama-cpp-python's ctypes bindings, changed to our package and library names.
+
+    The result maps paths in the wheel to file contents. Raises BuildError if the bindings no longer
+    contain a text to change.
+
+    root: the source tree.
+    """
     changes = {
         "llama_cpp.py": (
             ("from llama_cpp._ctypes_extensions import", "from ._ctypes_extensions import"),
@@ -266,14 +293,19 @@ def bindings(root: Path) -> dict[str, bytes]:
         text = (root / "llama_cpp" / name).read_text()
         for old, new in pairs:
             if old not in text:
-                raise BuildError(f"{name}: {old!r} not found: adapt the bindings' changes.")
+                raise BuildError(
+                    f"{name} no longer contains {old!r}: adapt the changes in patches/portable.py."
+                )
             text = text.replace(old, new)
         entries[f"{PACKAGE}/{name}"] = text.encode()
     return entries
 
 
 def our_files() -> dict[str, bytes]:
-    """Return the files of both our packages, with the demo model in one of them."""
+    """Return the files of the packages gguf_tools and orchestrator, and of the demo model.
+
+    The result maps paths in the wheel to file contents.
+    """
     found = [
         path
         for package in ("gguf_tools", "orchestrator")
@@ -288,7 +320,10 @@ def our_files() -> dict[str, bytes]:
 
 
 def project() -> dict[str, Any]:
-    """Return the [project] table of pyproject.toml."""
+    """Return the [project] table of pyproject.toml.
+
+    Raises BuildError before Python 3.11, which cannot read the file.
+    """
     try:
         import tomllib
     except ModuleNotFoundError:
@@ -298,15 +333,15 @@ def project() -> dict[str, Any]:
 
 
 def requirements() -> list[str]:
-    """Return the run-time requirements of the package, including our build of llama.cpp."""
+    """Return moe-edge's run-time requirements, including its build of llama.cpp."""
     lines = (PATCHES / "requirements.txt").read_text().splitlines()
     return [line for line in lines if line and not line.startswith("#")]
 
 
 def metadata(upstream: Upstream, machine: str = MACHINE) -> bytes:
-    """Return the wheel's METADATA.
+    """Return the contents of METADATA for the wheel of moe-edge.
 
-    The requirements do not include the bindings, which the wheel contains.
+    The wheel contains the bindings of llama.cpp, so its requirements do not include them.
     """
     about = project()
     summary = about["description"] + UNTRIED.get(machine, "")
@@ -325,16 +360,16 @@ def metadata(upstream: Upstream, machine: str = MACHINE) -> bytes:
 
 
 def entry_points() -> bytes:
-    """Return the wheel's entry_points.txt."""
+    """Return the contents of the wheel's entry_points.txt, which defines the command moe-edge."""
     scripts = project()["scripts"].items()
     return "\n".join(("[console_scripts]", *(f"{a} = {b}" for a, b in scripts), "")).encode()
 
 
 def prebuilt(upstream: Upstream, folders: Sequence[Path]) -> tuple[Path, str] | None:
-    """Make a wheel of the bindings from the libraries of a moe-edge wheel in one of the folders.
+    """Make a wheel of llama.cpp's bindings from the libraries in a prebuilt moe-edge wheel.
 
-    Return the wheel's path and its key, or None if no moe-edge wheel was built from the current
-    patches.
+    Return the new wheel's path and its key. Return None if no moe-edge wheel in the folders was
+    built from the current patches.
     """
     patches = digest_of_patches()
     for path in (path for folder in folders for path in folder.glob(f"moe_edge-*_{MACHINE}.whl")):

@@ -82,7 +82,7 @@ int main() {
 
 @dataclass(frozen=True)
 class Toolchain:
-    """The compilers and build tools."""
+    """The compilers and build tools that were found on this machine."""
 
     cc: str
     cxx: str
@@ -104,9 +104,9 @@ def _which(variable: str, *names: str) -> str | None:
 
 
 def find_toolchain() -> Toolchain:
-    """Find the compilers and build tools.
+    """Find the compilers and build tools on this machine.
 
-    Raises BuildError, which names the package to install, if something is missing.
+    Raises BuildError, which names the package to install, if a tool is missing.
     """
     cc, cxx = _which("CC", "cc", "gcc", "clang"), _which("CXX", "c++", "g++", "clang++")
     if cc is None or cxx is None:
@@ -143,9 +143,12 @@ def find_toolchain() -> Toolchain:
 
 
 def _macros(compiler: str, language: str) -> str:
-    """Return the predefined macros with -march=native.
+    """Return the macros that a compiler predefines for this machine's processor.
 
-    They identify compiler version and CPU features.
+    They identify compiler version and CPU features. Raises BuildError if the compiler does not
+    work.
+
+    language: "c" or "c++".
     """
     for flags in (["-march=native"], ["-mcpu=native"], []):
         command = [compiler, *flags, "-x", language, "-dM", "-E", os.devnull]
@@ -159,7 +162,10 @@ def _macros(compiler: str, language: str) -> str:
 
 
 def probe_amx(tools: Toolchain) -> tuple[bool, str]:
-    """Test in a child process, which may crash, whether AMX works. Return (works, reason)."""
+    """Test whether programs with AMX instructions work on this machine. Return (works, reason).
+
+    The test runs in a child process, because it may crash.
+    """
     if not tools.native_amx:
         return False, "this compiler and processor have no AMX"
     with tempfile.TemporaryDirectory(prefix="moe-edge-amx.") as folder:
@@ -168,24 +174,27 @@ def probe_amx(tools: Toolchain) -> tuple[bool, str]:
         command = [tools.cxx, *AMX_FLAGS, str(source), "-o", str(binary)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:
-            return False, "the probe does not compile"
+            return False, "the AMX test does not compile"
         try:
             status = subprocess.run([str(binary)], timeout=20).returncode
         except (OSError, subprocess.TimeoutExpired) as error:
-            return False, f"the probe did not finish: {error}"
+            return False, f"the AMX test did not finish: {error}"
     if status < 0:
-        return False, f"the processor lists AMX, but the probe died of signal {-status}"
-    return status == 0, "the probe ran" if status == 0 else f"the probe failed ({status})"
+        return False, f"the processor lists AMX, but the test of it ended with signal {-status}"
+    return status == 0, "the test passed" if status == 0 else f"the test failed ({status})"
 
 
 def find_nvcc() -> str | None:
-    """Return the path of nvcc, or None."""
+    """Return the path of NVIDIA's compiler nvcc, or None if nvcc is not found."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
     return shutil.which("nvcc") or shutil.which(f"{home}/bin/nvcc")
 
 
 def need_nvcc() -> str:
-    """Return the path of nvcc. Raises BuildError if it is not installed."""
+    """Return the path of NVIDIA's compiler nvcc.
+
+    Raises BuildError, which says how to install nvcc, if nvcc is not found.
+    """
     nvcc = find_nvcc()
     if nvcc is None:
         raise BuildError(
@@ -228,7 +237,7 @@ def choose_gpu(choice: str) -> tuple[bool, str]:
 
 
 def toolkit_root(nvcc: str) -> Path:
-    """Return the folder of the CUDA toolkit to which nvcc belongs, according to nvcc."""
+    """Return the folder of the CUDA toolkit to which nvcc belongs."""
     done = subprocess.run([nvcc, "-v", "--dryrun", "x.cu"], capture_output=True, text=True)
     match = re.search(r"^#\$ TOP=(.+)$", done.stdout + done.stderr, re.MULTILINE)
     root = Path(match[1]) if match else Path(nvcc).resolve().parent.parent
@@ -236,7 +245,7 @@ def toolkit_root(nvcc: str) -> Path:
 
 
 def nvcc_version(nvcc: str) -> str:
-    """Return the version of nvcc. Raises BuildError."""
+    """Return the full version of nvcc. Raises BuildError if nvcc does not print its version."""
     text = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
     match = re.search(r"release (\d+\.\d+), V(\S+)", text)
     if match is None:

@@ -13,7 +13,10 @@ SECONDS_BETWEEN_LINES = 15.0
 
 
 class Progress:
-    """Progress display that parses the [n/m] of ninja or the [ p%] of make in the build output."""
+    """Shows the progress of a build on the terminal.
+
+    The progress is found in the output of ninja, as [n/m], or of make, as [ p%].
+    """
 
     def __init__(self, what: str):
         self.what = what
@@ -23,7 +26,7 @@ class Progress:
         self._show()
 
     def line(self, text: str) -> None:
-        """Process one line of build output, and update the display if it reports progress."""
+        """Process one line of build output. Update the display if the line reports progress."""
         match = re.match(r"\[\s*(\d+)/(\d+)\]|\[\s*(\d+)%\]", text)
         if not match:
             return
@@ -33,7 +36,7 @@ class Progress:
             self._show()
 
     def close(self) -> None:
-        """Show the final state and end the live line."""
+        """Show the final progress and end the line."""
         if self.live or self.done:
             self._show()
         if self.live:

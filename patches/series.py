@@ -51,20 +51,23 @@ MAX_ADDED_LINES = 200
 
 @dataclass(frozen=True)
 class Patch:
-    """A patch file: its name and its text."""
+    """A patch of the source distribution: its file name and its text."""
 
     name: str
     text: str
 
     @property
     def header(self) -> str:
-        """The text before the diff."""
+        """The text of the patch before the first diff."""
         match = re.search(r"^--- ", self.text, re.MULTILINE)
         return self.text[: match.start()] if match else self.text
 
     @property
     def fields(self) -> dict[str, str]:
-        """The header fields. A line that starts with a space continues the previous field."""
+        """The fields of the patch's header, such as Subject, by name.
+
+        A line that starts with a space continues the previous field.
+        """
         found: dict[str, str] = {}
         last = ""
         for line in self.header.splitlines():
@@ -92,13 +95,16 @@ class Patch:
 
 
 def series_names(folder: Path = PATCHES) -> list[str]:
-    """Return the names of the patches in the order of the series."""
+    """Return the names of the patches in the order in which they are applied."""
     lines = (folder / "series").read_text().splitlines()
     return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
 
 
 def read_series(folder: Path = PATCHES) -> list[Patch]:
-    """Read all patches of the series. Raises BuildError if one does not exist."""
+    """Read all patches that the file `series` lists.
+
+    Raises BuildError if one of them does not exist.
+    """
     patches = []
     for name in series_names(folder):
         path = folder / name
@@ -109,28 +115,36 @@ def read_series(folder: Path = PATCHES) -> list[Patch]:
 
 
 def problems(folder: Path, upstream: Upstream) -> list[str]:
-    """Return the problems of the series that can be found without the source, as sentences."""
+    """Return the problems of the patches that can be found without the source, as sentences.
+
+    folder: the folder with the patches and the file `series`.
+    upstream: the release to which the patches apply.
+    """
     found = []
     names = series_names(folder)
     for name in sorted({name for name in names if names.count(name) > 1}):
-        found.append(f"series lists {name} twice")
+        found.append(f"patches/series lists {name} twice")
     on_disk = {path.name for path in folder.glob("*.patch")}
-    found += [f"series lists {name}, which does not exist" for name in names if name not in on_disk]
-    found += [f"{name} is not in series" for name in sorted(on_disk - set(names))]
+    found += [
+        f"patches/series lists {name}, which does not exist"
+        for name in names
+        if name not in on_disk
+    ]
+    found += [f"{name} is not in patches/series" for name in sorted(on_disk - set(names))]
     owner: dict[str, str] = {}
     added = 0
     for patch in [Patch(name, (folder / name).read_text()) for name in names if name in on_disk]:
         fields = patch.fields
         for key in HEADERS:
             if not fields.get(key):
-                found.append(f"{patch.name}: no {key} header")
+                found.append(f"{patch.name}: the header has no field {key}")
         base = fields.get("Upstream-Base", upstream.base)
         if base != upstream.base:
-            found.append(f"{patch.name}: Upstream-Base is {base}, UPSTREAM is {upstream.base}")
+            found.append(f"{patch.name}: Upstream-Base is {base}, but must be {upstream.base}")
         if not re.fullmatch(r".+ <\S+@\S+>", fields.get("From", "A <a@b>")):
             found.append(f"{patch.name}: From must be NAME <MAIL>")
         if not patch.files:
-            found.append(f"{patch.name}: changes no file")
+            found.append(f"{patch.name}: the patch changes no file")
         for file in patch.files:
             if file not in ALLOWED_FILES:
                 found.append(f"{patch.name}: {file} is not in ALLOWED_FILES of patches/series.py")
@@ -143,7 +157,7 @@ def problems(folder: Path, upstream: Upstream) -> list[str]:
 
 
 def apply_series(patches: list[Patch], sdist: Sdist) -> dict[str, bytes]:
-    """Return the contents of all patched files after the whole series is applied.
+    """Apply all patches to the source, and return the contents of the patched files by path.
 
     Raises BuildError if a patch does not apply.
     """
@@ -178,7 +192,8 @@ def apply_series(patches: list[Patch], sdist: Sdist) -> dict[str, bytes]:
 def diff_file(name: str, old: bytes | None, new: bytes | None) -> str:
     """Return the unified diff of one file, without dates.
 
-    None means that the file does not exist.
+    name: path of the file, for the diff's header.
+    old, new: contents before and after the change, or None if the file does not exist.
     """
     with tempfile.TemporaryDirectory(prefix="moe-edge-diff.") as folder:
         sides = []
@@ -201,15 +216,18 @@ def diff_file(name: str, old: bytes | None, new: bytes | None) -> str:
 
 
 def regenerate(patch: Patch, old: Mapping[str, bytes], new: Mapping[str, bytes]) -> str:
-    """Return the text of a patch for given file contents: its header, then its files, sorted."""
+    """Return the text of a patch in its standard form: header, then diffs sorted by file name.
+
+    old, new: contents of the patched files before and after the patch, by path.
+    """
     diffs = [diff_file(name, old.get(name), new.get(name)) for name in sorted(patch.files)]
     return patch.header.rstrip("\n") + "\n\n" + "".join(diffs)
 
 
 def check_source(patches: list[Patch], sdist: Sdist) -> list[str]:
-    """Return the problems that need the source.
+    """Return the problems of the patches that can only be found with the source, as sentences.
 
-    These are patches that do not apply or are not in refreshed form.
+    They concern patches that do not apply, or that are not in the form that `refresh` writes.
     """
     try:
         new = apply_series(patches, sdist)
@@ -224,11 +242,14 @@ def check_source(patches: list[Patch], sdist: Sdist) -> list[str]:
 
 
 def refresh(sdist: Sdist, upstream: Upstream, tree: Path | None, folder: Path = PATCHES) -> int:
-    """Rewrite the patches, and return the number of patches that changed.
+    """Rewrite the patches in their standard form. Return the number of patches that changed.
+
+    Raises BuildError for a changed file in `tree` that belongs to no patch, so that no edit is
+    lost.
 
     tree: an edited copy of the source distribution or of the llama.cpp in it, from which to take
-        the contents. Default: the patches themselves. Raises BuildError for a changed file that
-        belongs to no patch, so that no edit is lost.
+        the patched files. Default: the source with the patches applied.
+    folder: the folder with the patches.
     """
     patches = read_series(folder)
     owned = {file for patch in patches for file in patch.files}
@@ -255,7 +276,13 @@ def refresh(sdist: Sdist, upstream: Upstream, tree: Path | None, folder: Path = 
 def read_edited(
     sdist: Sdist, upstream: Upstream, tree: Path, owned: set[str]
 ) -> tuple[dict[str, bytes], dict[str, bytes]]:
-    """Return the original and the edited contents of all files that are owned or edited."""
+    """Return the original and the edited contents of files in an edited source tree, by path.
+
+    These are the files in `owned`, and all other files that differ from the release. Raises
+    BuildError if `tree` is not a copy of the source.
+
+    tree: an edited copy of the source distribution or of the llama.cpp in it.
+    """
     prefix = upstream.source + "/"
     if (tree / upstream.source).is_dir():
         prefix = ""
@@ -290,10 +317,12 @@ def add(
 ) -> Patch:
     """Create a patch from files of an edited tree and append it to the series.
 
-    If a patch with this name exists, the files are added to it, and `fields` replaces the given
-    fields of its header.
+    If a patch with this name exists, the files are added to the patch, and `fields` replaces the
+    given fields of its header. Raises BuildError if a field is missing, a file is unchanged, or a
+    file belongs to another patch.
 
     files: paths inside llama.cpp or inside the source distribution.
+    tree: an edited copy of the source distribution or of the llama.cpp in it.
     """
     if not re.fullmatch(r"[a-z0-9][a-z0-9-]*\.patch", name):
         raise BuildError(f"{name}: not a valid name: use lower-case-words.patch")
@@ -304,7 +333,7 @@ def add(
     values.setdefault("Forwarded", "no")
     for key in HEADERS:
         if not values.get(key):
-            raise BuildError(f"{name}: no {key}: set it with --{key.lower()}")
+            raise BuildError(f"{name}: the field {key} is missing: set it with --{key.lower()}")
     prefix = upstream.source + "/"
     owned = {file if file.startswith(prefix) else prefix + file for file in files}
     owned |= set(existing.files if existing else [])

@@ -32,9 +32,12 @@ KEEP = 4
 
 
 def library_path(upstream: Upstream, llama_cpp: Path, cache: Path) -> Path:
-    """Return the path in the cache folder of the server library for an installed llama_cpp package.
+    """Return the path in the cache of the server library for an installed llama_cpp package.
 
     The file may not exist yet. Raises BuildError if moe-edge did not build the package.
+
+    llama_cpp: folder of the package.
+    cache: the cache folder.
     """
     try:
         stamp = json.loads((llama_cpp / "moe_edge_build.json").read_text())
@@ -48,10 +51,13 @@ def library_path(upstream: Upstream, llama_cpp: Path, cache: Path) -> Path:
 
 
 def build_server(upstream: Upstream, llama_cpp: Path, sdist: Path | None = None) -> Path:
-    """Put the library into an installed llama_cpp package, and return its path there.
+    """Put the server library into an installed llama_cpp package, and return its path there.
 
-    It is compiled if the cache lacks it. Raises BuildError for a package that is not ours and for a
-    compiler that is missing or fails.
+    If the cache does not have the library, it is compiled. Raises BuildError if moe-edge did not
+    build the package, or if a compiler is missing or fails.
+
+    llama_cpp: folder of the package.
+    sdist: local copy of the source. Default: it is downloaded.
     """
     path = library_path(upstream, llama_cpp, cache_dir())
     if not path.exists():
@@ -63,14 +69,19 @@ def build_server(upstream: Upstream, llama_cpp: Path, sdist: Path | None = None)
                 source, libraries = root / upstream.source, llama_cpp / "lib"
                 built = compile_server(upstream, tools, source, libraries, lock)
                 if library_path(upstream, llama_cpp, cache_dir()) != path:
-                    raise BuildError("the sources changed while they were compiled: run it again.")
+                    raise BuildError(
+                        "the sources changed while they were compiled: run the command again."
+                    )
                 with publishing(path.parent, KEEP) as stage:
                     shutil.copy2(built, stage / path.name)
     return _installed(path, llama_cpp / "lib" / path.name)
 
 
 def _installed(path: Path, target: Path) -> Path:
-    """Put a file at a target by replacing the file, which other processes may have loaded."""
+    """Copy a file to `target`, unless it is the same already. Return the target.
+
+    The target is replaced, not overwritten, because other processes may have loaded it.
+    """
     if not (target.exists() and filecmp.cmp(path, target)):
         part = target.with_name(f"{target.name}.{os.getpid()}")
         try:
@@ -89,8 +100,11 @@ def compile_server(
     lock: int,
     more: tuple[str, ...] = (),
 ) -> Path:
-    """Compile the server library and link it with the libllama in a folder. Return its path.
+    """Compile the server library and link it with libllama. Return its path.
 
+    source: folder of the llama.cpp tree.
+    libraries: folder of libllama.
+    lock: descriptor of the build lock, which compilers keep if this process is killed.
     more: additional cmake definitions.
     """
     folders = (f"UPSTREAM={source}", f"LIBRARIES={libraries}", f"OURS={SOURCES}")

@@ -38,9 +38,11 @@ from patches.upstream import (
 
 
 def options(args: argparse.Namespace, remembered: dict[str, object]) -> build.Options:
-    """Return the build options.
+    """Return the options for building llama.cpp.
 
-    They are from the command line, otherwise from the last setup, otherwise auto.
+    An option that is missing on the command line has the value of the last setup, or "auto".
+
+    remembered: choices recorded by the last setup.
     """
     return build.Options(
         gpu=str(args.gpu or remembered.get("gpu", "auto")),
@@ -52,7 +54,7 @@ def options(args: argparse.Namespace, remembered: dict[str, object]) -> build.Op
 
 
 def cmd_build(args: argparse.Namespace) -> int:
-    """Build the wheel, or find it in the cache, and print its path."""
+    """Print the path of llama.cpp's wheel, after building it if the cache does not have it."""
     path, _, built = build.build(read_upstream(), options(args, env.locate().read_note()))
     say("built" if built else "up to date")
     print(path)
@@ -60,7 +62,7 @@ def cmd_build(args: argparse.Namespace) -> int:
 
 
 def cmd_setup(args: argparse.Namespace) -> int:
-    """Build the wheel and install it and moe-edge into the environment."""
+    """Build llama.cpp's wheel, and install it and moe-edge into the Python environment."""
     place = env.locate()
     chosen = options(args, place.read_note())
     upstream = read_upstream()
@@ -107,13 +109,13 @@ def cmd_server(args: argparse.Namespace) -> int:
 
 
 def cmd_python(args: argparse.Namespace) -> int:
-    """Print the path of the environment's Python."""
+    """Print the path of the Python in the environment that moe-edge is installed into."""
     print(env.locate().python)
     return 0
 
 
 def cmd_verify(args: argparse.Namespace) -> int:
-    """Check the patch series and print the problems. Return 1 if there are any."""
+    """Check the patches of llama.cpp and print the problems. Return 1 if there are any."""
     upstream = read_upstream()
     found = series.problems(PATCHES, upstream)
     path = fetch_sdist(upstream) if args.fetch else cached_sdist(upstream)
@@ -129,13 +131,16 @@ def cmd_verify(args: argparse.Namespace) -> int:
         patches = series.read_series()
         print(
             f"{len(patches)} patches, {sum(p.added_lines for p in patches)} added lines "
-            f"in {sum(len(p.files) for p in patches)} files: fine"
+            f"in {sum(len(p.files) for p in patches)} files: no problem found"
         )
     return 1 if found else 0
 
 
 def cmd_refresh(args: argparse.Namespace) -> int:
-    """Rewrite the patches, from an edited tree if one is given."""
+    """Rewrite the patches in their standard form.
+
+    With --tree, the patched files are taken from an edited copy of the source.
+    """
     upstream = read_upstream()
     sdist = Sdist(fetch_sdist(upstream), upstream)
     changed = series.refresh(sdist, upstream, args.tree)
@@ -160,7 +165,7 @@ def cmd_add(args: argparse.Namespace) -> int:
 
 
 def cmd_source(args: argparse.Namespace) -> int:
-    """Unpack and patch the source in the cache and print the llama.cpp folder."""
+    """Unpack and patch the source in the cache, and print the path of its llama.cpp folder."""
     upstream = read_upstream()
     with locked(cache_dir() / "lock"):
         root = sync_tree(fetch_sdist(upstream, args.sdist), upstream)
@@ -169,7 +174,7 @@ def cmd_source(args: argparse.Namespace) -> int:
 
 
 def cmd_part(args: argparse.Namespace) -> int:
-    """Write an archive with the source that is needed for building, and print its path."""
+    """Write an archive with the files that are needed for building, and print its path."""
     upstream = read_upstream()
     target = args.folder / upstream.sdist_name
     write_part(fetch_sdist(upstream, args.sdist), upstream, target)
@@ -178,14 +183,17 @@ def cmd_part(args: argparse.Namespace) -> int:
 
 
 def cmd_probe_amx(args: argparse.Namespace) -> int:
-    """Run the AMX probe and print the result. Return 1 if AMX does not work."""
+    """Test AMX instructions on this machine and print the result. Return 1 if they do not work."""
     usable, why = probe.probe_amx(probe.find_toolchain())
     print(f"AMX {'works' if usable else 'is not used'}: {why}")
     return 0 if usable else 1
 
 
 def cmd_cuda_check(args: argparse.Namespace) -> int:
-    """Configure with CUDA and compile some of the objects. This needs nvcc, but no GPU."""
+    """Check that our CUDA kernels compile. This needs nvcc, but no GPU.
+
+    With --full, all CUDA sources are compiled.
+    """
     upstream = read_upstream()
     chosen = build.Options(gpu="cuda", amx="off", cuda_arch=args.cuda_arch or None)
     plan = build.make_plan(upstream, chosen)
@@ -285,7 +293,7 @@ def parser() -> argparse.ArgumentParser:
     add.add_argument("--tree", type=Path, required=True, help="edited copy of llama.cpp")
     add.add_argument("--author", help="author of the patch, as NAME <MAIL>")
     for name in ("subject", "reason", "forwarded", "remove-when"):
-        add.add_argument(f"--{name}", help=f"the header field {name.title()}")
+        add.add_argument(f"--{name}", help=f"the field {name.title()} of the patch's header")
     command("source", cmd_source, "unpack and patch the source, and print the llama.cpp folder")
     part = command(
         "part", cmd_part, "write the part of the source that a build without network needs"
@@ -300,7 +308,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """Run the command of the command line and return the exit status."""
+    """Run the command that the command line names, and return the exit status."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     args = parser().parse_args()

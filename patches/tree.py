@@ -35,20 +35,22 @@ Manifest = dict[str, tuple[int, int]]
 
 
 def native_sources(folder: Path = PATCHES / "native") -> list[Path]:
-    """Return the C++ and CUDA files that are copied into llama.cpp."""
+    """Return our C++ and CUDA files, which are copied into the llama.cpp tree."""
     return sorted(path for path in folder.glob("*") if path.suffix in NATIVE_SUFFIXES)
 
 
 def tree_path(upstream: Upstream) -> Path:
-    """Return the folder of the unpacked source tree."""
+    """Return the folder in the cache into which the release's source is unpacked."""
     return cache_dir() / "source" / f"{upstream.base}-{upstream.sha256[:12]}"
 
 
 def sync_tree(sdist_path: Path, upstream: Upstream) -> Path:
-    """Unpack the source tree if necessary, update it, and return its path.
+    """Unpack the release's source if necessary, apply patches and own files, and return its folder.
 
-    Can be interrupted at any point. The caller must hold the build lock and have checked the
-    archive's hash.
+    Only changed files are written. After an interrupt, calling this again repairs the folder. The
+    caller must hold the build lock and have checked the archive's hash.
+
+    sdist_path: path of the source distribution.
     """
     sdist = Sdist(sdist_path, upstream)
     wanted = wanted_files(sdist, upstream)
@@ -76,7 +78,10 @@ def sync_tree(sdist_path: Path, upstream: Upstream) -> Path:
 
 
 def wanted_files(sdist: Sdist, upstream: Upstream) -> dict[str, bytes]:
-    """Return the content of every file of the tree that differs from the release."""
+    """Return the contents of all files of the source tree that differ from the release, by path.
+
+    These are patched files, our own files, and the file with the version.
+    """
     wanted = apply_series(read_series(), sdist)
     for path in native_sources():
         wanted[f"{upstream.source}/moe-edge/{path.name}"] = path.read_bytes()
@@ -125,9 +130,13 @@ def _unpack(sdist_path: Path, upstream: Upstream, root: Path) -> None:
 
 
 def _damaged(root: Path, manifest: Manifest, wanted: set[str]) -> set[str]:
-    """Delete files that do not belong to the tree.
+    """Delete files that do not belong to the source tree, and find damaged files.
 
-    Return the release's files that must be restored.
+    Return the paths of the release's files that must be restored.
+
+    root: folder of the tree.
+    manifest: size and time of each file of the release.
+    wanted: paths of files that differ from the release on purpose.
     """
     intact = set()
     for folder, folders, names in os.walk(root):

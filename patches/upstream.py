@@ -26,12 +26,12 @@ REPO = PATCHES.parent
 
 
 class BuildError(Exception):
-    """A build failed. The message is one sentence with the cause and the remedy."""
+    """Raised if a build fails. The message is one sentence with the cause and the remedy."""
 
 
 @dataclass(frozen=True)
 class Upstream:
-    """The pinned release, as described in patches/UPSTREAM."""
+    """The release of llama-cpp-python on which moe-edge is based, read from patches/UPSTREAM."""
 
     name: str
     version: str
@@ -42,22 +42,25 @@ class Upstream:
 
     @property
     def base(self) -> str:
-        """Top folder of the source distribution, and the Upstream-Base of every patch."""
+        """The name of the source distribution's top folder. Each patch has it as Upstream-Base."""
         return f"{self.name}-{self.version}"
 
     @property
     def sdist_name(self) -> str:
-        """File name of the source distribution."""
+        """The file name of the source distribution."""
         return f"{self.base}.tar.gz"
 
     @property
     def local_version(self) -> str:
-        """PEP 440 local version of our build, which distinguishes it from the stock package."""
+        """The version of our build, which differs from that of the stock package (PEP 440)."""
         return f"{self.version}+moe.edge.{self.revision}"
 
 
 def read_upstream(path: Path = PATCHES / "UPSTREAM") -> Upstream:
-    """Read patches/UPSTREAM. Raises BuildError for a missing, unknown or malformed line."""
+    """Read the file patches/UPSTREAM, which pins a release of llama-cpp-python.
+
+    Raises BuildError for a missing, unknown or malformed line.
+    """
     fields: dict[str, str] = {}
     for number, line in enumerate(path.read_text().splitlines(), 1):
         line = line.strip()
@@ -89,9 +92,9 @@ def read_upstream(path: Path = PATCHES / "UPSTREAM") -> Upstream:
 
 
 def cache_dir() -> Path:
-    """Return the user's cache folder for moe-edge, and create it.
+    """Return the user's cache folder for moe-edge, and create the folder if necessary.
 
-    It is the folder that orchestrator/cache/files.py returns.
+    The function in orchestrator/cache/files.py returns the same folder.
     """
     root = os.environ.get("XDG_CACHE_HOME", "")
     path = (Path(root) if os.path.isabs(root) else Path.home() / ".cache") / "moe-edge"
@@ -106,10 +109,10 @@ def say(line: str) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[int]:
-    """Hold an exclusive lock on a file for the block, and yield its descriptor.
+    """Hold an exclusive lock on a file during the block, and yield its descriptor.
 
-    Child processes that inherit the descriptor keep the lock. So the compilers of a killed build
-    and a new build never write to the same folder at once.
+    Child processes that inherit the descriptor keep the lock. Therefore the compilers of a killed
+    build never write to the same folder as a new build.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -125,10 +128,7 @@ def locked(path: Path) -> Iterator[int]:
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Write a file atomically.
-
-    It has either its old or its new content, even if the process dies.
-    """
+    """Write a file so that it has either its old or its new content, even if the process dies."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -143,9 +143,10 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def publishing(folder: Path, keep: int) -> Iterator[Path]:
-    """Yield an empty folder that is renamed to `folder` at the end of the block.
+    """Yield an empty temporary folder. At the end of the block, rename it to `folder`.
 
-    Of the folders next to it, only the `keep` newest are kept. The caller must hold the build lock.
+    Then delete old folders next to `folder`, except the `keep` newest. The caller must hold the
+    build lock.
     """
     parent = folder.parent
     parent.mkdir(parents=True, exist_ok=True)
@@ -173,18 +174,21 @@ def sha256_file(path: Path) -> str:
 
 
 def cached_sdist(upstream: Upstream) -> Path | None:
-    """Return the source distribution in the cache, without checking its hash, or None."""
+    """Return the path of the source distribution in the cache, without checking its hash.
+
+    Return None if the cache does not have it.
+    """
     path = cache_dir() / "sdist" / upstream.sdist_name
     return path if path.exists() else None
 
 
 def fetch_sdist(upstream: Upstream, given: Path | None = None) -> Path:
-    """Return the path of the source distribution.
+    """Return the path of the source distribution, after downloading it with pip if necessary.
 
-    Download it with pip if it is not in the cache.
+    Raises BuildError if the download fails, or if the file is not the pinned release. In this case
+    no code of the file was executed.
 
-    given: a local copy to use instead, or an archive that `write_part` wrote.
-    Raises BuildError if the file is not the pinned release. In this case none of it was executed.
+    given: path of a local copy, or of an archive with the files for building, to use instead.
     """
     target = cache_dir() / "sdist" / upstream.sdist_name
     if target.exists() and given is None:
@@ -237,20 +241,20 @@ def _pip_download(upstream: Upstream, folder: Path) -> Path:
 
 
 def errors_of_pip(said: str) -> list[str]:
-    """Return the error lines in pip's output, or all lines if there are none."""
+    """Return the lines of pip's output that report errors, or all lines if none does."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     return [line for line in lines if line.startswith("ERROR")] or lines
 
 
 class Sdist:
-    """Read access to the files of the source distribution, by their paths inside its top folder."""
+    """Reads files of the source distribution, by their paths inside its top folder."""
 
     def __init__(self, path: Path, upstream: Upstream):
         self.path = path
         self.prefix = upstream.base + "/"
 
     def read(self, names: set[str]) -> dict[str, bytes]:
-        """Return the contents of the named files that exist, in one pass over the archive."""
+        """Return the contents of the named files, by path. Files that do not exist are left out."""
         found: dict[str, bytes] = {}
         if names:
             for name, data in self.files(names):
@@ -260,7 +264,7 @@ class Sdist:
         return found
 
     def files(self, names: set[str] | None = None) -> Iterator[tuple[str, bytes]]:
-        """Yield path and content of every regular file, or of the named files."""
+        """Yield path and contents of every regular file, or of the named files only."""
         with tarfile.open(self.path, "r:*") as archive:
             for member in archive:
                 name = member.name.removeprefix(self.prefix)
@@ -294,7 +298,7 @@ def _in_part(name: str, upstream: Upstream) -> bool:
 
 
 def part_files(path: Path, upstream: Upstream) -> dict[str, bytes]:
-    """Return the files that are needed for building, sorted by path.
+    """Return the contents of the files that are needed for building, sorted by path.
 
     path: the source distribution, or an archive that `write_part` wrote.
     """
@@ -303,7 +307,7 @@ def part_files(path: Path, upstream: Upstream) -> dict[str, bytes]:
 
 
 def content_digest(files: dict[str, bytes]) -> str:
-    """Return a hash of file names and contents that does not depend on the archive format."""
+    """Return a hash of file names and contents, which does not depend on an archive's format."""
     digest = hashlib.sha256()
     for name, data in files.items():
         digest.update(f"{name}\0{len(data)}\0".encode())
@@ -312,9 +316,9 @@ def content_digest(files: dict[str, bytes]) -> str:
 
 
 def is_pinned(path: Path, upstream: Upstream) -> bool:
-    """Return whether a file is the pinned source distribution.
+    """Return whether a file is the source distribution of the pinned release.
 
-    The part of it for building counts, too, if it is exactly that part.
+    An archive that contains exactly the files needed for building is accepted, too.
     """
     if sha256_file(path) == upstream.sha256:
         return True
@@ -327,9 +331,12 @@ def is_pinned(path: Path, upstream: Upstream) -> bool:
 
 
 def write_part(path: Path, upstream: Upstream, target: Path) -> None:
-    """Write an archive with the part of the source distribution that is needed for building.
+    """Write an archive with the files of the source distribution that are needed for building.
 
-    Raises BuildError if it is not the pinned part.
+    Raises BuildError if their hash is not the one in patches/UPSTREAM.
+
+    path: the source distribution.
+    target: path of the archive.
     """
     files = part_files(path, upstream)
     if content_digest(files) != upstream.part:

@@ -27,22 +27,25 @@ DENSE = (".gguf", ".zip")
 
 
 def platform_tag() -> str:
-    """Return the wheel's platform tag for this machine."""
+    """Return the platform tag for wheels of this machine, such as "linux_x86_64"."""
     return re.sub(r"[-.]", "_", sysconfig.get_platform())
 
 
 def file_name(upstream: Upstream) -> str:
+    """Return the file name of the wheel of llama.cpp's Python bindings."""
     # The libraries are loaded with ctypes: no Python ABI is involved.
-    """Return the file name of the bindings' wheel."""
     return f"{upstream.name}-{upstream.local_version}-py3-none-{platform_tag()}.whl"
 
 
 def write(
     path: Path, upstream: Upstream, root: Path, libraries: list[Path], stamp: dict[str, object]
 ) -> None:
-    """Write the wheel of the bindings.
+    """Write the wheel of llama.cpp's Python bindings, libraries and converter.
 
+    path: path of the wheel.
     root: the source tree that contains the llama_cpp package, the converter and PKG-INFO.
+    libraries: paths of the built libraries.
+    stamp: the build record.
     """
     entries = {
         str(file.relative_to(root)): file.read_bytes() for file in _python_files(root / "llama_cpp")
@@ -64,9 +67,9 @@ def write(
 
 
 def licences(root: Path, upstream: Upstream) -> dict[str, bytes]:
-    """Return the licence files of the bindings, of llama.cpp and of its dependencies.
+    """Return the licences of the bindings, of llama.cpp and of its dependencies.
 
-    They are listed by their names in the wheel's .dist-info folder.
+    The result maps file names in the wheel's .dist-info folder to contents.
     """
     source = root / upstream.source
     files = {"LICENSE.md": root / "LICENSE.md", "LICENSE.llama.cpp": source / "LICENSE"}
@@ -75,10 +78,13 @@ def licences(root: Path, upstream: Upstream) -> dict[str, bytes]:
 
 
 def converter(source: Path, package: str) -> dict[str, bytes]:
-    """Return an archive of llama.cpp's checkpoint converter, for the given package.
+    """Return a zip archive of llama.cpp's checkpoint converter, as {path in the wheel: contents}.
 
     Python imports modules directly from the archive. Installing single files would take as long as
     the rest of the wheel, because pip compiles each of them.
+
+    source: folder of the llama.cpp tree.
+    package: name of the package that contains the archive.
     """
     buffer = io.BytesIO()
     files = (file for part in CONVERTER_PARTS for file in _python_files(source / part))
@@ -92,10 +98,11 @@ def as_json(stamp: Mapping[str, Any]) -> bytes:
 
 
 def write_archive(path: Path, entries: dict[str, bytes], texts: dict[str, bytes]) -> None:
-    """Write a wheel. Its name, version and tag are those of the file name.
+    """Write a wheel. Its name, version and tag are taken from the file name.
 
-    entries: contents by path.
-    texts: contents of the .dist-info folder, including METADATA.
+    path: path of the wheel.
+    entries: contents of the wheel's files by path.
+    texts: contents of files in the .dist-info folder, including METADATA.
     """
     name, version, tag = path.stem.split("-", 2)
     info = f"{name}-{version}.dist-info"

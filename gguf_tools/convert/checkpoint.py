@@ -53,7 +53,7 @@ DTYPE_BITS = {
 
 @dataclass(slots=True)
 class Checkpoint:
-    """A checked checkpoint.
+    """A checkpoint folder in Hugging Face's format whose files have been checked.
 
     architecture: the model class in config.json, such as `MixtralForCausalLM`.
     dtype: safetensors type of most of the weights, such as `BF16`. Empty if the weights are not in
@@ -73,8 +73,8 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     Raises CheckpointError if a file is missing, truncated or inconsistent.
     """
     if not folder.is_dir():
-        what = "not a folder" if folder.exists() else "does not exist"
-        raise CheckpointError(f"{folder}: {what}: give a checkpoint folder with a config.json")
+        problem = "not a folder" if folder.exists() else "does not exist"
+        raise CheckpointError(f"{folder}: {problem}: give a checkpoint folder with a config.json")
     config = _read_json(folder / "config.json")
     parts = _parts(folder)
     weights: Counter[str] = Counter()
@@ -105,14 +105,19 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Read a file that contains a JSON object. Raises CheckpointError."""
+    """Read a file that contains a JSON object.
+
+    Raises CheckpointError if the file is missing, not JSON, or not an object.
+    """
     if not path.exists():
         raise CheckpointError(f"{path}: the file is missing: give a folder with a checkpoint")
     try:
         with open_regular(path) as file:
             if file.read(len(BOM_UTF8)) == BOM_UTF8:
                 # transformers and llama.cpp's converter would refuse the mark.
-                raise CheckpointError(f"{path}: begins with a byte order mark: save it without")
+                raise CheckpointError(
+                    f"{path}: begins with a byte order mark: save the file without it"
+                )
         found = json.loads(read_text(path, MAX_JSON_BYTES))
     except TextFileError as error:
         raise CheckpointError(str(error)) from None
@@ -131,7 +136,10 @@ def _architecture(folder: Path, config: dict[str, Any]) -> str:
 
 
 def _parts(folder: Path) -> list[Path]:
-    """Return the paths of all weight files. Raises CheckpointError if one is missing."""
+    """Return the paths of all weight files of a checkpoint folder.
+
+    Raises CheckpointError if one of the files is missing.
+    """
     index = folder / INDEX
     if index.is_file():
         named = _read_json(index).get("weight_map")
@@ -166,36 +174,41 @@ def _parts(folder: Path) -> list[Path]:
 def _tensors(
     path: Path, header: dict[str, Any], data_bytes: int
 ) -> Iterator[tuple[str, str, list[int]]]:
-    """Yield name, type and shape of each tensor in a safetensors file.
+    """Yield name, type and shape of each tensor that the header of a safetensors file lists.
 
     Raises CheckpointError if the file is truncated or damaged.
+
+    data_bytes: size of the data after the header.
     """
     for name, entry in header.items():
-        where = f"{path}: tensor {name}"
+        tensor = f"{path}: tensor {name}"
         try:
             dtype, shape = str(entry["dtype"]), [int(each) for each in entry["shape"]]
             start, end = (int(each) for each in entry["data_offsets"])
         except (LookupError, TypeError, ValueError, OverflowError):
             raise CheckpointError(
-                f"{where}: invalid header entry: download the file again"
+                f"{tensor}: invalid header entry: download the file again"
             ) from None
         if dtype not in DTYPE_BITS:
-            raise CheckpointError(f"{where}: unknown type {dtype}")
+            raise CheckpointError(f"{tensor}: unknown type {dtype}")
         n = prod(shape)
         if min(shape, default=0) < 0 or start < 0 or (end - start) * 8 != n * DTYPE_BITS[dtype]:
             raise CheckpointError(
-                f"{where}: {end - start} bytes do not match the shape {shape} of {dtype}"
+                f"{tensor}: {end - start} bytes do not match the shape {shape} of {dtype}"
             )
         if end > data_bytes:
             raise CheckpointError(
-                f"{where}: ends {end - data_bytes} bytes past the end of the truncated file:"
+                f"{tensor}: ends {end - data_bytes} bytes past the end of the truncated file:"
                 " download it again"
             )
         yield name, dtype, shape
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:
-    """Return the header of a safetensors file and the size of the data after it."""
+    """Return the header of a safetensors file, and the size in bytes of the data after the header.
+
+    Raises CheckpointError if the file cannot be read or the header is invalid.
+    """
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size

@@ -47,9 +47,13 @@ _KEPT_WHOLE = 2
 def check_arguments(
     dst: str | os.PathLike[str], tiers: Sequence[str], has_importance: bool = False
 ) -> None:
-    """Check the arguments of `convert` that can be checked without the checkpoint.
+    """Check the arguments of `convert` before the checkpoint is opened.
 
-    Raises QuantizeError for invalid tiers and WriteError for a target that cannot be written.
+    Raises QuantizeError for invalid precisions (tiers), and WriteError for a target that cannot be
+    written.
+
+    dst: path of the file to write.
+    has_importance: whether an importance matrix is given, which some precisions need.
     """
     parse_tiers(tiers, has_importance)
     path = Path(dst)
@@ -74,19 +78,22 @@ def convert(
     progress: Progress | None = None,
     threads: int | None = None,
 ) -> PackReport:
-    """Convert the checkpoint folder `src` to the packed model `dst`.
+    """Convert a checkpoint folder to a packed model, a GGUF file with experts in several tiers.
 
-    Tiers are quantized directly from the checkpoint's values. Other tensors get the type that
-    llama.cpp's converter chooses. Raises CheckpointError, ConvertError or GGUFError. On an
-    exception, including Ctrl-C, dst is not created.
+    A tier is a precision of all experts. Tiers are quantized directly from the checkpoint's values.
+    Other tensors get the type that llama.cpp's converter chooses. Raises CheckpointError,
+    ConvertError or GGUFError. On an exception, including Ctrl-C, `dst` is not created.
 
+    src: the checkpoint folder.
+    dst: path of the packed model.
     tiers: type names of the tiers, such as `q4_k`, the best first.
     title: name of the model. Default: the name in the README or the folder name.
     dense: type for the two-dimensional float matrices that are not experts.
     imatrix: file with an importance matrix of llama.cpp.
     trust_remote_code: run Python code that the checkpoint contains for its tokenizer.
-    on_header: called with a temporary file that has the header of `dst` and no data, before
-        anything is computed. An exception that it raises ends the conversion.
+    on_header: function that is called before anything is computed. Its argument is the path of a
+        temporary file with the header of `dst` and without data. An exception in the function ends
+        the conversion.
     progress: called with the finished share, 0 to 1.
     threads: number of compute threads. Default: the usable cores.
     """
@@ -131,10 +138,10 @@ def _opened(file: GGUFFile, checkpoint: Checkpoint) -> ExpertModel:
 
 
 class CheckpointFile(GGUFFile):
-    """A virtual GGUF file of a checkpoint, whose data is computed when it is read.
+    """A checkpoint that can be read like a GGUF file. Its data is computed when it is read.
 
-    Experts have the type F32 regardless of the checkpoint's type, so that they are only rounded
-    once, to their tiers. Several threads can read at the same time.
+    Expert matrices have the type F32 regardless of the checkpoint's type. Their values are
+    therefore rounded only once, when they are quantized. Several threads can read at the same time.
     """
 
     def __init__(self, checkpoint: Checkpoint, description: Description, ggml: Ggml) -> None:
@@ -158,7 +165,10 @@ class CheckpointFile(GGUFFile):
 
     @contextmanager
     def header_alone(self) -> Iterator[Path]:
-        """Create a temporary sparse file with this header and size, but no data, for the block."""
+        """Create a temporary file with this file's header and size, but without data.
+
+        The file exists during the block. It is sparse, so it takes almost no disk space.
+        """
         with tempfile.NamedTemporaryFile(suffix=".gguf") as file:
             file.write(self._header_bytes)
             file.flush()
@@ -166,7 +176,7 @@ class CheckpointFile(GGUFFile):
             yield Path(file.name)
 
     def bytes_at(self, offset: int, nbytes: int) -> Bytes:
-        """Return the bytes [nbytes] at a file offset.
+        """Return the bytes from a file offset on, as uint8 [nbytes].
 
         The range must be within one tensor or within the header.
         """
@@ -181,7 +191,10 @@ class CheckpointFile(GGUFFile):
         return rows[skipped : skipped + nbytes]
 
     def _rows(self, info: TensorInfo, first: int, last: int) -> Bytes:
-        """Return the encoded rows from first to last (exclusive), counted over all dimensions."""
+        """Return the encoded bytes of the rows `first` to `last - 1` of a tensor.
+
+        Rows are numbered through all dimensions of the tensor after the first.
+        """
         values = self._values[info.name]
         if not lazy.divisible(values):
             values = self._computed(info.name, values)

@@ -21,9 +21,10 @@ Cuts = tuple[slice, ...]
 
 
 class _Call(NamedTuple):
-    """A call that does not affect the first `n_free` dimensions of its operand.
+    """A method call on a lazy tensor (`operand`) that leaves the leading dimensions unchanged.
 
-    Slices of these dimensions can be applied to the operand instead of the result.
+    To compute a slice along the first `n_free` dimensions of the result, it is enough to call the
+    method on this slice of the operand.
     """
 
     operand: Any
@@ -32,10 +33,13 @@ class _Call(NamedTuple):
 
 
 def compute(node: Any, cuts: Cuts = ()) -> Any:
-    """Compute the part `node[cuts]` of a lazy tensor, an array or a torch tensor.
+    """Compute a part of a tensor of llama.cpp's converter that has not been computed yet.
+
+    The result is `node[cuts]`, with as many dimensions as the node. An array or a torch tensor is
+    just sliced.
 
     cuts: one slice with start and stop for each of the leading dimensions. An empty tuple computes
-        the whole tensor. The result has as many dimensions as the node.
+        the whole tensor.
     """
     if not _is_lazy(node):
         return _cut(node, cuts)
@@ -53,7 +57,10 @@ def compute(node: Any, cuts: Cuts = ()) -> Any:
 
 
 def divisible(node: Any) -> bool:
-    """Return whether `compute` can compute one step of the first dimension without the rest."""
+    """Return whether a slice of the first dimension of a lazy tensor can be computed alone.
+
+    Otherwise `compute` has to compute the whole tensor.
+    """
     if not _is_lazy(node) or node._data is not None or _stacked(node) is not None:
         return True
     if not any(map(_has_lazy, node._args)):
@@ -84,16 +91,19 @@ def _whole(value: Any) -> Any:
 
 
 def _stacked(node: Any) -> Any:
-    """Return the tensors that a node stacks along a new first dimension.
+    """Return the tensors of which a lazy tensor is a stack along a new first dimension.
 
-    Return None for any other node.
+    Return None if the lazy tensor is not such a stack.
     """
     is_stack = getattr(node._func, "__name__", "") == "stack" and len(node._args) == 1
     return node._args[0] if is_stack and node._kwargs in ({}, {"dim": 0}) else None
 
 
 def _call(node: Any) -> _Call | None:
-    """Return the call of a node, or None if the call may affect the first dimension."""
+    """Return the method call that computes a lazy tensor.
+
+    Return None if the call may change the first dimension of its operand.
+    """
     func, args, kwargs, index = node._func, node._args, node._kwargs, None
     if getattr(func, "__name__", "") == "eager_tuple_element":
         # The node is one of several results. LazyBase stores the call in a closure.
@@ -115,9 +125,10 @@ def _call(node: Any) -> _Call | None:
 
 
 def _name(func: Callable[..., Any]) -> str:
-    """Return the name of the tensor method that a node's function calls, or "" if unknown.
+    """Return the name of the tensor method that the function of a lazy tensor calls.
 
-    LazyBase wraps most methods in lambdas.
+    The result is "" if the name is unknown. The converter wraps most methods in lambdas. For these,
+    the name is found in the lambda's code.
     """
     name = getattr(func, "__name__", "")
     if name != "<lambda>":
@@ -130,8 +141,10 @@ def _name(func: Callable[..., Any]) -> str:
 
 
 def _n_free(name: str, n_dims: int, rest: list[Any], kwargs: dict[str, Any]) -> int:
-    """Return the number of leading dimensions that a method does not affect.
+    """Return the number of leading dimensions that a method call leaves unchanged.
 
+    name: name of the method of the tensor.
+    n_dims: number of dimensions of the tensor.
     rest: the method's arguments without the tensor itself.
     """
     if name in _ELEMENTWISE:
@@ -151,7 +164,11 @@ def _n_free(name: str, n_dims: int, rest: list[Any], kwargs: dict[str, Any]) -> 
 
 
 def _n_untouched(index: tuple[Any, ...], n_dims: int) -> int:
-    """Return the number of leading dimensions that an index of slices selects completely."""
+    """Return the number of leading dimensions that an index selects completely.
+
+    For [:, :, 3:5] the number is 2. It is 0 if the index contains anything but slices and a leading
+    `...`.
+    """
     first, *rest = index
     if first is Ellipsis:
         return n_dims - len(rest) if all(isinstance(each, slice) for each in rest) else 0

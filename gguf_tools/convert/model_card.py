@@ -24,9 +24,9 @@ _NULLS = ("", "~", "null", "Null", "NULL")
 
 
 def read_model_card(folder: Path) -> tuple[dict[str, Any], str]:
-    """Return the fields in a checkpoint's README.md that can be copied, and a note.
+    """Return the metadata fields of a checkpoint's README.md that can be copied into a GGUF file.
 
-    The note names the fields that were left out. It is empty if there are none.
+    Also return a note for the user that names the fields that cannot be copied, or "".
     """
     path = folder / README
     try:
@@ -50,10 +50,10 @@ def read_model_card(folder: Path) -> tuple[dict[str, Any], str]:
 
 
 def _front_matter(path: Path) -> str | None:
-    """Return the lines between two `---` at the start of a file.
+    """Return the YAML text between two lines `---` at the start of a Markdown file.
 
-    Return None if there is no front matter. Raises ValueError, with the reason, if the front matter
-    cannot be read.
+    Return None if the file does not start with such a line. Raises ValueError, whose message is the
+    reason, if the text is too long or is not UTF-8.
     """
     if not path.is_file():
         return None
@@ -78,7 +78,10 @@ def _front_matter(path: Path) -> str | None:
 
 
 def _parsed(text: str) -> dict[Any, Any]:
-    """Parse a YAML mapping. Raises ValueError, with the reason, if the text is not one."""
+    """Parse YAML text that must be a mapping. All scalar values are returned as strings.
+
+    Raises ValueError, whose message is the reason, if the text is not a YAML mapping.
+    """
     import yaml
 
     # This loader returns every scalar as a text, so the language `no` does not become False and the
@@ -88,9 +91,9 @@ def _parsed(text: str) -> dict[Any, Any]:
         found = yaml.load(text, loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        where = f" in line {mark.line + 2}" if mark is not None else ""
+        in_line = f" in line {mark.line + 2}" if mark is not None else ""
         reason = getattr(error, "problem", None) or "unexpected characters"
-        raise ValueError(f"not valid YAML{where}: {reason}") from None
+        raise ValueError(f"not valid YAML{in_line}: {reason}") from None
     except RecursionError:
         raise ValueError("the front matter is nested too deeply") from None
     if found is None or found == "":
@@ -101,7 +104,11 @@ def _parsed(text: str) -> dict[Any, Any]:
 
 
 def _copied(key: str, value: Any) -> Any:
-    """Return a field's value without nulls in lists, or None if it cannot be copied."""
+    """Return the value of a README field as it is copied into the GGUF file.
+
+    Empty entries of a list are left out. Return None if the value is neither a text nor a valid
+    list for this field.
+    """
     if _is_text(value):
         return value
     if key in _TEXTS or not isinstance(value, list):
@@ -111,16 +118,19 @@ def _copied(key: str, value: Any) -> Any:
 
 
 def _is_entry(key: str, value: Any) -> bool:
-    """Return whether a value is a valid list entry for this key."""
+    """Return whether a value can be an entry of the list in a README field.
+
+    key: name of the field.
+    """
     if isinstance(value, dict) and key in _RECORDS:
         return all(_is_text(each) for pair in value.items() for each in pair)
     return _is_text(value)
 
 
 def _is_text(value: Any) -> bool:
-    """Return whether a value is a text that can be encoded.
+    """Return whether a value is a string that can be encoded as UTF-8.
 
-    YAML escapes can make lone surrogates, which cannot.
+    Escapes in YAML can produce lone surrogates, which cannot be encoded.
     """
     try:
         return isinstance(value, str) and value.encode() is not None

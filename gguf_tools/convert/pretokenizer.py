@@ -19,9 +19,10 @@ _SPLITS = {QWEN2_SPLIT: "qwen2", LLAMA3_SPLIT: "llama-bpe"}
 
 
 def pre_tokenizer(folder: Path) -> str | None:
-    """Return the value of `tokenizer.ggml.pre` for the byte-level BPE in a checkpoint's folder.
+    """Return llama.cpp's name of the rules by which a checkpoint's tokenizer splits texts.
 
-    Return None if tokenizer.json is missing or has rules that this module does not know.
+    The name is the value of the GGUF key `tokenizer.ggml.pre`. Return None if tokenizer.json is
+    missing, is not a byte-level BPE, or has rules that this module does not know.
     """
     try:
         rules = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
@@ -33,9 +34,9 @@ def pre_tokenizer(folder: Path) -> str | None:
 
 
 def _is_neutral(normalizer: Any) -> bool:
-    """Return whether a normalizer can be ignored.
+    """Return whether llama.cpp can ignore this normalizer of a tokenizer.json.
 
-    NFC can, as in llama.cpp: texts usually contain composed characters already.
+    The normalizer NFC is ignored, because texts usually contain composed characters already.
     """
     return normalizer is None or normalizer == {"type": "NFC"}
 

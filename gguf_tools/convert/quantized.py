@@ -18,8 +18,12 @@ _FP8 = ("F8_E4M3", "F8_E5M2")
 def check_quantization(
     folder: Path, config: dict[str, Any], dtypes: Mapping[str, str], is_mlx: bool
 ) -> None:
-    """Raise CheckpointError for checkpoints of MLX or bitsandbytes, and for missing scales.
+    """Raise CheckpointError if a checkpoint is quantized in a way that cannot be converted.
 
+    This is the case for checkpoints of MLX and bitsandbytes, and for checkpoints that lack the
+    scale of a quantized tensor.
+
+    config: contents of config.json.
     dtypes: safetensors type of each tensor by name.
     is_mlx: whether the metadata of a weight file names MLX as its format.
     """
@@ -54,11 +58,15 @@ def _is_bitsandbytes(settings: dict[str, Any]) -> bool:
 
 
 def _scales_of(name: str, dtype: str, has_settings: bool) -> list[str]:
-    """Return the possible names of a tensor's scale, or an empty list if it needs no scale.
+    """Return the names that the scale of a quantized tensor can have in a checkpoint.
 
-    NVFP4 block scales are FP8 tensors, which have a scale themselves: `weight_scale_2` in files of
-    ModelOpt, `weight_global_scale` in those of compressed-tensors. If it is missing, llama.cpp's
-    converter silently uses 1. It also silently ignores the missing scale of an FP8 matrix.
+    The list is empty if the tensor needs no scale. The block scales of NVFP4 are FP8 tensors, which
+    need a scale themselves. Its name is `weight_scale_2` in files of ModelOpt and
+    `weight_global_scale` in files of compressed-tensors. llama.cpp's converter would silently use 1
+    for a missing scale.
+
+    dtype: safetensors type of the tensor.
+    has_settings: whether config.json says how the checkpoint is quantized.
     """
     if dtype not in _FP8:
         return []

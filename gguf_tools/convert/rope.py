@@ -26,12 +26,14 @@ _WRITTEN = {
 
 
 def check_rope(config: Path, parameters: dict[str, Any], written: Collection[str]) -> str:
-    """Check that the converter has written the RoPE scaling. Return a note for the user, or "".
+    """Check that llama.cpp's converter has written the checkpoint's RoPE scaling.
 
-    config: path of config.json for messages.
+    Return a note for the user if the scaling is not written but the model still works, otherwise
+    "". Raises ConvertError if the model would give wrong answers.
+
+    config: path of config.json, for messages.
     parameters: RoPE parameters as the converter has read them.
     written: names of the metadata keys and tensors that the converter has written.
-    Raises ConvertError if the scaling is lost.
     """
     chosen = parameters.get("full_attention") or parameters
     kind = str(chosen.get("rope_type") or "").lower()

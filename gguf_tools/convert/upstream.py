@@ -76,11 +76,12 @@ _modules: dict[str, ModuleType] = {}
 
 
 class LazyTensor(NamedTuple):
-    """A tensor of the converter that has not been computed yet.
+    """A tensor of llama.cpp's converter whose values have not been computed yet.
 
     shape: dimensions in ggml order, the row length first.
-    type: the type that the converter chose.
-    values: lazy tensor in the reverse order of dimensions. Encoded bytes if type is not a float.
+    type: the ggml type that the converter chose.
+    values: the converter's lazy tensor, with the dimensions in reverse order. If the type is
+        quantized, its elements are the encoded bytes.
     """
 
     name: str
@@ -91,7 +92,7 @@ class LazyTensor(NamedTuple):
 
 @dataclass(slots=True)
 class Description:
-    """The output of llama.cpp's converter.
+    """The result of running llama.cpp's converter on a checkpoint.
 
     metadata: encoded metadata values by key.
     tensors: the tensors in file order.
@@ -104,7 +105,7 @@ class Description:
 
 
 def archive() -> Path:
-    """Return the path of the archive with llama.cpp's converter.
+    """Return the path of the zip archive that contains llama.cpp's converter.
 
     Raises ConvertError if the installed llama_cpp package is not the one that moe-edge built.
     """
@@ -117,7 +118,10 @@ def archive() -> Path:
 
 @contextmanager
 def one_torch_thread() -> Iterator[None]:
-    """Limit torch to the calling thread during the block. Raises ConvertError without torch."""
+    """Let torch compute on the calling thread only, during the block.
+
+    Raises ConvertError if torch is not installed.
+    """
     try:
         import torch
     except ImportError:
@@ -133,14 +137,16 @@ def one_torch_thread() -> Iterator[None]:
 def run_converter(
     checkpoint: Checkpoint, *, title: str | None = None, trust_remote_code: bool = False
 ) -> Description:
-    """Run llama.cpp's converter on a checkpoint and return its metadata and lazy tensors.
+    """Run llama.cpp's converter on a checkpoint and return metadata and tensors of the GGUF model.
+
+    The values of the tensors are computed later, when they are read. Raises ConvertError for an
+    unknown architecture, a missing library, a RoPE scaling that would be lost, and any other error
+    of the converter.
 
     title: name of the model. Default: the name in the README or the folder name.
     trust_remote_code: run Python code that the checkpoint contains for its tokenizer.
-    Raises ConvertError for an unknown architecture, a missing library, a RoPE scaling that would be
-    lost, and any other error of the converter.
     """
-    with _loaded() as (conversion, base, gguf), _sentences(checkpoint) as warnings:
+    with _loaded() as (conversion, base, gguf), _converter_errors(checkpoint) as warnings:
         import torch
 
         config = base.ModelBase.load_hparams(checkpoint.folder, False)
@@ -184,7 +190,11 @@ def run_converter(
 
 
 def _with_output(tensors: list[LazyTensor], architecture: str) -> list[LazyTensor]:
-    """Add the embeddings as output matrix if they are tied and llama.cpp needs a separate one."""
+    """Return the tensors with an output matrix, which some architectures need in llama.cpp.
+
+    If such a model has none, because the output matrix is tied to the embeddings, a copy of the
+    embeddings is added.
+    """
     named = {each.name: each for each in tensors}
     embeddings = named.get(EMBEDDINGS)
     if architecture not in _OWN_OUTPUT or OUTPUT in named or embeddings is None:
@@ -193,10 +203,11 @@ def _with_output(tensors: list[LazyTensor], architecture: str) -> list[LazyTenso
 
 
 def _dense_layers(config: dict[str, Any]) -> dict[str, int]:
-    """Return the setting for the number of dense layers before the first layer with experts.
+    """Return the setting `first_k_dense_replace`, derived from the list of layer types.
 
-    A configuration written by transformers has a list of layer types instead of this setting, which
-    published checkpoints have and the converter reads.
+    The setting is the number of dense layers before the first layer with experts. llama.cpp's
+    converter reads it, but config.json files written by transformers only have the list. Return an
+    empty dict if there is no list.
     """
     kinds = config.get("mlp_layer_types")
     if not isinstance(kinds, list) or "sparse" not in kinds:
@@ -205,9 +216,10 @@ def _dense_layers(config: dict[str, Any]) -> dict[str, int]:
 
 
 def _attention_layers(architecture: str, config: dict[str, Any]) -> dict[str, list[str]]:
-    """Return the layer types under their published names.
+    """Return the setting `layer_types` of Granite models with the names that the converter knows.
 
-    Configurations written by transformers use other names, which the converter does not know.
+    config.json files written by transformers use other names. Return an empty dict for other
+    models.
     """
     kinds = config.get("layer_types")
     if architecture != "GraniteMoeHybridForCausalLM" or not isinstance(kinds, list):
@@ -222,7 +234,10 @@ def _adds_bos(folder: Path) -> bool:
 
 
 def _notes(folder: Path, warnings: list[str]) -> list[str]:
-    """Return the converter's relevant warnings as notes: without duplicates, and only the first."""
+    """Return the warnings of llama.cpp's converter that concern the user, without duplicates.
+
+    At most _MOST_NOTES warnings are returned, followed by the number of the others.
+    """
     lines = dict.fromkeys(" ".join(each.split()) for each in warnings)
     relevant = [
         each
@@ -236,13 +251,19 @@ def _notes(folder: Path, warnings: list[str]) -> list[str]:
         for each in relevant[:_MOST_NOTES]
     ]
     more = len(relevant) - _MOST_NOTES
-    return [*notes, f"{folder}: and {more} more warnings"] if more > 0 else notes
+    return (
+        [*notes, f"{folder}: {more} more warnings of llama.cpp's converter are not shown"]
+        if more > 0
+        else notes
+    )
 
 
 def _chat_template(folder: Path) -> Any:
-    """Return the chat templates in separate files of a checkpoint, or None if there are none.
+    """Return the chat templates that a checkpoint has in separate files.
 
-    As in transformers, they override the template in tokenizer_config.json. Raises ConvertError.
+    The result is one text, a list of named templates, or None if there is no such file. These
+    templates override the one in tokenizer_config.json, as in transformers. Raises ConvertError if
+    a file is not UTF-8.
     """
     main = folder / "chat_template.jinja"
     if not main.is_file():
@@ -261,9 +282,9 @@ def _chat_template(folder: Path) -> Any:
 def _changes(
     base: Any, gguf: Any, folder: Path, trust_remote_code: bool, card: dict[str, Any]
 ) -> Iterator[AbstractContextManager[None]]:
-    """Yield context managers that replace functions of the converter during one run.
+    """Yield context managers, each of which replaces one function of llama.cpp's converter.
 
-    card: the fields of the README's front matter.
+    card: the fields of the front matter of the checkpoint's README.
     """
     from transformers import AutoTokenizer
 
@@ -322,7 +343,7 @@ def _tensor(name: str, info: Any) -> LazyTensor:
 
 
 def _encoded(each: Any) -> bytes:
-    """Encode a metadata value as llama.cpp's writer does."""
+    """Return the encoded bytes of a metadata value, the same as llama.cpp's writer produces."""
     kind = ValueType(int(each.type))
     if kind is not ValueType.ARRAY:
         return encode_value(_text(each.value), kind)
@@ -350,7 +371,10 @@ def _text(value: Any) -> Any:
 
 @contextmanager
 def _loaded() -> Iterator[tuple[Any, Any, Any]]:
-    """Import the converter for the block. Yield modules conversion, conversion.base and gguf."""
+    """Import llama.cpp's converter, and yield its modules conversion, conversion.base and gguf.
+
+    At the end of the block, the modules are removed from sys.modules.
+    """
     place = archive()
     others = _take_out()
     path = list(sys.path)
@@ -378,7 +402,7 @@ def _take_out() -> dict[str, ModuleType]:
 
 
 class _Kept(logging.Handler):
-    """A log handler that collects the messages."""
+    """A log handler that collects the messages of warnings in the list `texts`."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -390,7 +414,10 @@ class _Kept(logging.Handler):
 
 @contextmanager
 def _kept_warnings() -> Iterator[list[str]]:
-    """Collect the warnings of the converter's loggers during the block instead of printing them."""
+    """Collect warnings of llama.cpp's converter during the block instead of printing them.
+
+    Yields the list to which each warning is added.
+    """
     handler = _Kept()
     loggers = [logging.getLogger(name) for name in (*_LOGGERS, _QUIET)]
     before = [(each.level, each.propagate, each.handlers) for each in loggers]
@@ -406,12 +433,12 @@ def _kept_warnings() -> Iterator[list[str]]:
 
 
 @contextmanager
-def _sentences(checkpoint: Checkpoint) -> Iterator[list[str]]:
-    """Convert exceptions of the converter and its libraries to ConvertError.
+def _converter_errors(checkpoint: Checkpoint) -> Iterator[list[str]]:
+    """Convert exceptions of llama.cpp's converter in the block to ConvertError with one sentence.
 
-    Yields the list of their warnings so far.
+    Yields the list of the converter's warnings so far.
     """
-    where = str(checkpoint.folder)
+    folder = str(checkpoint.folder)
     try:
         with _kept_warnings() as warnings:
             yield warnings
@@ -419,11 +446,11 @@ def _sentences(checkpoint: Checkpoint) -> Iterator[list[str]]:
         raise
     except KeyError as error:
         raise ConvertError(
-            f"{where}: llama.cpp's converter did not find {error} in the files of"
+            f"{folder}: llama.cpp's converter did not find {error} in the files of"
             f" {checkpoint.architecture}"
         ) from error
     except Exception as error:
-        raise ConvertError(f"{where}: {_explained(error)}") from error
+        raise ConvertError(f"{folder}: {_explained(error)}") from error
 
 
 def _explained(error: Exception) -> str:

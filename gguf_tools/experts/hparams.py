@@ -31,12 +31,12 @@ _DEFAULT_SIGMOID = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Hyperparameters:
-    """The hyperparameters of a model.
+    """The hyperparameters of a Mixture-of-Experts model, as its GGUF metadata states them.
 
     block_count: number of all layers.
     routed_blocks: number of layers without the multi-token prediction layers at the end.
     n_expert_used: experts per token. If layers differ, the maximum.
-    n_head, n_head_kv: one number per layer.
+    n_head, n_head_kv: number of attention heads and of KV heads of each layer.
     is_mla: whether the model uses multi-head latent attention.
     gating: the router's gating function: SOFTMAX, SIGMOID, or another number of llama.cpp's.
     """
@@ -59,7 +59,8 @@ class Hyperparameters:
     def read(cls, file: GGUFFile, expert: TensorInfo) -> "Hyperparameters":
         """Read the hyperparameters from the first file of a model.
 
-        Raises MissingKeyError or MetadataError.
+        Raises MissingKeyError if a required key is missing, and MetadataError if a value is
+        impossible.
 
         expert: any expert tensor of the model. Its last dimension is the number of experts if the
             metadata lacks that number.
@@ -90,15 +91,17 @@ class Hyperparameters:
 def routed_blocks(file: GGUFFile) -> int:
     """Return the number of layers without the multi-token prediction layers at the end.
 
-    moe-edge does not manage the experts of those layers. Raises GGUFError.
+    moe-edge does not manage the experts of those layers. Raises GGUFError if the metadata lacks the
+    number of layers or has an impossible value.
     """
     return _Keys(file).routed_blocks()
 
 
 def listed_tiers(file: GGUFFile) -> list[str]:
-    """Return the tier names listed in a packed file's metadata, the best first.
+    """Return the names of the precisions (tiers) in a packed file's metadata, the best first.
 
-    Return one empty name for a file that is not packed. Raises GGUFError for invalid metadata.
+    For a file that `moe-edge pack` has not written, the result is a list with one empty name.
+    Raises GGUFError if the metadata of a packed file is invalid.
     """
     if not any(key.startswith(KEY_PREFIX) for key in file.metadata):
         return [""]
@@ -126,7 +129,11 @@ def listed_tiers(file: GGUFFile) -> list[str]:
 
 
 class _Keys:
-    """Reader of architecture-specific metadata. Key names are given without their prefix."""
+    """Reads metadata values of a model's architecture, with checks of their range.
+
+    A key of the file consists of the architecture's name, a dot, and the name given to the methods.
+    A value out of range raises MetadataError.
+    """
 
     def __init__(self, file: GGUFFile) -> None:
         self.file = file
@@ -142,23 +149,32 @@ class _Keys:
         return metadata_value(self.file, self._key(name), kind, default)
 
     def number(self, name: str, default: int, most: int = MAX_NUMBER) -> int:
-        """Return an integer from 0 to `most`, or the default if the key is missing."""
+        """Return the integer that is stored under a key, from 0 to `most`.
+
+        default: the result if the key is missing.
+        """
         value = int(self._value(name, int, default))
         if not 0 <= value <= most:
-            raise self._wrong(name, f"{value}, expected 0 to {most}")
+            raise self._wrong(name, f"the value is {value}, expected 0 to {most}")
         return value
 
     def positive(self, name: str, most: int = MAX_NUMBER) -> int:
-        """Return a required integer from 1 to `most`."""
+        """Return the integer that is stored under a key, from 1 to `most`.
+
+        Raises MissingKeyError if the key is missing.
+        """
         value = self._value(name, int, None)
         if value is None:
             raise _missing(self.file, self._key(name))
         if not 1 <= value <= most:
-            raise self._wrong(name, f"{value}, expected 1 to {most}")
+            raise self._wrong(name, f"the value is {value}, expected 1 to {most}")
         return int(value)
 
     def per_layer(self, name: str, n: int, default: list[int]) -> list[int]:
-        """Return a list of n integers. The key has one number for all layers or one per layer."""
+        """Return the integers that are stored under a key for the first n layers.
+
+        The file has a list, or one number for all layers. If the key is missing, use the default.
+        """
         value = self._value(name, (int, list), default)
         values = value if isinstance(value, list) else [value] * n
         if len(values) == 1:
@@ -166,7 +182,9 @@ class _Keys:
         if len(values) < n or not all(
             isinstance(each, int) and 0 <= each <= MAX_NUMBER for each in values
         ):
-            raise self._wrong(name, f"expected {n} numbers")
+            raise self._wrong(
+                name, f"the list is too short or has invalid numbers, expected {n} numbers"
+            )
         return values[:n]
 
     def routed_blocks(self) -> int:
@@ -180,20 +198,28 @@ class _Keys:
         return self.number("expert_gating_func", 0) or default
 
     def expert_count(self, expert: TensorInfo) -> int:
-        """Return the number of experts per MoE layer: from the key, otherwise from the tensor."""
+        """Return the number of experts in each MoE layer.
+
+        expert: an expert tensor. Its last dimension is used if the metadata lacks the number.
+        """
         found = expert.shape[2] if len(expert.shape) == 3 else 1
         n_expert = int(self._value("expert_count", int, found))
         if n_expert < 1:
-            raise self._wrong("expert_count", f"{n_expert}, expected 1 or more")
+            raise self._wrong("expert_count", f"the value is {n_expert}, expected 1 or more")
         return n_expert
 
     def expert_used(self, n_layers: int, n_expert: int) -> int:
-        """Return the number of experts per token. If layers differ, return the maximum."""
+        """Return the number of experts that a token uses. If layers differ, return the maximum.
+
+        n_expert: upper limit of the number.
+        """
         if self._key("expert_used_count") not in self.file.metadata:
             raise _missing(self.file, self._key("expert_used_count"))
         used = max(self.per_layer("expert_used_count", n_layers, []))
         if not 1 <= used <= n_expert:
-            raise self._wrong("expert_used_count", f"{used}, expected 1 to {n_expert} experts")
+            raise self._wrong(
+                "expert_used_count", f"the value is {used}, expected 1 to {n_expert} experts"
+            )
         return used
 
 

@@ -23,9 +23,9 @@ _TOKENS, _TOKENIZER = "tokenizer.ggml.tokens", "tokenizer.ggml.model"
 
 
 def check_loadable(parts: list[GGUFFile], hparams: Hyperparameters) -> None:
-    """Check values that llama.cpp only asserts, and values that would make every result NaN.
+    """Check for values that would make llama.cpp abort the process or compute only NaN.
 
-    parts: the files of the model. The first one has the metadata.
+    parts: the files of the model. The first file has the metadata.
     Raises MetadataError, which names the key, or TensorTypeError, which names the tensor.
     """
     first = parts[0]
@@ -42,7 +42,10 @@ def check_loadable(parts: list[GGUFFile], hparams: Hyperparameters) -> None:
 
 
 class _Keys:
-    """Reader of architecture-specific metadata. Key names are given without their prefix."""
+    """Reads metadata values of a model's architecture.
+
+    A key of the file consists of the architecture's name, a dot, and the name given to the methods.
+    """
 
     def __init__(self, file: GGUFFile, arch: str) -> None:
         self._file, self._prefix = file, f"{arch}."
@@ -54,20 +57,23 @@ class _Keys:
         return errors.MetadataError(f"{self._file.path}: key {self._prefix}{name}: {text}")
 
     def check(self, name: str, is_right: Any, expected: str) -> None:
-        """Raise MetadataError if the key has a number for which `is_right` returns false."""
+        """Raise MetadataError if the file stores a wrong number under a key.
+
+        is_right: function that returns whether a number is right.
+        expected: description of a right number, for the message.
+        """
         value = self.get(name, (int, float), None)
         if value is not None and not is_right(value):
-            raise self.fail(name, f"{value}, expected {expected}")
+            raise self.fail(name, f"the value is {value}, expected {expected}")
 
     def check_finite(self) -> None:
-        """Raise MetadataError if any of the architecture's numbers is NaN or infinite."""
+        """Raise MetadataError if any metadata number of the architecture is NaN or infinite."""
         for key, value in self._file.metadata.items():
             if key.startswith(self._prefix):
                 for number in value if isinstance(value, list) else (value,):
                     if isinstance(number, float) and not math.isfinite(number):
-                        raise self.fail(
-                            key.removeprefix(self._prefix), f"{number}, expected a finite number"
-                        )
+                        name = key.removeprefix(self._prefix)
+                        raise self.fail(name, f"the value is {number}, expected a finite number")
 
 
 def _check_rope(keys: _Keys, hparams: Hyperparameters) -> None:
@@ -81,7 +87,8 @@ def _check_rope(keys: _Keys, hparams: Hyperparameters) -> None:
     scaling = keys.get("rope.scaling.type", str, "none")
     if scaling not in _ROPE_SCALING:
         raise keys.fail(
-            "rope.scaling.type", f"{scaling!r:.80}, expected one of {', '.join(_ROPE_SCALING)}"
+            "rope.scaling.type",
+            f"the value is {scaling!r:.80}, expected one of {', '.join(_ROPE_SCALING)}",
         )
 
 
@@ -89,11 +96,14 @@ def _check_groups(keys: _Keys, hparams: Hyperparameters) -> None:
     groups = keys.get("expert_group_count", int, 0)
     if not 0 <= groups < hparams.n_expert or (groups and hparams.n_expert % groups):
         raise keys.fail(
-            "expert_group_count", f"{groups}, expected a divisor of {hparams.n_expert} experts"
+            "expert_group_count",
+            f"the value is {groups}, expected a divisor of {hparams.n_expert} experts",
         )
     used = keys.get("expert_group_used_count", int, 0)
     if groups > 1 and not 1 <= used < groups:
-        raise keys.fail("expert_group_used_count", f"{used}, expected 1 to {groups - 1}")
+        raise keys.fail(
+            "expert_group_used_count", f"the value is {used}, expected 1 to {groups - 1}"
+        )
 
 
 def _check_vocabulary(file: GGUFFile) -> None:

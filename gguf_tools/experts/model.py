@@ -38,9 +38,11 @@ DEFAULT_KV = "f16"
 
 @dataclass(slots=True)
 class ExpertModel(Closing):
-    """A Mixture-of-Experts model and the positions of its experts on disk.
+    """An opened Mixture-of-Experts model, with the position of each expert in its files.
 
-    The index `layer` counts MoE layers only, and `il` counts all layers. All sizes are in bytes.
+    The index `layer` counts only layers with experts (MoE layers). The index `il` counts all
+    layers. A kind is one of the matrices up, gate, gate_up and down. A tier is a stored precision.
+    All sizes are in bytes.
 
     layer_ids: the layer number `il` of each MoE layer.
     tiers: the stored precisions, the best first.
@@ -76,24 +78,34 @@ class ExpertModel(Closing):
     def open(
         cls, path: str | os.PathLike[str], low: str | os.PathLike[str] | None = None
     ) -> "ExpertModel":
-        """Open an ordinary or packed model.
+        """Open a GGUF model with experts, in one precision or packed with several.
 
         low: a file of the same model in a lower precision, which becomes an additional tier.
-        Raises GGUFError: NotMoEError for a model without experts, MissingTierError if a listed tier
-        is missing, MismatchError if `low` is another model or not less precise, and other
-        subclasses for malformed files.
+
+        Raises NotMoEError for a model without experts, MissingTierError if a listed tier is
+        missing, and MismatchError if `low` is another model or not less precise. Raises other
+        GGUFErrors for malformed files.
         """
         return cls.of_parts(open_model(path), None if low is None else open_model(low))
 
     @classmethod
     def of_parts(cls, parts: list[GGUFFile], low: list[GGUFFile] | None = None) -> "ExpertModel":
-        """Create a model from files that `open_model` opened. Raises the errors of `open`."""
+        """Create a model from files that `open_model` has opened.
+
+        low: opened files of the same model in a lower precision, which becomes an additional tier.
+
+        Raises NotMoEError, MismatchError or another GGUFError if the files are not a valid model.
+        """
         model = _of_one(list(parts))
         return model if low is None else _join(model, _of_one(list(low)))
 
     @property
     def split_files(self) -> list[list[GGUFFile]]:
-        """The parts of each model: one list of files, or two lists if `open` was given `low`."""
+        """The opened files of the model, as a list that contains one list of files in their order.
+
+        If `open` was given a second model of lower precision, the files of that model are a second
+        list.
+        """
         found: list[list[GGUFFile]] = []
         for part in self.parts:
             if not part.metadata.get(KEY_SPLIT_NO):
@@ -103,7 +115,7 @@ class ExpertModel(Closing):
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """The metadata of the first file."""
+        """The metadata of the model's first file."""
         return self.parts[0].metadata
 
     @property
@@ -123,17 +135,23 @@ class ExpertModel(Closing):
 
     @property
     def lookup_bytes(self) -> int:
-        """The part of dense_bytes that can stay on disk: the size of the lookup tables."""
+        """The size of the dense tensors that can stay on disk because only single rows are read."""
         return sum(table.info.nbytes for table in self.lookup)
 
     @property
     def lookup_text(self) -> str:
-        """The names and sizes of the lookup tables for display, or an empty string."""
+        """The names and sizes of the dense tensors that can stay on disk, for display.
+
+        The text is empty if the model has none.
+        """
         infos = [table.info for table in self.lookup]
         return " and ".join(f"{info.name} ({format_size(info.nbytes)})" for info in infos)
 
     def tier_index(self, name: str) -> int:
-        """Return the index of a tier by name, in any case. Raises MissingTierError."""
+        """Return the index of the tier with this name. Upper and lower case are equivalent.
+
+        Raises MissingTierError if the model has no such tier.
+        """
         for index, tier in enumerate(self.tiers):
             if tier.name == name.lower():
                 return index
@@ -157,7 +175,7 @@ class ExpertModel(Closing):
         return per_token * block.bytes * pad(n_ctx, KV_CELL_PADDING) // block.weights
 
     def kinds(self, layer: int) -> list[int]:
-        """Return the matrix kinds of a MoE layer, as indices into `layout.KINDS`."""
+        """Return the kinds of expert matrices in a MoE layer, as indices into `layout.KINDS`."""
         return [kind for kind, shape in enumerate(self.shapes[layer]) if shape is not None]
 
     def close(self) -> None:
@@ -167,7 +185,10 @@ class ExpertModel(Closing):
 
 
 def _of_one(parts: list[GGUFFile]) -> ExpertModel:
-    """Create a model from the parts of one model, without further tiers of a second one."""
+    """Create a model from the files of one model, without a second model of lower precision.
+
+    Raises GGUFError if the model is invalid or has no experts.
+    """
     first = parts[0]
     tier_names = listed_tiers(first)
     hparams = Hyperparameters.read(first, first_expert(parts))
@@ -196,13 +217,16 @@ def _of_one(parts: list[GGUFFile]) -> ExpertModel:
 
 
 def _stem(path: Path) -> str:
-    """Return the file name without `.gguf` and without the part number."""
+    """Return a model file's name without `.gguf` and without the part number of a split model."""
     match = SPLIT_NAME.fullmatch(path.name)
     return match[1] if match else path.stem
 
 
 def _join(high: ExpertModel, low: ExpertModel) -> ExpertModel:
-    """Return the model `high` with the tiers of `low` appended. Raises MismatchError."""
+    """Return the model `high` with the tiers (precisions) of the model `low` appended.
+
+    Raises MismatchError if `low` is another model or not less precise.
+    """
     check_pair(high, low)
     taken = {tier.name for tier in high.tiers}
     low_tiers = [

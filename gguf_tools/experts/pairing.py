@@ -22,7 +22,7 @@ _TOKENIZER = ("tokenizer.ggml.model", "tokenizer.ggml.tokens", "tokenizer.ggml.m
 
 
 def check_pair(high: "ExpertModel", low: "ExpertModel") -> None:
-    """Check that `low` can add lower tiers to `high`.
+    """Check that the model `low` can add lower precisions (tiers) to the model `high`.
 
     Raises MismatchError if they are not the same model, if `low` is not less precise, or if they
     have more than MAX_TIERS tiers together.
@@ -47,12 +47,12 @@ def check_pair(high: "ExpertModel", low: "ExpertModel") -> None:
 
 
 def check_same(high: "ExpertModel", low: "ExpertModel") -> None:
-    """Raise MismatchError if two opened models differ, naming the first difference.
+    """Raise MismatchError if two files are not the same model in different precisions.
 
-    The comparison covers architecture, layers, experts, matrix shapes, hyperparameters and
-    tokenizer. A fine-tuned model differs from its base only in its weights. The comparison
-    therefore covers the routers of the first and last MoE layer, too, if both files store them in
-    the same type.
+    The message names the first difference in architecture, layers, experts, matrix shapes,
+    hyperparameters or tokenizer. A fine-tuned model differs from its base only in its weights.
+    Therefore the routers of the first and last MoE layer are compared, too, if both files store
+    them in the same type.
     """
     for what, of_high, of_low in (
         ("architecture", high.hparams.arch, low.hparams.arch),

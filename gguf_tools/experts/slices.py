@@ -6,7 +6,7 @@ from gguf_tools.file.layout import GGMLType
 
 
 class Tier(NamedTuple):
-    """A stored precision of all experts.
+    """A precision in which a model file stores all experts.
 
     bpw: bits per weight, averaged over all matrices.
     bytes_per_expert: mean size of one expert (all its matrices in one layer).
@@ -18,9 +18,10 @@ class Tier(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """File position of the experts of one layer, matrix kind and tier.
+    """The position in a file of one kind of matrix of all experts of a layer, in one precision.
 
-    Expert e starts at byte `offset + e * expert_bytes` of the model's file number `file_index`.
+    The matrix of expert e starts at byte `offset + e * expert_bytes` of the model's file number
+    `file_index`.
     """
 
     file_index: int

@@ -33,7 +33,7 @@ _KIND_SETS = ({UP, GATE, DOWN}, {UP, DOWN}, {GATE_UP, DOWN})
 
 
 class LocatedTensor(NamedTuple):
-    """A tensor and the number of the file that contains it."""
+    """A tensor, and the index of the model's file that contains the tensor."""
 
     file_index: int
     info: TensorInfo
@@ -41,7 +41,10 @@ class LocatedTensor(NamedTuple):
 
 @dataclass
 class SortedTensors:
-    """The tensors of a model, classified.
+    """The tensors of a model, divided into experts and dense tensors.
+
+    The index `il` is the layer number, `kind` the kind of the matrix, and `tier` the name of a
+    precision.
 
     dense_bytes: size of all tensors that are not experts.
     dense_layer_bytes: the part of dense_bytes in each layer.
@@ -60,7 +63,10 @@ class SortedTensors:
 
 
 def first_expert(parts: list[GGUFFile]) -> TensorInfo:
-    """Return an expert tensor of the first layer with experts. Raises NotMoEError."""
+    """Return an expert tensor of the first layer with experts.
+
+    Raises NotMoEError if no layer has experts.
+    """
     found = [
         (parsed.il, info)
         for part in parts
@@ -75,9 +81,11 @@ def first_expert(parts: list[GGUFFile]) -> TensorInfo:
 def sort_tensors(
     parts: list[GGUFFile], hparams: Hyperparameters, tier_names: list[str]
 ) -> SortedTensors:
-    """Classify the tensors of all files.
+    """Divide the tensors of all files of a model into experts, by precision (tier), and others.
 
-    Raises NotMoEError if no layer before the multi-token prediction layers has experts, and
+    tier_names: the tiers that the metadata lists, the best first.
+
+    Raises NotMoEError if no layer before the multi-token prediction layers has experts. Raises
     MetadataError or MissingTierError for a tensor of a tier that tier_names does not list.
     """
     tensors = SortedTensors([0] * hparams.block_count)
@@ -88,8 +96,8 @@ def sort_tensors(
             if parsed is None or parsed.il >= hparams.routed_blocks:
                 if TIER_MARK in info.name:
                     raise errors.MetadataError(
-                        f"{part.path}: tensor {info.name}: offset {info.offset}: named like a tier,"
-                        " but not an expert matrix"
+                        f"{part.path}: tensor {info.name}: offset {info.offset}: the name ends like"
+                        " that of a tier, but is not the name of an expert matrix"
                     )
                 tensors.dense_bytes += info.nbytes
                 if info.name == LOOKUP_TABLE or (info.name == EMBEDDINGS and not tied):
@@ -128,9 +136,10 @@ def _no_experts(first: GGUFFile) -> errors.NotMoEError:
 def cut_slices(
     parts: list[GGUFFile], tensors: SortedTensors, tier_names: list[str], n_expert: int
 ) -> tuple[list[LayerSlices], list[LayerShapes]]:
-    """Return the slices and the matrix shapes of every MoE layer, in layer order.
+    """Return the file positions and the shapes of the expert matrices of every MoE layer.
 
-    Raises GGUFError if a matrix or a tier is missing or has a wrong shape.
+    Both lists are in layer order. Raises GGUFError if a matrix or a tier (precision) is missing or
+    has a wrong shape.
     """
     lower = dict(tensors.lower)
     slices: list[LayerSlices] = []
@@ -161,24 +170,32 @@ def _matrix_shape(found: LocatedTensor | None) -> tuple[int, int] | None:
 def _check_layer(
     parts: list[GGUFFile], il: int, layer: dict[int, LocatedTensor], n_expert: int, gated: bool
 ) -> None:
-    """Check that a layer has a valid set of expert matrices and that their shapes match.
+    """Check that a layer has a valid set of expert matrices with matching shapes.
 
-    gated: whether any layer has separate gate matrices.
+    Raises MissingTensorError or TensorShapeError otherwise.
+
+    il: layer number.
+    layer: the layer's expert tensors by kind.
+    gated: whether any layer of the model has separate gate matrices.
     """
-    where = f"{parts[next(iter(layer.values())).file_index].path}: "
+    file = parts[next(iter(layer.values())).file_index].path
     if set(layer) not in _KIND_SETS or (gated and set(layer) == {UP, DOWN}):
         needed = {GATE_UP, DOWN} if GATE_UP in layer else {UP, DOWN} | ({GATE} if gated else set())
         missing = sorted(needed - set(layer))
         if not missing:
             have = ", ".join(KINDS[kind] for kind in sorted(layer))
-            raise errors.MissingTensorError(f"{where}layer {il}: unexpected matrices {have}")
+            raise errors.MissingTensorError(
+                f"{file}: layer {il}: unexpected matrices of experts: {have}"
+            )
         raise errors.MissingTensorError(
-            f"{where}tensor {expert_tensor_name(il, missing[0])} is missing"
+            f"{file}: tensor {expert_tensor_name(il, missing[0])} is missing"
         )
     for found in layer.values():
         shape = found.info.shape
         if len(shape) != 3 or shape[2] != n_expert:
-            raise _shape_error(parts, found, f"expected {n_expert} experts in 3 dimensions")
+            raise _shape_error(
+                parts, found, f"expected {n_expert} experts in the last of 3 dimensions"
+            )
     down = layer[DOWN].info.shape
     n_in, n_ff = down[1], down[0]
     for kind, rows in ((UP, n_ff), (GATE, n_ff), (GATE_UP, 2 * n_ff)):
@@ -186,15 +203,16 @@ def _check_layer(
             raise _shape_error(
                 parts,
                 layer[kind],
-                f"expected [{n_in}, {rows}, {n_expert}] to match the down matrix",
+                f"expected the shape [{n_in}, {rows}, {n_expert}] to match the down matrix",
             )
 
 
 def check_routing_tables(parts: list[GGUFFile], n_expert: int) -> None:
-    """Check that routers have an output for every expert and routing tables only valid indices.
+    """Check that each router has an output for every expert, and that routing tables are valid.
 
-    Routing tables select experts by token ID. They are read completely, because llama.cpp aborts
-    the process at an invalid index. Raises TensorShapeError, TensorTypeError or ExpertIndexError.
+    A routing table selects experts by token ID. All of its entries are checked, because llama.cpp
+    aborts the process at an invalid index. Raises TensorShapeError, TensorTypeError or
+    ExpertIndexError.
     """
     for file_index, part in enumerate(parts):
         for info in part.tensors.values():
@@ -205,14 +223,17 @@ def check_routing_tables(parts: list[GGUFFile], n_expert: int) -> None:
                 )
             if not info.name.endswith(ROUTING_TABLE):
                 continue
-            where = f"{part.path}: tensor {info.name}: offset {info.offset}"
+            tensor = f"{part.path}: tensor {info.name}: offset {info.offset}"
             if info.type is not GGMLType.I32:
-                raise errors.TensorTypeError(f"{where}: {info.type.tier_name}, expected i32")
+                raise errors.TensorTypeError(
+                    f"{tensor}: the type is {info.type.tier_name}, expected i32"
+                )
             chosen = part.array(info.name).view("<i4")
             wrong = chosen[(chosen < 0) | (chosen >= n_expert)]
             if wrong.size:
                 raise errors.ExpertIndexError(
-                    f"{where}: the table refers to expert {wrong[0]}, but the model has {n_expert}"
+                    f"{tensor}: the table refers to expert {wrong[0]}, but the model has"
+                    f" {n_expert} experts"
                 )
 
 
@@ -232,7 +253,14 @@ def _tier_slices(
     lower: dict[tuple[int, int, str], LocatedTensor],
     n_expert: int,
 ) -> tuple[Slice | None, ...]:
-    """Return the slices of one matrix in every tier. Entries used from `lower` are removed."""
+    """Return the file position of one kind of expert matrix of a layer, for each precision (tier).
+
+    All positions are None if the layer has no such matrix. Entries used from `lower` are removed,
+    so that unused ones can be reported. Raises GGUFError if a tier is missing or has another shape.
+
+    base: the matrix in the best tier.
+    lower: the matrices in lower tiers, by layer number, kind and tier.
+    """
     if base is None:
         return (None,) * len(tier_names)
     slices = [_slice(base, n_expert)]
@@ -244,7 +272,7 @@ def _tier_slices(
                 f" missing, but key {KEY_TIERS} lists tier {tier}"
             )
         if found.info.shape != base.info.shape:
-            raise _shape_error(parts, found, f"but {list(base.info.shape)} in its best tier")
+            raise _shape_error(parts, found, f"but the best tier has {list(base.info.shape)}")
         slices.append(_slice(found, n_expert))
     return tuple(slices)
 
@@ -261,7 +289,7 @@ def sum_tiers(
     shapes: list[LayerShapes],
     n_expert: int,
 ) -> tuple[list[Tier], list[int]]:
-    """Return the tiers and the size of all experts in each tier, in bytes.
+    """Return the precisions (tiers) of a model, and the size in bytes of all experts in each tier.
 
     Raises MetadataError if a tier has more bits per weight than the tier before it.
     """

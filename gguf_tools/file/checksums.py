@@ -24,16 +24,16 @@ _ONE = 1 << 31
 
 
 def n_slices(shape: Sequence[int]) -> int:
-    """Return the number of checksums of a tensor.
+    """Return the number of checksums that a file stores for a tensor of this shape.
 
-    A tensor of three dimensions has one for each expert, and experts are the last dimension. Any
-    other tensor has one.
+    An expert tensor has three dimensions and one checksum for each expert, the last dimension. Any
+    other tensor has one checksum.
     """
     return shape[2] if len(shape) == 3 else 1
 
 
 def combine(first: int, second: int, second_bytes: int) -> int:
-    """Return the CRC-32 of two consecutive pieces of data from the CRC-32 of each.
+    """Return the CRC-32 of two consecutive pieces of data, given the CRC-32 of each piece.
 
     second_bytes: length of the second piece.
     """
@@ -41,9 +41,13 @@ def combine(first: int, second: int, second_bytes: int) -> int:
 
 
 class SliceChecksums:
-    """Computes the checksums of one tensor from pieces of its data.
+    """Computes the CRC-32 checksums of one tensor from pieces of its data.
 
-    Pieces can be added in any order and from several threads.
+    The tensor has one checksum for each expert. Pieces can be added in any order and from several
+    threads.
+
+    nbytes: size of the tensor.
+    slices: number of experts, or 1 for other tensors.
     """
 
     def __init__(self, nbytes: int, slices: int) -> None:
@@ -53,7 +57,10 @@ class SliceChecksums:
         self._lock = threading.Lock()
 
     def add(self, start: int, data: memoryview) -> None:
-        """Add a piece of data that begins at byte `start` of the tensor."""
+        """Include a piece of the tensor's data in the checksums.
+
+        start: position of the piece, in bytes from the start of the tensor.
+        """
         at = 0
         while at < data.nbytes:
             left = self._slice_bytes - (start + at) % self._slice_bytes
@@ -64,7 +71,10 @@ class SliceChecksums:
             at += piece.nbytes
 
     def values(self) -> list[int]:
-        """Return one CRC-32 per slice. All bytes of the tensor must have been added."""
+        """Return the checksum of each expert's part of the tensor.
+
+        All data of the tensor must have been added before.
+        """
         found = [0] * self._slices
         for start in sorted(self._pieces):
             nbytes, crc = self._pieces[start]
@@ -74,10 +84,10 @@ class SliceChecksums:
 
 
 def stored(file: GGUFFile) -> dict[str, list[int]] | None:
-    """Return the checksums stored in a file, by tensor name. The header's has the name "".
+    """Return the checksums that a file stores for each tensor, by tensor name.
 
-    Return None if the file has no checksums. Raises MetadataError if their type or number does not
-    match the file's tensors.
+    The checksum of the file's header has the name "". Return None if the file has no checksums.
+    Raises MetadataError if their type or number does not match the file's tensors.
     """
     values = file.metadata.get(KEY_CHECKSUMS)
     if values is None:
@@ -99,7 +109,7 @@ def stored(file: GGUFFile) -> dict[str, list[int]] | None:
 
 
 def header_checksum(file: GGUFFile) -> int:
-    """Compute the CRC-32 of everything before the data section, except the stored checksums."""
+    """Compute the CRC-32 of everything before the tensor data, without the stored checksums."""
     start, end = file.value_spans[KEY_CHECKSUMS]
     before = file.bytes_at(0, start + _ARRAY_HEAD_BYTES)
     after = file.bytes_at(end, file.data_offset - end)
@@ -107,7 +117,10 @@ def header_checksum(file: GGUFFile) -> int:
 
 
 def _product(a: int, b: int) -> int:
-    """Multiply two polynomials over GF(2), modulo the polynomial of CRC-32."""
+    """Multiply two polynomials over GF(2), modulo the polynomial of CRC-32.
+
+    Bit 31 of a number is the coefficient of x^0.
+    """
     product = 0
     while a:
         if a & _ONE:
@@ -118,7 +131,7 @@ def _product(a: int, b: int) -> int:
 
 
 def _power_of_x(exponent: int) -> int:
-    """Return x**exponent modulo the polynomial of CRC-32."""
+    """Return the polynomial x**exponent over GF(2), modulo the polynomial of CRC-32."""
     power, square = _ONE, _ONE >> 1
     while exponent:
         if exponent & 1:

@@ -15,13 +15,19 @@ CHUNK_BYTES = 8 << 20
 def chunks(
     file: GGUFFile, offset: int, nbytes: int
 ) -> Iterator[tuple[int, np.ndarray[Any, np.dtype[np.uint8]]]]:
-    """Yield a byte range of a file in pieces, as (position within the range, uint8 view)."""
+    """Yield a byte range of a file in pieces, as (position within the range, bytes of the piece).
+
+    A piece is a read-only uint8 array of at most CHUNK_BYTES bytes.
+    """
     for start in range(0, nbytes, CHUNK_BYTES):
         yield start, file.bytes_at(offset + start, min(CHUNK_BYTES, nbytes - start))
 
 
 def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file as hexadecimal text. Raises OSError."""
+    """Return the SHA-256 of a file as hexadecimal text.
+
+    Raises OSError if the file cannot be read.
+    """
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(CHUNK_BYTES):

@@ -55,7 +55,7 @@ QUANTIZATION_VERSION = 2
 
 
 class ValueType(IntEnum):
-    """Type tags of metadata values."""
+    """Type tags of metadata values in a GGUF file."""
 
     UINT8 = 0
     INT8 = 1
@@ -89,7 +89,10 @@ VALUE_FORMAT = {
 
 
 class GGMLType(IntEnum):
-    """Values of ggml's enum ggml_type. The gaps are types that ggml has removed."""
+    """The tensor types of ggml, with the numbers of ggml's enum ggml_type.
+
+    The gaps in the numbers are types that ggml has removed.
+    """
 
     F32 = 0
     F16 = 1
@@ -129,12 +132,12 @@ class GGMLType(IntEnum):
 
     @property
     def tier_name(self) -> str:
-        """The type's lower-case name, such as `q4_k`, as used for tiers and on command lines."""
+        """The type's lower-case name, such as `q4_k`, by which users choose a precision (tier)."""
         return self.name.lower()
 
 
 class BlockSize(NamedTuple):
-    """Number of weights and number of bytes in one quantization block of a type."""
+    """Number of weights and number of bytes in one quantization block of a ggml type."""
 
     weights: int
     bytes: int
@@ -274,7 +277,10 @@ _LAYER_NAME = re.compile(r"blk\.(0|[1-9][0-9]{0,8})\..*", re.DOTALL)
 
 
 class ExpertName(NamedTuple):
-    """The parts of an expert tensor's name: layer, matrix kind, and tier or None for the best."""
+    """The parts of an expert tensor's name: layer number, matrix kind and precision (tier).
+
+    The tier is None for the best precision, which the name does not contain.
+    """
 
     il: int
     kind: int
@@ -282,7 +288,7 @@ class ExpertName(NamedTuple):
 
 
 def parse_expert_name(name: str) -> ExpertName | None:
-    """Parse the name of an expert tensor. Return None for any other name."""
+    """Return the layer, kind and tier in an expert tensor's name. Return None for other tensors."""
     match = _EXPERT_NAME.fullmatch(name)
     if match is None:
         return None
@@ -298,34 +304,42 @@ def layer_of(name: str) -> int | None:
 def expert_tensor_name(il: int, kind: int, tier: str | None = None) -> str:
     """Return the name of a layer's expert tensor, such as `blk.0.ffn_up_exps.weight`.
 
-    For a lower tier the name ends with the tier: `blk.0.ffn_up_exps.weight.moe_edge.q2_k`.
+    il: layer number.
+    kind: kind of the matrix, an index into KINDS.
+    tier: name of a lower precision, which is appended: `blk.0.ffn_up_exps.weight.moe_edge.q2_k`.
     """
     base = f"blk.{il}.ffn_{KINDS[kind]}_exps.weight"
     return base if tier is None else base + TIER_MARK + tier
 
 
 def type_by_name(name: str) -> GGMLType | None:
-    """Return the ggml type with this name, such as `q4_k` in any case, or None if unknown."""
+    """Return the ggml type with a name such as `q4_k`, or None if there is no such type.
+
+    Upper and lower case are equivalent.
+    """
     return GGMLType.__members__.get(name.strip().upper())
 
 
 def row_bytes(ggml_type: GGMLType, n: int) -> int:
-    """Return the bytes of one row of n weights. n must be a multiple of the type's block size."""
+    """Return the number of bytes of a matrix row of n weights in a ggml type.
+
+    n must be a multiple of the type's block size.
+    """
     block = BLOCK[ggml_type]
     return n // block.weights * block.bytes
 
 
 def bits_per_weight(ggml_type: GGMLType) -> float:
-    """Return the bits per weight of a type, including the scales of its blocks."""
+    """Return the bits per weight of a ggml type, including the scales of its blocks."""
     block = BLOCK[ggml_type]
     return 8 * block.bytes / block.weights
 
 
 def fitting_type(ggml_type: GGMLType, n: int) -> GGMLType:
-    """Return the type in which rows of n weights can be stored.
+    """Return the type in which rows of n weights are stored if `ggml_type` is requested.
 
-    This is the given type if its block size divides n, otherwise the first of its fallbacks whose
-    block size does, otherwise F16.
+    This is the requested type if its block size divides n. Otherwise it is the first suitable
+    fallback of this type, or F16 if none is suitable.
     """
     for candidate in (ggml_type, *FALLBACK.get(ggml_type, (GGMLType.Q8_0,))):
         if n % BLOCK[candidate].weights == 0:
@@ -334,9 +348,12 @@ def fitting_type(ggml_type: GGMLType, n: int) -> GGMLType:
 
 
 def fallback(kind: int, requested: GGMLType, n: int) -> list[str]:
-    """Return the note for the packed file if rows of n weights cannot have the type of their tier.
+    """Return a list with one note if a matrix cannot have the type of its precision (tier).
 
-    Return an empty list if they can.
+    The reason is a row length n that the type's block size does not divide. The list is empty if
+    the type is suitable. The packed file stores these notes.
+
+    kind: kind of the matrix, an index into KINDS.
     """
     found = fitting_type(requested, n)
     if found is requested:
@@ -353,14 +370,15 @@ def pad(n: int, alignment: int) -> int:
 
 
 def slot_bytes(offset: int, expert_bytes: int, n_expert: int = 1) -> int:
-    """Return the size of a slot that can hold any one of n_expert consecutive expert slices.
+    """Return the size of a memory slot into which the matrix of any expert of a tensor can be read.
 
-    Direct I/O reads whole 4096-byte blocks, so a slice that starts inside a block can touch one
-    block more than its size suggests. The result is the maximum of the native function
-    `moe_edge_slot_bytes` over the slices.
+    Direct I/O reads whole 4096-byte blocks. A matrix that starts inside a block can therefore touch
+    one block more than its size suggests. The native function `moe_edge_slot_bytes` returns the
+    size for one expert.
 
-    offset: file offset of the first slice.
-    expert_bytes: size of one slice.
+    offset: file offset of the first expert's matrix.
+    expert_bytes: size of one expert's matrix.
+    n_expert: number of consecutive matrices.
     """
     period = IO_BLOCK_BYTES // math.gcd(IO_BLOCK_BYTES, expert_bytes)
     starts = ((offset + e * expert_bytes) % IO_BLOCK_BYTES for e in range(min(n_expert, period)))
@@ -374,10 +392,14 @@ POOL_ALIGNMENT = 256
 
 
 def device_slot_bytes(ggml_type: GGMLType, expert_bytes: int, row_length: int) -> int:
-    """Return the size of a slot in GPU memory.
+    """Return the size of a slot in GPU memory that holds one expert's matrix.
 
-    The slot holds the expert's weights and the bytes after them that kernels may read, rounded up
-    to whole blocks of the type. Equal to the native `moe_edge_device_slot_bytes`.
+    The slot also has space for the bytes after the matrix that kernels may read, rounded up to
+    whole blocks of the type. The native function `moe_edge_device_slot_bytes` returns the same
+    size.
+
+    expert_bytes: size of the matrix.
+    row_length: number of weights in a row of the matrix.
     """
     block = BLOCK[ggml_type]
     if block.weights == 1:

@@ -30,7 +30,7 @@ MIN_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8
 
 
 class TensorInfo(NamedTuple):
-    """A tensor of a file.
+    """Name, shape, type and position of a tensor in a GGUF file.
 
     The shape starts with the row length (ggml order). The offset is in bytes from the start of the
     file.
@@ -44,7 +44,7 @@ class TensorInfo(NamedTuple):
 
 
 class Cursor:
-    """A read position in a buffer of little-endian data, with bounds checks.
+    """Reads little-endian values from a buffer, one after another, with bounds checks.
 
     where: the item being read, for error messages.
     """
@@ -59,15 +59,19 @@ class Cursor:
     def fail(
         self, kind: type[errors.GGUFError], text: str, at: int | None = None
     ) -> errors.GGUFError:
-        """Return an error that names the file, the item being read and the offset.
+        """Return an error of class `kind` that names the file, the item being read and the offset.
 
-        `at` defaults to the current position.
+        text: the problem.
+        at: the offset. Default: the current position.
         """
         offset = self.at if at is None else at
         return kind(f"{self.path}: {self.where}: {text} (at offset {offset})")
 
     def take(self, n: int) -> int:
-        """Advance by n bytes and return the previous position. Raises TruncatedError."""
+        """Advance the position by n bytes, and return the position before that.
+
+        Raises TruncatedError if fewer than n bytes are left.
+        """
         start = self.at
         if n > self.size - start:
             raise self.fail(
@@ -78,12 +82,18 @@ class Cursor:
         return start
 
     def scalar(self, fmt: str) -> Any:
-        """Read one value of fixed size. fmt: its format character of the struct module."""
+        """Read one value of fixed size.
+
+        fmt: format character of the value in Python's module struct.
+        """
         start = self.take(struct.calcsize("<" + fmt))
         return struct.unpack_from("<" + fmt, self.buffer, start)[0]
 
     def text(self, limit: int | None = None) -> str:
-        """Read a UTF-8 string with its length prefix. limit: maximum length in bytes."""
+        """Read a UTF-8 string, which is stored after its length.
+
+        limit: maximum length in bytes. A longer string raises TextError.
+        """
         start = self.at
         n = self.scalar("Q")
         if n > self.size - self.at:
@@ -94,7 +104,7 @@ class Cursor:
             )
         if limit is not None and n > limit:
             raise self.fail(
-                errors.TextError, f"a name of {n} bytes, but the maximum is {limit}", start
+                errors.TextError, f"the name has {n} bytes, but the maximum is {limit}", start
             )
         data = self.buffer[self.take(n) : self.at]
         try:
@@ -146,7 +156,7 @@ def _array(cursor: Cursor, depth: int) -> list[Any]:
     start = cursor.at
     if depth > MAX_ARRAY_DEPTH:
         raise cursor.fail(
-            errors.NestingError, f"arrays nested more than {MAX_ARRAY_DEPTH} deep", start
+            errors.NestingError, f"arrays are nested more than {MAX_ARRAY_DEPTH} levels deep", start
         )
     kind = read_value_type(cursor)
     n = cursor.scalar("Q")
@@ -160,7 +170,7 @@ def _array(cursor: Cursor, depth: int) -> list[Any]:
     if n > MAX_ARRAY_ELEMENTS:
         raise cursor.fail(
             errors.CountError,
-            f"an array of {n} values, but the maximum is {MAX_ARRAY_ELEMENTS}",
+            f"the array has {n} values, but the maximum is {MAX_ARRAY_ELEMENTS}",
             start,
         )
     if kind is ValueType.ARRAY:
@@ -185,9 +195,10 @@ def read_value(cursor: Cursor, kind: ValueType) -> Any:
 
 
 def read_tensor(cursor: Cursor) -> TensorInfo:
-    """Read one entry of the tensor list. Its offset is relative to the start of the data section.
+    """Read one entry of the tensor list of a GGUF file.
 
-    Raises a GGUFError subclass for an invalid name, shape or type.
+    The returned offset is relative to the start of the data section. Raises a GGUFError subclass
+    for an invalid name, shape or type.
     """
     name = read_name(cursor, "tensor name", MAX_NAME_BYTES)
     cursor.where = f"tensor {name}"
@@ -195,7 +206,9 @@ def read_tensor(cursor: Cursor) -> TensorInfo:
     n_dims = cursor.scalar("I")
     if not 1 <= n_dims <= MAX_DIMS:
         raise cursor.fail(
-            errors.TensorShapeError, f"{n_dims} dimensions, expected 1 to {MAX_DIMS}", start
+            errors.TensorShapeError,
+            f"the tensor has {n_dims} dimensions, expected 1 to {MAX_DIMS}",
+            start,
         )
     start = cursor.at
     shape = tuple(cursor.scalar("Q") for _ in range(n_dims))
@@ -214,7 +227,8 @@ def read_tensor(cursor: Cursor) -> TensorInfo:
     if shape[0] % block:
         raise cursor.fail(
             errors.TensorShapeError,
-            f"rows of {shape[0]} are not a multiple of {block}, the block of {ggml_type.tier_name}",
+            f"the row length {shape[0]} is not a multiple of {block}, the block size of"
+            f" {ggml_type.tier_name}",
             start,
         )
     nbytes = row_bytes(ggml_type, shape[0]) * (weights // shape[0])

@@ -15,12 +15,13 @@ SPLIT_NAME = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL)
 
 
 def open_model(path: str | os.PathLike[str]) -> list[GGUFFile]:
-    """Open a model and return its files, in the order of the parts if the model is split.
+    """Open all files of a GGUF model, in the order of its parts if the model is split.
 
     path: the file or, as for llama.cpp, the first part of a split model.
 
-    Raises SplitError if parts are missing, out of order or belong to another model, DuplicateError
-    if two parts have a tensor of the same name, and every error of `GGUFFile.open`.
+    Raises SplitError if parts are missing, out of order or belong to another model. Raises
+    DuplicateError if two parts have a tensor of the same name, and other GGUFErrors if a file
+    cannot be read or is malformed.
     """
     first = GGUFFile.open(path)
     n_parts = metadata_value(first, KEY_SPLIT_COUNT, int, 0)
@@ -29,7 +30,7 @@ def open_model(path: str | os.PathLike[str]) -> list[GGUFFile]:
         return [first]
     if n_parts > MAX_PARTS:
         raise errors.CountError(
-            f"{first.path}: key {KEY_SPLIT_COUNT}: {n_parts} parts, but the maximum is {MAX_PARTS}"
+            f"{first.path}: key {KEY_SPLIT_COUNT} is {n_parts}, but the maximum is {MAX_PARTS}"
         )
     number = metadata_value(first, KEY_SPLIT_NO, int, 0)
     match = SPLIT_NAME.fullmatch(first.path.name)
@@ -45,8 +46,8 @@ def open_model(path: str | os.PathLike[str]) -> list[GGUFFile]:
         )
     if match[2] != "00001":
         raise errors.SplitError(
-            f"{first.path}: named part {int(match[2])} of {n_parts}, but it is part 1: name it"
-            f" {match[1]}-00001-of-{n_parts:05d}.gguf"
+            f"{first.path}: named part {int(match[2])} of {n_parts}, but this is part 1: rename it"
+            f" to {match[1]}-00001-of-{n_parts:05d}.gguf"
         )
     architecture(first)
     files = [first]
@@ -63,16 +64,19 @@ def open_model(path: str | os.PathLike[str]) -> list[GGUFFile]:
     total = metadata_value(first, KEY_SPLIT_TENSORS, int, len(names))
     if total != len(names):
         raise errors.SplitError(
-            f"{first.path}: key {KEY_SPLIT_TENSORS}: {total}, but the parts have {len(names)}"
+            f"{first.path}: key {KEY_SPLIT_TENSORS} is {total}, but the parts have {len(names)}"
             " tensors"
         )
     return files
 
 
 def _open_part(first: GGUFFile, index: int, n_parts: int, name: str) -> GGUFFile:
-    """Open one further part of a model and check that it belongs to the first part.
+    """Open a part of a split model other than the first, and check that it belongs to the model.
+
+    Raises SplitError if the part is missing or belongs to another model.
 
     index: number of the part, counted from 0.
+    name: file name of the part.
     """
     path = first.path.with_name(name)
     if not path.exists():
@@ -86,7 +90,7 @@ def _open_part(first: GGUFFile, index: int, n_parts: int, name: str) -> GGUFFile
         if found is None:
             raise errors.SplitError(f"{path}: not a part of a split model: key {key} is missing")
         if found != expected:
-            raise errors.SplitError(f"{path}: key {key}: {found}, expected {expected}")
+            raise errors.SplitError(f"{path}: key {key} is {found}, expected {expected}")
     # gguf-split writes the model's metadata into the first part only. Metadata in other parts must
     # have the same values.
     for key in part.metadata:

@@ -43,7 +43,7 @@ LFS_POINTER = b"version https://git-lfs."
 
 
 class GGUFFile(Closing):
-    """An open GGUF file, parsed and checked.
+    """An open GGUF file whose header, metadata and tensor list have been parsed and checked.
 
     metadata, tensors: contents by name, in the order of the file.
     value_spans: start and end offset of each encoded metadata value, including its type tag, so
@@ -78,7 +78,7 @@ class GGUFFile(Closing):
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> "GGUFFile":
-        """Map a file into memory, parse it and check it.
+        """Map a GGUF file into memory, and parse and check its header, metadata and tensor list.
 
         Raises a GGUFError subclass if the file cannot be read or is malformed.
         """
@@ -111,10 +111,10 @@ class GGUFFile(Closing):
         version = cursor.scalar("I")
         if version not in READABLE_VERSIONS:
             big_endian = version and version & 0xFFFF == 0
-            text = "a big-endian file" if big_endian else f"GGUF version {version}"
+            kind = "a big-endian file" if big_endian else f"GGUF version {version}"
             raise cursor.fail(
                 errors.VersionError,
-                f"{text}, but only little-endian versions 2 and 3 are supported",
+                f"this is {kind}, but only little-endian versions 2 and 3 are supported",
                 4,
             )
         n_tensors = cursor.scalar("Q")
@@ -155,12 +155,16 @@ class GGUFFile(Closing):
         self.alignment = value
 
     def _place(self, infos: list[TensorInfo]) -> None:
-        """Convert tensor offsets to file offsets. Check their alignment, bounds and overlap."""
+        """Store the tensors with offsets from the start of the file instead of the data section.
+
+        Raises GGUFError if a tensor is misaligned, extends past the end of the file, overlaps
+        another tensor, or has the same name.
+        """
         for info in infos:
             offset = self.data_offset + info.offset
-            where = f"{self.path}: tensor {info.name}: offset {offset}"
+            tensor = f"{self.path}: tensor {info.name}: offset {offset}"
             if info.name in self.tensors:
-                raise errors.DuplicateError(f"{where}: the name occurs twice")
+                raise errors.DuplicateError(f"{tensor}: the name occurs twice")
             if info.offset % self.alignment:
                 # gguf-split copies the key of the alignment, but always aligns to 32 bytes.
                 hint = (
@@ -168,12 +172,12 @@ class GGUFFile(Closing):
                     " first, then pack it"
                 )
                 raise errors.TensorOffsetError(
-                    f"{where} ({info.offset} in the data section) is not a multiple of the"
+                    f"{tensor} ({info.offset} in the data section) is not a multiple of the"
                     f" alignment {self.alignment}{hint if KEY_SPLIT_COUNT in self.metadata else ''}"
                 )
             if offset + info.nbytes > self.size:
                 raise errors.TensorBoundsError(
-                    f"{where}: {info.nbytes} bytes extend past the end of the file at {self.size}"
+                    f"{tensor}: {info.nbytes} bytes extend past the end of the file at {self.size}"
                 )
             self.tensors[info.name] = info._replace(offset=offset)
         last: TensorInfo | None = None
@@ -186,7 +190,7 @@ class GGUFFile(Closing):
             last = info
 
     def array(self, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Return a tensor's data as a read-only uint8 view [nbytes].
+        """Return a tensor's data as a read-only view of bytes, uint8 [nbytes].
 
         The view stays valid after `close`. Raises MissingTensorError for an unknown name.
         """
@@ -196,7 +200,7 @@ class GGUFFile(Closing):
         return self.bytes_at(info.offset, info.nbytes)
 
     def bytes_at(self, offset: int, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Return the bytes at a file offset as a read-only uint8 view [nbytes].
+        """Return the bytes from a file offset on as a read-only view, uint8 [nbytes].
 
         Raises TensorBoundsError if the range extends past the end of the file.
         """
@@ -237,10 +241,10 @@ def metadata_value(file: GGUFFile, key: str, kind: type | tuple[type, ...], defa
 
 
 def architecture(file: GGUFFile) -> str:
-    """Return `general.architecture`, the architecture name with which other metadata keys begin.
+    """Return the model's architecture name, the metadata value `general.architecture`.
 
-    Raises MissingKeyError if it is missing or empty, and MetadataError if it has control
-    characters.
+    Other metadata keys begin with this name. Raises MissingKeyError if the name is missing or
+    empty, and MetadataError if it has control characters.
     """
     arch = str(metadata_value(file, KEY_ARCHITECTURE, str, ""))
     if not arch:
@@ -254,5 +258,5 @@ def architecture(file: GGUFFile) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return a text as a single line: without control characters, all white space as spaces."""
+    """Return a text as a single line, without control characters and repeated spaces."""
     return " ".join("".join(each for each in text if each.isprintable() or each.isspace()).split())

@@ -21,7 +21,7 @@ _FIRST_BYTES = 1 << 16
 
 
 def decode_text(data: bytes, name: str) -> str:
-    """Decode UTF-8 text. A byte order mark at the start is removed.
+    """Return UTF-8 encoded text as a string, without a byte order mark at its start.
 
     Raises TextFileError if the data is in another encoding or contains a zero byte.
 
@@ -46,8 +46,8 @@ def decode_text(data: bytes, name: str) -> str:
 def open_regular(path: Path) -> BinaryIO:
     """Open a regular file for reading in binary mode.
 
-    Raises TextFileError if the file cannot be opened, or is a folder, a pipe or a device, from
-    which data may never end.
+    Raises TextFileError if the file cannot be opened, or if it is a folder, a pipe or a device.
+    Data of a pipe or a device may never end.
     """
     try:
         file = open_file(path)
@@ -60,12 +60,12 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_text(path: Path, most_bytes: int, too_long: str = "") -> str:
-    """Return the contents of a regular UTF-8 file. A byte order mark at the start is removed.
+    """Return the contents of a regular UTF-8 file, without a byte order mark at its start.
 
     Raises TextFileError if the file is not a regular file, is not UTF-8, or is too long.
 
     most_bytes: maximum size of the file.
-    too_long: the error message for a longer file, which is printed after the path.
+    too_long: message for a longer file, which is printed after the path.
     """
     with open_regular(path) as file:
         try:

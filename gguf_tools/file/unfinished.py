@@ -29,13 +29,15 @@ _MOST_LINKS = 40
 class UnfinishedFile:
     """A new, empty temporary file that is renamed to `path` when it is complete.
 
-    Write through the descriptor `fd`, then call either `complete` or `discard`. Calling `discard`
-    again, or after `complete`, does nothing. The file is also removed when the object is garbage
-    collected, for example after an interrupt.
+    Write to the file descriptor `fd`, then call either `complete` or `discard`. The file is also
+    removed when the object is garbage collected, for example after an interrupt.
     """
 
     def __init__(self, path: Path, mode: int = 0o666) -> None:
-        """Create the temporary file. Raises OSError, also if `path` is a folder, device or pipe."""
+        """Create the temporary file in the folder of `path`.
+
+        Raises OSError if that fails, or if `path` is a folder, a device or a pipe.
+        """
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         problem = irregular(path)
@@ -49,7 +51,7 @@ class UnfinishedFile:
     def complete(self, *, synced: bool) -> None:
         """Rename the file to its final name.
 
-        Raises OSError. The caller must then call `discard`.
+        Raises OSError if that fails. The caller must then call `discard`.
 
         synced: wait until the contents and the name are on disk.
         """
@@ -68,7 +70,7 @@ class UnfinishedFile:
                 os.close(folder)
 
     def discard(self) -> None:
-        """Remove the temporary file."""
+        """Remove the temporary file. Does nothing if the file was completed or removed before."""
         self._discard()
 
 
@@ -76,7 +78,7 @@ def irregular(path: Path) -> str | None:
     """Return an error text if `path` is a device, pipe or socket, which an output cannot replace.
 
     Return None for a regular file, a folder and a new name. Symbolic links are followed. A link to
-    an open file of a process, such as /dev/stdout, is never a regular file.
+    an open file of a process, such as /dev/stdout, counts as a device.
     """
     try:
         is_file = stat.S_ISREG(path.stat().st_mode) and not _is_stream(path)
@@ -88,7 +90,7 @@ def irregular(path: Path) -> str | None:
 
 
 def _is_stream(path: Path) -> bool:
-    """Return whether a path is a symbolic link that leads to an open file listed in /proc."""
+    """Return whether a path is a link to an open file of a process, such as /dev/stdout."""
     for _ in range(_MOST_LINKS):
         folder = Path(os.path.realpath(path.parent))
         path = folder / path.name
@@ -109,8 +111,9 @@ def _discard(fd: int, part: Path) -> None:
 def create(path: Path, mode: int = 0o666) -> tuple[int, Path]:
     """Create and lock an empty temporary file in the folder of `path`.
 
-    Return its descriptor and its path. The caller must rename the file before closing the
-    descriptor. Raises OSError.
+    Return the file descriptor and the path of the temporary file. The caller must rename the file
+    before closing the descriptor, because an unlocked temporary file counts as abandoned. Raises
+    OSError if the file cannot be created.
     """
     while True:
         part = path.with_name(f".{path.name}.{secrets.token_hex(4)}{ENDING}")
@@ -128,7 +131,7 @@ def create(path: Path, mode: int = 0o666) -> tuple[int, Path]:
 
 
 def remove_abandoned(path: Path) -> None:
-    """Remove the temporary files that killed writers left in the folder of `path`.
+    """Remove temporary files that killed processes left in the folder of the output file `path`.
 
     Files that cannot be removed are ignored.
     """
@@ -156,7 +159,7 @@ def _remove_unlocked(part: Path) -> None:
 
 
 def _lock(fd: int) -> bool:
-    """Try to lock a file. Return False if another process holds the lock.
+    """Try to lock a file without waiting. Return False if another process holds the lock.
 
     Raises OSError if the file system does not support locks.
     """

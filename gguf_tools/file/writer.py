@@ -47,7 +47,10 @@ _HEAD_BYTES = 24
 
 
 class Declared(NamedTuple):
-    """A declared tensor. The offset is in bytes from the start of the data section."""
+    """A tensor of a GGUF file that is being written.
+
+    offset: position of the data, in bytes from the start of the data section.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -57,9 +60,9 @@ class Declared(NamedTuple):
 
 
 def value_type_of(value: Any) -> ValueType:
-    """Return the metadata type for a Python value.
+    """Return the GGUF metadata type in which a Python value is stored.
 
-    An int becomes uint32 or, if it is negative, int32; the 64-bit types are used for larger values.
+    An int becomes uint32, or int32 if it is negative. A 64-bit type is used if 32 bits are too few.
     Raises WriteError if no metadata type fits.
     """
     if isinstance(value, (bool, np.bool_)):
@@ -98,11 +101,12 @@ def _element_type(values: list[Any]) -> ValueType:
 def encode_value(
     value: Any, kind: ValueType | None = None, element: ValueType | None = None
 ) -> bytes:
-    """Encode a metadata value, preceded by its type tag.
+    """Return the encoded bytes of a metadata value, preceded by its type tag.
 
-    kind, element: type of the value, and of the values of an array. By default they are derived
-        from the Python type.
     Raises WriteError if the value does not fit the type.
+
+    kind: metadata type of the value. Default: the type that fits the Python value.
+    element: metadata type of the values of an array. Default: the type that fits them.
     """
     kind = value_type_of(value) if kind is None else kind
     tag = struct.pack("<I", kind)
@@ -126,14 +130,14 @@ def encode_value(
 
 
 class GGUFWriter:
-    """A GGUF file that is being written. Use it in a `with` statement.
+    """Writes a GGUF file in a `with` statement.
 
     First call `meta`, `meta_encoded` and `declare` in any order, then `begin`, then `write_tensor`
-    or `write_at` for the data. The end of the `with` block completes the file, for which every
-    declared byte must have been written. An exception in the block removes the file.
+    or `write_at` for the data. At the end of the block, the data of every declared tensor must have
+    been written, and the file gets its final name. An exception in the block removes the file.
 
     alignment: alignment of tensor data in bytes, a power of two.
-    checksums: whether to store a checksum of each slice (`gguf_tools.file.checksums`).
+    checksums: whether to store a checksum of each expert and of each other tensor.
     """
 
     def __init__(
@@ -165,16 +169,19 @@ class GGUFWriter:
         kind: ValueType | None = None,
         element: ValueType | None = None,
     ) -> None:
-        """Set a metadata value. It replaces an earlier value of the same key.
+        """Set a metadata value. An earlier value of the same key is replaced.
 
-        kind, element: as in `encode_value`.
+        kind: metadata type of the value. Default: the type that fits the Python value.
+        element: metadata type of the values of an array. Default: the type that fits them.
         """
         self.meta_encoded(key, encode_value(value, kind, element))
 
     def meta_encoded(self, key: str, encoded: bytes) -> None:
         """Set a metadata value from its encoded bytes, which start with the type tag."""
         if self._file is not None:
-            raise errors.WriteError(f"{self.path}: key {key}: the header is already written")
+            raise errors.WriteError(
+                f"{self.path}: key {key}: too late, because the header is already written"
+            )
         if not key:
             raise errors.WriteError(f"{self.path}: a metadata key is empty")
         if not key.isprintable():
@@ -186,27 +193,27 @@ class GGUFWriter:
         self._meta[key] = encoded
 
     def declare(self, name: str, shape: Iterable[int], ggml_type: GGMLType) -> Declared:
-        """Add a tensor after the tensors declared so far.
+        """Add a tensor to the list of the file's tensors. Its data must be written after `begin`.
 
         shape: dimensions in ggml order, the row length first.
         Raises a GGUFError subclass for an invalid or repeated name and for an invalid shape.
         """
         shape = tuple(int(dim) for dim in shape)
-        where = f"{self.path}: tensor {name}"
+        tensor = f"{self.path}: tensor {name}"
         if self._file is not None:
-            raise errors.WriteError(f"{where}: the header is already written")
+            raise errors.WriteError(f"{tensor}: too late, because the header is already written")
         if name in self.tensors:
-            raise errors.DuplicateError(f"{where}: declared twice")
+            raise errors.DuplicateError(f"{tensor}: declared twice")
         if not name or len(name.encode("utf-8")) > MAX_NAME_BYTES:
-            raise errors.TextError(f"{where}: the name must have 1 to {MAX_NAME_BYTES} bytes")
+            raise errors.TextError(f"{tensor}: the name must have 1 to {MAX_NAME_BYTES} bytes")
         if not name.isprintable():
             raise errors.TextError(f"{self.path}: tensor name {name!r} has control characters")
         if not 1 <= len(shape) <= MAX_DIMS or min(shape) < 1:
-            raise errors.TensorShapeError(f"{where}: impossible shape {list(shape)}")
+            raise errors.TensorShapeError(f"{tensor}: impossible shape {list(shape)}")
         if shape[0] % BLOCK[ggml_type].weights:
             raise errors.TensorShapeError(
-                f"{where}: rows of {shape[0]} are not a multiple of"
-                f" {BLOCK[ggml_type].weights}, the block of {ggml_type.tier_name}"
+                f"{tensor}: the row length {shape[0]} is not a multiple of"
+                f" {BLOCK[ggml_type].weights}, the block size of {ggml_type.tier_name}"
             )
         nbytes = row_bytes(ggml_type, shape[0])
         for dim in shape[1:]:
@@ -219,10 +226,10 @@ class GGUFWriter:
         return declared
 
     def begin(self) -> None:
-        """Create the temporary file and write the header.
+        """Create the temporary file and write the header. No tensor can be declared after that.
 
-        Also remove temporary files of killed writers, and check the free disk space. Raises
-        DiskSpaceError before anything is written, or WriteError if the file cannot be written.
+        Also remove temporary files of killed processes. Raises DiskSpaceError if the disk has too
+        little free space, and WriteError if the file cannot be written.
         """
         if self._checksums is not None:
             slices = sum(n_slices(each.shape) for each in self.tensors.values())
@@ -247,7 +254,7 @@ class GGUFWriter:
             raise self._failed(error) from error
 
     def header(self) -> bytes:
-        """Return the encoded header: everything before the padding and the data."""
+        """Return the encoded header of the file: version, metadata and list of tensors."""
         parts = [MAGIC, struct.pack("<IQQ", VERSION, len(self.tensors), len(self._meta))]
         parts += (_encode_text(key) + encoded for key, encoded in self._meta.items())
         for each in self.tensors.values():
@@ -269,8 +276,8 @@ class GGUFWriter:
         view = _flat(data)
         if start < 0 or start + view.nbytes > declared.nbytes:
             raise errors.WriteError(
-                f"{self.path}: tensor {name}: {view.nbytes} bytes at {start} do not fit in its"
-                f" {declared.nbytes} bytes"
+                f"{self.path}: tensor {name}: {view.nbytes} bytes at position {start} do not"
+                f" fit in its {declared.nbytes} bytes"
             )
         if self._checksums is not None:
             self._checksums[name].add(start, view)
@@ -294,7 +301,7 @@ class GGUFWriter:
                 start += chunk.nbytes
 
     def finish(self) -> None:
-        """Sync the file to disk and rename it to its final name.
+        """Wait until the file is on disk, and rename it to its final name.
 
         Raises WriteError if the data of a tensor is incomplete or the file cannot be written.
         """
@@ -316,7 +323,7 @@ class GGUFWriter:
             raise self._failed(error) from error
 
     def _header_with_checksums(self, checksums: dict[str, SliceChecksums]) -> bytes:
-        """Return the header with the actual checksums instead of the zeros written by `begin`."""
+        """Return the header with the data's checksums, instead of the zeros that `begin` wrote."""
         header = self.header()
         # begin() adds the checksums last, so they are the last metadata value.
         end = _HEAD_BYTES + sum(
@@ -329,7 +336,7 @@ class GGUFWriter:
         return header[:start] + struct.pack(f"<{1 + len(values)}I", own, *values) + header[end:]
 
     def abort(self) -> None:
-        """Remove the temporary file, if there is one."""
+        """Remove the temporary file. Does nothing if the file is complete or was never created."""
         if self._file is not None:
             self._file.discard()
             self._file = None

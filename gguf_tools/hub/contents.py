@@ -16,7 +16,7 @@ _ETAG = re.compile(r"[0-9A-Za-z_-]{1,128}")
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
-    """A file of a Hugging Face repository and its place in the local cache.
+    """A file of a repository on the Hugging Face Hub, and its place in the local cache.
 
     path: location in the cache's snapshot folder.
     blob: location of the contents in the cache's blob folder, named by the file's ETag.
@@ -33,10 +33,10 @@ class HubFile:
 
 @dataclass(slots=True)
 class Download:
-    """A planned download from a Hugging Face repository. Sizes are in bytes.
+    """The files of a Hugging Face repository that will be downloaded. Sizes are in bytes.
 
     folder: the repository's folder in the cache.
-    models: the GGUF models among the files, each named by its first file.
+    models: names of the GGUF models among the files. A split model has the name of its first file.
     free: free space on the disk of the cache.
     """
 
@@ -59,7 +59,7 @@ class Download:
         return sum(each.size - each.have for each in self.files)
 
     def summary(self) -> str:
-        """Return one line for the user: files, total size, size to download and free space."""
+        """Return one line for the user: number of files, total and missing size, and free space."""
         n = len(self.files)
         text = f"{self.repo} at {self.commit[:8]}: {n} file{'s' * (n != 1)}"
         text += f", {format_size(self.nbytes)}"
@@ -67,7 +67,7 @@ class Download:
             return f"{text}, already downloaded"
         return (
             f"{text}, {format_size(self.missing)} to download into {self.folder},"
-            f" {format_size(self.free)} free there"
+            f" {format_size(self.free)} free on its disk"
         )
 
     def check_space(self) -> None:
@@ -87,10 +87,11 @@ def prepare(
     *,
     checkpoint_first: bool = False,
 ) -> Download:
-    """Query the files of a repository (OWNER/NAME) and select those to download.
+    """Ask the Hub for the files of a repository (OWNER/NAME), and select the files to download.
 
-    By default, select the repository's only GGUF model or, if there is none, the checkpoint: its
-    weights, configuration and tokenizer. A split model is selected with all its parts.
+    By default, select the repository's only GGUF model. If it has no GGUF model, select the
+    checkpoint: its weights, configuration and tokenizer. A split model is selected with all its
+    parts.
 
     include: patterns of file names, such as `*Q4_K_M*`, that replace the default selection.
     revision: branch, tag or commit. Default: the main branch.
@@ -113,7 +114,13 @@ def prepare(
 
 
 def _look_up(repo: str, commit: str, name: str, folder: Path) -> HubFile:
-    """Look up a file's size and ETag on the Hub, and how much of it is in the cache."""
+    """Ask the Hub for the size and ETag of a file, and look up how much of it is in the cache.
+
+    Raises HubError if the file's name leads out of the repository's folder, or if the server
+    reports no size and ETag.
+
+    folder: the repository's folder in the cache.
+    """
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
     inside = PurePosixPath(name)
@@ -134,7 +141,10 @@ def _look_up(repo: str, commit: str, name: str, folder: Path) -> HubFile:
 
 
 def incomplete_blob(blob: Path) -> Path:
-    """Return the cache's path for a blob that is not completely downloaded."""
+    """Return the path of a file in the cache while its download is incomplete.
+
+    blob: path of the complete file.
+    """
     return blob.with_name(blob.name + ".incomplete")
 
 

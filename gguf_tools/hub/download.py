@@ -24,10 +24,10 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def fetch(download: Download, progress: Progress | None = None) -> list[Path]:
-    """Download the missing files. Return the local paths in the order of `download.files`.
+    """Download the missing files of a planned download, and return the local paths of all files.
 
-    Broken connections and partial downloads of earlier runs are resumed. Raises HubError, or
-    DiskSpaceError before anything is downloaded.
+    Broken connections and partial downloads of earlier runs are resumed. Raises DiskSpaceError
+    before anything is downloaded, or HubError if the download fails.
 
     progress: called with the finished share, 0 to 1.
     """
@@ -53,16 +53,18 @@ def fetch(download: Download, progress: Progress | None = None) -> list[Path]:
 
 
 def _download(file: HubFile, add: Callable[[int], None]) -> None:
-    """Download a file's blob, continuing a partial download.
+    """Download a file's contents into the cache, continuing a partial download.
 
-    `add` is called with each number of received bytes.
+    Raises HubError if another process is downloading the file, or if its SHA-256 is wrong.
+
+    add: called with the number of bytes in each received piece.
     """
     from huggingface_hub.errors import HfHubHTTPError, HTTPError
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import build_hf_headers
 
     class Bar:
-        """A progress bar with the methods of tqdm that http_get calls."""
+        """Replaces tqdm's progress bar, and passes the number of received bytes to `add`."""
 
         def __init__(self, **_: Any) -> None:
             pass

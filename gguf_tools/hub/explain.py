@@ -9,7 +9,7 @@ from gguf_tools.errors import HubError, HubUnreachableError
 
 
 def storage_folder(repo: str) -> Path:
-    """Return the folder of a repository in huggingface_hub's cache."""
+    """Return the folder in which huggingface_hub's cache stores a repository."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
@@ -19,7 +19,10 @@ def storage_folder(repo: str) -> Path:
 
 @contextmanager
 def translated_errors(repo: str, revision: str | None) -> Iterator[None]:
-    """Convert exceptions of huggingface_hub in the block to HubError, and silence its log."""
+    """Convert exceptions of huggingface_hub in the block to HubError with one clear sentence.
+
+    During the block, huggingface_hub logs only errors.
+    """
     from huggingface_hub.errors import EntryNotFoundError, HTTPError
 
     log = logging.getLogger("huggingface_hub")
@@ -62,7 +65,7 @@ def _explained(error: Exception, repo: str, revision: str | None) -> HubError:
             HubUnreachableError,
             f"{endpoint} no longer answers: try again later",
         ),
-        (hub.EntryNotFoundError, HubError, f"a file no longer exists: {why}"),
+        (hub.EntryNotFoundError, HubError, f"a file no longer exists in the repository: {why}"),
         (hub.HFValidationError, HubError, "not a repository name: write it as OWNER/NAME"),
         (
             hub.OfflineModeIsEnabled,
@@ -78,13 +81,16 @@ def _explained(error: Exception, repo: str, revision: str | None) -> HubError:
     if isinstance(error, hub.HTTPError):
         return HubUnreachableError(f"{repo}: {endpoint} cannot be reached: {why}")
     if isinstance(error, OSError) and not isinstance(error, ValueError):
-        where = error.filename or storage_folder(repo)
-        return HubError(f"{where}: {error.strerror or why}")
+        path = error.filename or storage_folder(repo)
+        return HubError(f"{path}: {error.strerror or why}")
     return HubError(f"{repo}: {why}")
 
 
 def _answered(repo: str, endpoint: str, status: int, login: str) -> HubError:
-    """Return the error for an HTTP status for which huggingface_hub has no exception class."""
+    """Return the error to raise for an HTTP status that huggingface_hub has no exception for.
+
+    login: advice on how to log in.
+    """
     advice = "check HF_ENDPOINT"
     if status in (401, 403):
         advice = f"check the token, or {login}"

@@ -15,9 +15,10 @@ _ENDING = ".gguf"
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """A GGUF model or a checkpoint in the cache.
+    """A GGUF model or a checkpoint in huggingface_hub's cache.
 
-    file: name of the GGUF, or of its first part, in the repository. Empty for a checkpoint.
+    file: name of the GGUF file in the repository. A split model has the name of its first file.
+        Empty for a checkpoint.
     paths: the model's files in order, or the folder of a checkpoint.
     used_s: Unix time of the last access.
     """
@@ -30,7 +31,7 @@ class Pulled:
 
     @property
     def stem(self) -> str:
-        """The file name without folder, extension and part number."""
+        """The file's name without folder, extension and part number of a split model."""
         name = PurePosixPath(self.file).name
         split = SPLIT_NAME.fullmatch(name)
         return split[1] if split else name.removesuffix(_ENDING)
@@ -47,7 +48,10 @@ class Pulled:
 
 
 def pulled() -> list[Pulled]:
-    """Return all models in the cache, sorted by name. Damaged cache entries are left out."""
+    """Return all models in huggingface_hub's cache, sorted by name.
+
+    Damaged cache entries are left out.
+    """
     from huggingface_hub import constants, scan_cache_dir
 
     if not Path(constants.HF_HUB_CACHE).is_dir():
@@ -84,7 +88,7 @@ def pulled() -> list[Pulled]:
 
 
 def short_name(model: Pulled, among: Sequence[Pulled]) -> str:
-    """Return the shortest name of a model that no other model in `among` has."""
+    """Return the model's shortest name that no other model in `among` has."""
     others = [each for each in among if each != model]
     return next(
         (name for name in reversed(model.names) if not any(_is(each, name) for each in others)),
@@ -93,9 +97,9 @@ def short_name(model: Pulled, among: Sequence[Pulled]) -> str:
 
 
 def find_pulled(text: str, gguf: bool = True) -> Pulled | None:
-    """Find a model in the cache by one of its names. Return None if there is no such model.
+    """Return the model in the cache that has the given name, or None if no model has this name.
 
-    gguf: ignore checkpoints.
+    gguf: whether to ignore checkpoints.
     Raises HubError if several models have this name.
     """
     name = text.removeprefix(PREFIX)
@@ -110,7 +114,8 @@ def find_pulled(text: str, gguf: bool = True) -> Pulled | None:
 def remove(model: Pulled) -> int:
     """Delete a model from the cache. Return the number of bytes that this frees.
 
-    If it is the last model of its repository, delete the repository's whole folder. Raises OSError.
+    If the cache has no other model of the repository, delete the repository's whole folder. Raises
+    OSError if a file cannot be deleted.
     """
     folder = storage_folder(model.repo)
     if not model.file or sum(each.repo == model.repo for each in pulled()) == 1:

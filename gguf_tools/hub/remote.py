@@ -25,9 +25,12 @@ _URL_START = re.compile(r"(https?):/+")
 
 
 class Headers(NamedTuple):
-    """Local stand-ins for a remote model: sparse files with its headers and its true file sizes.
+    """Local copies of the headers of a remote model's files.
 
-    path: the stand-in of the first part.
+    Each file has the size of the remote file, but only the header has contents. The rest is a hole,
+    which takes no disk space.
+
+    path: the file of the model's first part.
     read_bytes: number of bytes that were downloaded.
     nbytes: size of the whole model.
     """
@@ -38,18 +41,21 @@ class Headers(NamedTuple):
 
 
 def is_remote(text: str) -> bool:
-    """Return whether a model name is a URL or a name on the Hub, such as `hf:OWNER/NAME`."""
+    """Return whether a model name is a URL or a name on the Hugging Face Hub (`hf:OWNER/NAME`)."""
     return text.startswith(PREFIX) or _URL_START.match(text) is not None
 
 
 def fetch_headers(text: str, folder: Path) -> Headers:
-    """Download a remote model's headers and write stand-ins for its files into a folder.
+    """Download the headers of a remote model's files, and write them as files into a folder.
+
+    The written files have the size of the remote files, but no contents after the header. At most
+    MOST_BYTES are downloaded.
 
     text: `hf:OWNER/NAME`, `hf:OWNER/NAME/FILE` or a URL.
 
-    At most MOST_BYTES are read. Raises HubError if the model is not found or the server does not
-    support range requests. Raises HubUnreachableError if the server does not answer, GGUFError if
-    the file is not a valid GGUF, and OSError if a stand-in cannot be written.
+    Raises HubError if the model is not found or the server does not support range requests, and
+    HubUnreachableError if the server does not answer. Raises GGUFError if the file is not a valid
+    GGUF, and OSError if a file cannot be written.
     """
     urls, headers = _of_hub(text) if text.startswith(PREFIX) else (_of_url(text), {})
     reader = _Reader(headers)
@@ -68,12 +74,19 @@ def fetch_headers(text: str, folder: Path) -> Headers:
 
 
 def _of_hub(text: str) -> tuple[list[str], dict[str, str]]:
-    """Return the URLs of a Hub model's parts and the HTTP headers for the requests."""
+    """Return the URLs of the files of a model on the Hub, and the HTTP headers for the requests.
+
+    text: `hf:OWNER/NAME` or `hf:OWNER/NAME/FILE`.
+    Raises HubError unless exactly one GGUF model matches.
+    """
     from huggingface_hub.utils import build_hf_headers
 
     words = text.removeprefix(PREFIX).split("/", 2)
     if len(words) < 2 or not all(words):
-        raise HubError(f"{text}: write it as {PREFIX}OWNER/NAME or {PREFIX}OWNER/NAME/FILE.gguf")
+        raise HubError(
+            f"{text}: not a model name: write it as {PREFIX}OWNER/NAME or"
+            f" {PREFIX}OWNER/NAME/FILE.gguf"
+        )
     found = prepare("/".join(words[:2]), [glob.escape(each) for each in words[2:]])
     if len(found.models) != 1:
         names = ", ".join(found.models) or "none"
@@ -82,7 +95,10 @@ def _of_hub(text: str) -> tuple[list[str], dict[str, str]]:
 
 
 def _of_url(text: str) -> list[str]:
-    """Return the URLs of a model's parts, given the URL of one part or of the only file."""
+    """Return the URLs of all files of a model, given the URL of any of its files.
+
+    Raises HubError if the URL is invalid.
+    """
     url = _URL_START.sub(r"\1://", text, count=1)
     try:
         at = urlsplit(url)
@@ -97,13 +113,16 @@ def _of_url(text: str) -> list[str]:
 
 
 class _Reader:
-    """Reads headers by range requests and counts the bytes read."""
+    """Downloads the headers of GGUF files by HTTP range requests, and counts the bytes."""
 
     def __init__(self, headers: dict[str, str]) -> None:
         self._headers, self.read_bytes = headers, 0
 
     def header(self, url: str, name: str) -> tuple[bytes, int]:
-        """Return the beginning of a file, including its whole header, and the file's size."""
+        """Return the beginning of a remote file, which includes its header, and the file's size.
+
+        Raises HubError if more than MOST_BYTES would have to be read.
+        """
         have, wanted = b"", _FIRST_BYTES
         while True:
             piece, size = self._range(url, len(have), wanted)
@@ -121,9 +140,10 @@ class _Reader:
                 )
 
     def _range(self, url: str, start: int, n: int) -> tuple[bytes, int]:
-        """Request n bytes from offset `start`.
+        """Request n bytes of a remote file from offset `start` on.
 
-        Return the received bytes, which can be fewer, and the size of the file.
+        Return the received bytes, which can be fewer, and the size of the file. Raises HubError if
+        the server does not support range requests, and HubUnreachableError if it does not answer.
         """
         from huggingface_hub.errors import HTTPError
         from huggingface_hub.utils import get_session

@@ -15,9 +15,10 @@ from gguf_tools.hub.selection import PREFIX, models_of, select_files
 def resolve(
     text: str, note: Callable[[str], None], progress: Callable[[], Any] | None = None
 ) -> Path:
-    """Return the local path of a GGUF model, and download it if it is not in the cache.
+    """Return the local path of a GGUF model on the Hub, after downloading it if necessary.
 
-    If the Hub does not answer, the cached model is used. Raises HubError.
+    If the Hub does not answer, the cached model is used. Raises HubError if no single GGUF model
+    matches or the download fails.
 
     text: `hf:OWNER/NAME` or `hf:OWNER/NAME/FILE`.
     note: called with one line of text before a download.
@@ -25,7 +26,10 @@ def resolve(
     """
     words = text.removeprefix(PREFIX).split("/", 2)
     if len(words) < 2 or not all(words):
-        raise HubError(f"{text}: write it as {PREFIX}OWNER/NAME or {PREFIX}OWNER/NAME/FILE.gguf")
+        raise HubError(
+            f"{text}: not a model name: write it as {PREFIX}OWNER/NAME or"
+            f" {PREFIX}OWNER/NAME/FILE.gguf"
+        )
     repo = "/".join(words[:2])
     include = [glob.escape(words[2])] if len(words) == 3 else []
     try:
@@ -37,8 +41,10 @@ def resolve(
         return here
     if len(found.models) != 1:
         names = found.models or [each.name for each in found.files[:4]]
-        what = "several models match" if found.models else "there is no GGUF model among the files"
-        raise HubError(f"{repo}: {what}: {', '.join(names)}")
+        problem = (
+            "several models match" if found.models else "there is no GGUF model among the files"
+        )
+        raise HubError(f"{repo}: {problem}: {', '.join(names)}")
     _fetch_noted(found, note, progress)
     return next(each.path for each in found.files if each.name == found.models[0])
 
@@ -46,10 +52,15 @@ def resolve(
 def resolve_checkpoint(
     text: str, note: Callable[[str], None], progress: Callable[[], Any] | None = None
 ) -> tuple[Path, str]:
-    """Return the local folder and the NAME of the checkpoint `hf:OWNER/NAME[@REVISION]`.
+    """Return the local folder and the name of a checkpoint on the Hub.
 
-    If the repository has no checkpoint, return the path of its only GGUF model instead of a folder.
-    Parameters and errors are those of `resolve`.
+    The checkpoint is downloaded if it is not in the cache. If the repository has no checkpoint, the
+    path of its only GGUF model is returned instead of a folder. If the Hub does not answer, the
+    cached checkpoint is used. Raises HubError if nothing suitable is found or the download fails.
+
+    text: `hf:OWNER/NAME` or `hf:OWNER/NAME@REVISION`.
+    note: called with one line of text before a download.
+    progress: returns a context manager that shows a progress bar and yields a Progress callback.
     """
     repo, _, revision = text.removeprefix(PREFIX).partition("@")
     name = repo.rpartition("/")[2]
@@ -79,7 +90,12 @@ def _fetch_noted(
 
 
 def _cached(repo: str, include: Sequence[str]) -> Path | None:
-    """Return the cached model of a repository's main branch without contacting the Hub, or None."""
+    """Return the path of a repository's model in the cache, without contacting the Hub.
+
+    The model is that of the main branch. Return None if the cache has none.
+
+    include: patterns of file names. If empty, the repository's only model is meant.
+    """
     snapshot = _snapshot(repo, "main")
     if snapshot is None:
         return None
@@ -93,7 +109,10 @@ def _cached(repo: str, include: Sequence[str]) -> Path | None:
 
 
 def _snapshot(repo: str, revision: str) -> Path | None:
-    """Return the cached folder of a revision without contacting the Hub, or None."""
+    """Return the folder of a repository's revision in the cache, without contacting the Hub.
+
+    Return None if the cache does not have the revision.
+    """
     folder = storage_folder(repo)
     if (folder / "snapshots" / revision).is_dir():
         return folder / "snapshots" / revision

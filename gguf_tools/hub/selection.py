@@ -24,8 +24,9 @@ def select_files(
 ) -> list[str]:
     """Return the sorted names of the files to download from a repository.
 
-    By default, select the only GGUF model or, if there is none, the checkpoint. A split model is
-    selected with all its parts. Raises HubError, which lists the available files.
+    By default, select the only GGUF model. If there is no GGUF model, select the checkpoint. A
+    split model is selected with all its parts. Raises HubError, which lists the available files, if
+    nothing or more than one model matches.
 
     sizes: size in bytes of each file of the repository, by name.
     include: patterns of file names or paths that replace the default selection.
@@ -64,7 +65,12 @@ def select_files(
 
 
 def _checkpoint(sizes: Mapping[str, int]) -> list[str]:
-    """Return the sorted files of the repository's checkpoint, or an empty list if it has none."""
+    """Return the sorted names of the files of a repository's checkpoint.
+
+    The list is empty if the repository has no safetensors files.
+
+    sizes: size in bytes of each file of the repository, by name.
+    """
     weights = [name for name in sizes if fnmatchcase(name, "*.safetensors") and "/" not in name]
     chosen = {
         name
@@ -81,11 +87,14 @@ def _checkpoint(sizes: Mapping[str, int]) -> list[str]:
 def _check_parts(repo: str, sizes: Mapping[str, int], parts: Sequence[str]) -> None:
     for name in parts:
         if name not in sizes:
-            raise HubError(f"{repo}: {name} is missing in the repository: a part of {parts[0]}")
+            raise HubError(f"{repo}: the repository lacks {name}, a part of {parts[0]}")
 
 
 def models_of(names: Mapping[str, int] | Sequence[str]) -> dict[str, list[str]]:
-    """Return the GGUF models among file names: a list of parts for each first part."""
+    """Find the GGUF models among file names. Return the files of each model by its first file.
+
+    All parts of a split model are returned, even if `names` lacks some of them.
+    """
     models: dict[str, list[str]] = {}
     for name in sorted(names):
         match = SPLIT_NAME.fullmatch(name)
@@ -100,24 +109,27 @@ def models_of(names: Mapping[str, int] | Sequence[str]) -> dict[str, list[str]]:
 def is_language_model(name: str) -> bool:
     """Return whether a GGUF file is a language model, judging by its name.
 
-    Image projectors and importance matrices are not.
+    Image projectors and importance matrices are no language models.
     """
     return not PurePosixPath(name).name.lower().startswith(_OTHER)
 
 
 def _matching(names: Collection[str], pattern: str) -> list[str]:
-    """Return the paths that match a pattern.
+    """Return the paths that match a pattern such as `*Q4_K_M*`.
 
-    If there are none, return the paths whose file name without folder matches it.
+    If no whole path matches, return the paths whose file name, without folders, matches.
     """
     whole = [name for name in names if fnmatchcase(name, pattern)]
     return whole or [name for name in names if fnmatchcase(PurePosixPath(name).name, pattern)]
 
 
 def _listed(sizes: Mapping[str, int], models: Mapping[str, list[str]]) -> str:
-    """Format the models with their sizes as a list of at most MAX_LISTED entries.
+    """Format the models with their sizes as a text that lists at most MAX_LISTED entries.
 
-    If there are no models, list the files.
+    If there are no models, list the names of all files.
+
+    sizes: size in bytes of each file of the repository, by name.
+    models: the files of each model, by its first file.
     """
     if models:
         found = [

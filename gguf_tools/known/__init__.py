@@ -47,8 +47,8 @@ class Precision:
     dense: type of the matrices that are not experts.
     output: type of the output matrix.
     experts: type of the experts' gate and up matrices.
-    down: types of the experts' down matrices: in the layers for which llama.cpp chooses more bits
-        (about half of them), and in the other layers.
+    down: two types of the experts' down matrices. llama.cpp uses the first in about half of the
+        layers, to which it gives more bits, and the second in the others.
     """
 
     dense: GGMLType
@@ -59,13 +59,13 @@ class Precision:
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
-    """The published shape of a model.
+    """The dimensions of a published model, from which memory needs can be computed.
 
     total_b, active_b: published number of parameters, in billions.
     dense_layers: number of layers without experts, at the start.
     d_ff, d_expert, d_shared: feed-forward width of a dense layer, of one expert, and of all shared
         experts of a layer together.
-    tied: whether the output matrix is that of the embeddings.
+    tied: whether the embeddings are also the output matrix.
     precisions: names of the available quantization mixes.
     source: repository on the Hugging Face Hub.
     seen: where and when the configuration was read.
@@ -100,21 +100,27 @@ class KnownModel:
 
     @property
     def parameters(self) -> int:
-        """The number of weights in all matrices."""
+        """The total number of weights in the model's matrices."""
         return sum(prod(shape) for _, shape, _ in self._tensors(_precisions()["Q8_0"]))
 
     @property
     def active(self) -> tuple[int, int]:
-        """The number of weights used per token, without and with embeddings and output matrix."""
+        """The number of weights used per token, as two numbers.
+
+        The first number leaves out embeddings and output matrix. The second includes them.
+        """
         layers = self.layers - self.dense_layers
         unused = 3 * self.d_model * self.d_expert * (self.experts - self.top_k) * layers
         used = self.parameters - unused
         return used - self.d_model * self.vocab * (2 - self.tied), used
 
     def parts(self, precision: str) -> list[GGUFFile]:
-        """Generate the header of this model in one of its precisions, for `ExpertModel.of_parts`.
+        """Generate the header of a GGUF file of this model, as a list of one file.
 
-        The result is one part without data. No file is written.
+        The file exists in memory only and has no tensor data. ExpertModel.of_parts accepts the
+        list.
+
+        precision: name of the quantization mix.
         """
         writer = GGUFWriter(Path(f"{self.name}-{precision}.gguf"))
         for key, value in self._metadata().items():
@@ -155,7 +161,7 @@ class KnownModel:
         }
 
     def _is_recurrent(self, layer: int) -> bool:
-        """Return whether a layer has no attention.
+        """Return whether a layer has recurrent matrices instead of attention.
 
         Layers with attention are evenly spaced, and the last layer is one of them.
         """
@@ -184,7 +190,10 @@ class KnownModel:
             yield _tensor(OUTPUT, (d, self.vocab), types.output)
 
     def _mixing(self, layer: int) -> Sequence[Sequence[int]]:
-        """Return the shapes of a layer's attention matrices, or of their recurrent replacement."""
+        """Return the shapes of a layer's attention matrices.
+
+        In a layer without attention, return those of its recurrent matrices.
+        """
         d, heads = self.d_model, self.heads
         if self._is_recurrent(layer):
             assert self.recurrent is not None
@@ -217,16 +226,20 @@ def _gated(
 def _tensor(
     name: str, shape: tuple[int, ...], kind: GGMLType
 ) -> tuple[str, tuple[int, ...], GGMLType]:
-    """Return a tensor with the given type, or with a fallback if the row length does not fit."""
+    """Return name, shape and type of a tensor.
+
+    If the type's block size does not divide the row length, its fallback type is returned instead.
+    """
     if shape[0] % BLOCK[kind].weights:
         kind = _FALLBACK.get(kind, GGMLType.F16)
     return name, shape, kind if shape[0] % BLOCK[kind].weights == 0 else GGMLType.F16
 
 
 def _has_more_bits(layer: int, n: int) -> bool:
-    """Return whether llama.cpp's mixes use more bits for the down matrices of this layer.
+    """Return whether llama.cpp's quantization mixes give this layer's down matrices more bits.
 
-    They do in the first and the last eighth of the n layers, and in every third layer between them.
+    This is the case in the first and the last eighth of the n layers, and in every third layer
+    between them.
     """
     return layer < n // 8 or layer >= 7 * n // 8 or (layer - n // 8) % 3 == 2
 
@@ -257,7 +270,7 @@ def _precisions() -> dict[str, Precision]:
 
 @cache
 def known_models() -> tuple[KnownModel, ...]:
-    """Return all known models, the smallest first."""
+    """Return all models whose dimensions are known, the smallest first."""
     return tuple(
         KnownModel(**{**each, "precisions": tuple(each["precisions"])})
         for each in _data()["models"]

@@ -19,9 +19,9 @@ from gguf_tools.quantize.older import OLDER, growth, q2_0_as_q4_0
 
 
 class _Copy(NamedTuple):
-    """A tensor to be exported and the position of its data in the source.
+    """A tensor to be exported, and the position of its data in the packed model.
 
-    older: the type to convert it to, or None to keep its type.
+    older: the type to which the data is converted, or None if the type is kept.
     """
 
     name: str
@@ -42,15 +42,16 @@ def export(
     progress: Progress | None = None,
     alignment: int = layout.DEFAULT_ALIGNMENT,
 ) -> PackReport:
-    """Write one tier of a packed model as an ordinary GGUF file.
+    """Write one precision (tier) of a packed model as an ordinary GGUF file.
 
     Tensor data is copied unchanged. Other tiers and all `moe_edge.*` metadata are left out. Raises
-    GGUFError, such as MissingTierError for an unknown tier. On an exception, dst is not created.
+    GGUFError, such as MissingTierError for an unknown tier. On an exception, `dst` is not created.
 
     src: the packed model.
+    dst: path of the new file.
     tier: name of the tier. Default: the best tier.
-    older: convert types that released versions of llama.cpp cannot read to an older type, without
-        loss (`gguf_tools.quantize.older`).
+    older: convert types that released versions of llama.cpp cannot read to an older type. The
+        values stay the same.
     progress: called with the finished share, 0 to 1.
     alignment: alignment of tensor data in bytes.
     """
@@ -89,7 +90,11 @@ def export(
 
 
 def _copies(model: ExpertModel, index: int, older: bool) -> Iterator[_Copy]:
-    """Yield the tensors of the exported file in the order of the source."""
+    """Yield the tensors of the exported file in the order of the packed model.
+
+    index: index of the precision (tier) whose experts are exported.
+    older: convert types that released versions of llama.cpp cannot read.
+    """
     chosen = {
         expert_tensor_name(il, kind): (slices[index], model.shapes[layer][kind])
         for layer, il in enumerate(model.layer_ids)
@@ -127,7 +132,7 @@ def _copy(writer: GGUFWriter, each: _Copy, meter: ProgressMeter) -> None:
 
 
 def _dominant(model: ExpertModel, index: int) -> GGMLType:
-    """Return the type that most of a tier's bytes have."""
+    """Return the ggml type of most bytes of the experts in a precision (tier)."""
     sizes: dict[GGMLType, int] = {}
     for layer in model.slices:
         for kind in layer:

@@ -31,10 +31,14 @@ def pack_jobs(
     ggml: Ggml | None,
     quantizer: ExpertQuantizer | None,
 ) -> Iterator[Job | None]:
-    """Yield the jobs that write a packed file, layer by layer and expert by expert.
+    """Yield the jobs that write a packed file. A job is a function that writes a piece of the data.
 
-    If a quantizer is given, a None after each layer makes `run_all` finish the layer before the
-    next one starts, as ExpertQuantizer requires.
+    The order is: other tensors, then the experts layer by layer. If a quantizer is given, a None
+    follows the jobs of each layer. It makes `run_all` finish the layer before the next one starts,
+    as ExpertQuantizer requires.
+
+    matrices: the expert tensors to write.
+    others: the tensors that are not experts.
     """
     for other in others:
         yield partial(_write_dense, writer, other, ggml)
@@ -61,7 +65,10 @@ def _expert_jobs(
     ggml: Ggml,
     by: ExpertQuantizer,
 ) -> Iterator[Job]:
-    """Yield the jobs for one expert's matrix. Tiers that can be copied are left out."""
+    """Yield the jobs that quantize one expert's matrix to the tiers that cannot be copied.
+
+    by: the quantization method.
+    """
     made = [target for target in matrix.targets if target.copy_from is None]
     if not made:
         return
@@ -107,9 +114,13 @@ def _quantize_run(
     ggml: Ggml,
     by: ExpertQuantizer,
 ) -> int:
-    """Quantize a run of rows to every tier in `made` and write it. Return the bytes written.
+    """Quantize consecutive rows of an expert's matrix to several types, and write the results.
 
+    Return the number of bytes written.
+
+    made: the tensors to which the rows are written.
     run: expert, first row, number of rows.
+    by: the quantization method.
     """
     expert, row, count = run
     n, rows = matrix.shape
@@ -131,7 +142,7 @@ def _quantize_run(
 
 @contextmanager
 def _named(file: GGUFFile, name: str) -> Iterator[None]:
-    """Add the file and tensor name to the message of a QuantizeError raised in the block."""
+    """Add the names of the file and the tensor to the message of a QuantizeError in the block."""
     try:
         yield
     except QuantizeError as error:

@@ -11,9 +11,10 @@ from gguf_tools.quantize.methods import ExpertQuantizer, Rtn
 
 
 def copy_metadata(model: ExpertModel, writer: GGUFWriter) -> None:
-    """Copy a model's metadata, except for the keys that describe its storage.
+    """Copy a model's metadata to a file that is being written.
 
-    Those keys concern tiers, parts and alignment.
+    Keys that describe how the source file stores the model are left out: tiers, parts and
+    alignment.
     """
     first = model.parts[0]
     for key in first.metadata:
@@ -23,7 +24,10 @@ def copy_metadata(model: ExpertModel, writer: GGUFWriter) -> None:
 
 
 def write_quantization(writer: GGUFWriter, best: GGMLType) -> None:
-    """Set llama.cpp's metadata keys for the file type and the quantization version."""
+    """Set the metadata keys in which llama.cpp stores file type and quantization version.
+
+    best: type of most matrices.
+    """
     writer.meta(layout.KEY_FILE_TYPE, layout.FILE_TYPE[best], ValueType.UINT32)
     writer.meta(layout.KEY_QUANTIZATION_VERSION, layout.QUANTIZATION_VERSION, ValueType.UINT32)
 
@@ -34,10 +38,10 @@ def write_tiers(
     types: list[GGMLType],
     how: tuple[str, str],
 ) -> None:
-    """Set the `moe_edge.*` metadata of a packed file.
+    """Set the `moe_edge.*` metadata that describes the precisions (tiers) of a packed file.
 
-    types: the types of the tiers.
-    how: quantization method and calibration, as `method_and_calibration` returns them.
+    types: the ggml types of the tiers, the best first.
+    how: quantization method and calibration, as texts.
     """
     write_quantization(writer, types[0])
     writer.meta(layout.KEY_FORMAT_VERSION, layout.FORMAT_VERSION, ValueType.UINT32)
@@ -56,9 +60,9 @@ def write_tiers(
 def method_and_calibration(
     model: ExpertModel, matrices: list[Matrix], quantizer: ExpertQuantizer | None
 ) -> tuple[str, str]:
-    """Return the quantization method and the calibration to record in the packed file.
+    """Return the texts that describe quantization method and calibration in a packed file.
 
-    If lower tiers are copied from the source, the result includes the method recorded there.
+    If lower tiers are copied from the source, the texts include what the source records.
     """
     by = quantizer or Rtn
     lower = [each.copy_from is None for matrix in matrices for each in matrix.targets[1:]]

@@ -38,16 +38,17 @@ def pack(
     alignment: int = layout.EXPERT_ALIGNMENT,
     ggml: Ggml | None = None,
 ) -> PackReport:
-    """Write the model `src` to `dst` with all experts in several tiers.
+    """Write a model to a new file that contains all experts in several precisions (tiers).
 
     Tensors that already have a tier's type are copied unchanged. Raises GGUFError. On an exception,
-    including Ctrl-C, dst is not created.
+    including Ctrl-C, `dst` is not created.
 
     src: path of a model, or an open model, which stays open.
+    dst: path of the new file.
     tiers: type names of the tiers, such as `q4_k`, the best first.
     dense: type for the two-dimensional float matrices that are not experts. Default: unchanged.
-    quantizer: quantization method. It quantizes all lower tiers anew, even if the source has one of
-        the same type. Default: round to nearest.
+    quantizer: quantization method. It quantizes all lower tiers anew, even if the source has a tier
+        of the same type. Default: round to nearest.
     progress: called with the finished share, 0 to 1.
     threads: number of compute threads. Default: the usable cores.
     alignment: alignment of tensor data in bytes.
@@ -86,7 +87,7 @@ def pack(
 
 
 def _tools(ggml: Ggml | None, matrices: list[Matrix], others: list[Dense]) -> Ggml | None:
-    """Return the ggml library, or None if nothing has to be quantized."""
+    """Return the ggml library, or None if all tensors can be copied without quantizing them."""
     needed = any(target.copy_from is None for matrix in matrices for target in matrix.targets)
     needed |= any(other.type != other.info.type for other in others)
     return (ggml or load_ggml()) if needed else None

@@ -6,11 +6,11 @@ from pathlib import Path
 
 @dataclass(slots=True)
 class PackReport:
-    """Summary of a file written by pack, export or convert.
+    """Summary of a model file that pack, export or convert has written.
 
     path, nbytes: the file and its size.
-    tiers: name, bits per weight and bytes of all experts for each tier, the best first.
-    fallbacks: notes on matrices that have another type than their tier.
+    tiers: (name, bits per weight, bytes of all experts) of each precision, the best first.
+    fallbacks: notes on matrices that have another type than their precision.
     warnings: other notes for the user.
     """
 

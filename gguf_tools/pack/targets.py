@@ -41,10 +41,10 @@ _DENSE_KEEP = (
 
 
 class Target(NamedTuple):
-    """A tensor to be written: one tier of one expert matrix.
+    """A tensor to be written: one kind of matrix of all experts of a layer, in one precision.
 
-    copy_from: the source's slice that has this type already, to be copied. If it is None, the
-        tensor is quantized from the source's best tier.
+    copy_from: position in the source of a matrix that already has this type, which is copied. If it
+        is None, the tensor is quantized from the source's best tier.
     """
 
     name: str
@@ -53,10 +53,10 @@ class Target(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """All experts of one layer and matrix kind.
+    """One kind of matrix of all experts of a layer, and the tensors to be written from it.
 
-    Holds the best tier of the source and the tensors to be written. The shape is (row length, rows)
-    of one expert.
+    source: position of the best precision in the source.
+    shape: (row length, rows) of one expert's matrix.
     """
 
     layer: int
@@ -75,7 +75,7 @@ class Dense(NamedTuple):
 
 
 def refuse_same_file(model: ExpertModel, dst: Path) -> None:
-    """Raise WriteError if the target is one of the model's files."""
+    """Raise WriteError if the file to be written is one of the model's own files."""
     if any(dst.exists() and dst.samefile(part) for part in model.files):
         raise WriteError(f"{dst}: is also the input: choose another output file")
 
@@ -83,9 +83,9 @@ def refuse_same_file(model: ExpertModel, dst: Path) -> None:
 def expert_targets(
     model: ExpertModel, dst: Path, types: list[GGMLType], reuse_lower: bool
 ) -> tuple[list[Matrix], PackReport]:
-    """Return the expert tensors to be written, and a report with fallbacks and warnings.
+    """Return the expert tensors of the packed file, and a report with notes and warnings.
 
-    types: the requested types of the tiers, the best first.
+    types: the requested types of the tiers (precisions), the best first.
     reuse_lower: whether lower tiers of the source can be copied instead of quantized anew.
     Raises QuantizeError if a tier would not be smaller than the tier before it.
     """
@@ -146,7 +146,7 @@ def expert_targets(
 
 
 def dense_target_type(info: TensorInfo, requested: GGMLType | None) -> GGMLType:
-    """Return the type that a tensor that is not an expert gets in the packed file.
+    """Return the type that a tensor other than an expert gets in the packed file.
 
     Only two-dimensional float matrices get the requested type. Routers and other small or sensitive
     matrices, and matrices whose row length the type does not support, keep their type.

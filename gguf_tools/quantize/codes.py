@@ -19,11 +19,12 @@ Decode = Callable[[Blocks], Floats]
 
 
 class Plane(NamedTuple):
-    """Position of some bits of the codes in a block: bits `low` to `low + width - 1` of each code.
+    """The place of the bits `low` to `low + width - 1` of all codes in a quantization block.
 
-    The plane starts at byte `start` of the block. Its first `group` bytes contain 8 / width groups
-    of `group` codes each, the first group in the lowest bits. The next `group` bytes contain the
-    following codes, and so on.
+    A code is the integer that stands for a weight. The plane starts at byte `start` of the block. A
+    byte contains 8 / width codes, whose numbers differ by `group`. The lowest bits belong to the
+    first of these codes. For example, Plane(2, 4, 16) stores 4 bits of 32 codes in the bytes 2 to
+    17: codes 0 to 15 in the low halves of the bytes, and codes 16 to 31 in the high halves.
     """
 
     start: int
@@ -33,11 +34,12 @@ class Plane(NamedTuple):
 
 
 class Coding(NamedTuple):
-    """The encoding of a weight in a type.
+    """How a ggml type encodes each weight of a block as a small integer, its code.
 
-    planes: the positions of the code's bits.
+    planes: where the block stores the bits of the codes.
     first, last: the range of codes in use.
-    scales: factor of each code for the block's scale. Empty if codes are equally spaced.
+    scales: value of each code, as a multiple of the block's scale. Empty if the values of the codes
+        are equally spaced.
     flip: value with which a code is XORed before it is stored.
     """
 
@@ -72,7 +74,7 @@ CODINGS = {
 
 
 def put_codes(ggml_type: GGMLType, blocks: Blocks, codes: Blocks) -> None:
-    """Write codes into quantized blocks, leaving the scales unchanged.
+    """Replace the codes of the weights in quantized blocks, and keep the scales.
 
     blocks: uint8 [number of blocks, bytes per block], modified in place.
     codes: uint8 [number of blocks, weights per block].
@@ -92,13 +94,14 @@ def put_codes(ggml_type: GGMLType, blocks: Blocks, codes: Blocks) -> None:
 
 
 def code_values(ggml_type: GGMLType, blocks: Blocks, decode: Decode) -> Floats:
-    """Return the values of certain codes at every position of the given blocks.
+    """Return the values of one or two codes at every position of the given blocks.
 
-    For equally spaced codes, return the values of the first and of the last code. For codes with
-    factors, return the value of the code with factor 1. All other values follow from these.
+    The values of all other codes follow from the returned ones. If the values of a type's codes are
+    equally spaced, its first and last code are used. Otherwise, the code whose value is the block's
+    scale is used.
 
     blocks: uint8 [number of blocks, bytes per block].
-    decode: decodes the bytes of blocks to float32 values.
+    decode: function that decodes the bytes of blocks to float32 values.
     Returns float32 [2 or 1, number of blocks, weights per block].
     """
     coding = CODINGS[ggml_type]

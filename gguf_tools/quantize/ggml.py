@@ -39,7 +39,7 @@ _NAMES = ("libggml-base.so", "libgmoe-base.so", "libggml-base.dylib", "ggml-base
 
 
 class _TypeTraits(ctypes.Structure):
-    """struct ggml_type_traits of ggml.h."""
+    """The fields of struct ggml_type_traits in ggml.h."""
 
     _fields_ = [
         ("type_name", ctypes.c_char_p),
@@ -56,7 +56,7 @@ _TO_FLOAT = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_in
 
 
 class Ggml:
-    """A loaded libggml-base whose version and block sizes have been checked."""
+    """The library libggml-base, whose version and block sizes have been checked."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -95,7 +95,8 @@ class Ggml:
             if (traits.blck_size, traits.type_size) != block:
                 raise QuantizeError(
                     f"{path}: {ggml_type.tier_name} has blocks of {traits.blck_size} weights in"
-                    f" {traits.type_size} bytes, expected {block.weights} in {block.bytes}"
+                    f" {traits.type_size} bytes, expected {block.weights} weights in"
+                    f" {block.bytes} bytes"
                 )
             if traits.to_float:
                 self._to_float[ggml_type] = _TO_FLOAT(traits.to_float)
@@ -121,7 +122,10 @@ class Ggml:
         return values
 
     def can_check(self, ggml_type: GGMLType) -> bool:
-        """Return whether `is_valid` supports a type. It returns False for all other types."""
+        """Return whether `is_valid` can validate data of this type.
+
+        For types that ggml cannot validate, `is_valid` always returns False.
+        """
         with native_stderr_hidden():
             return self.is_valid(ggml_type, np.zeros(BLOCK[ggml_type].bytes, np.uint8))
 
@@ -137,7 +141,8 @@ class Ggml:
     ) -> Blocks:
         """Quantize float32 rows [rows, n_per_row] and return the encoded bytes.
 
-        importance: weight of each column's squared error, float32 [n_per_row], at any scale.
+        importance: weights of the squared errors of the columns, float32 [n_per_row]. Only their
+            ratios matter.
 
         Raises QuantizeError if the type needs an importance matrix or does not support the row
         length, or if a value is not finite or exceeds half precision. ggml itself would abort the
@@ -149,8 +154,8 @@ class Ggml:
             raise QuantizeError(unusable_tier(ggml_type.tier_name))
         if n_per_row % BLOCK[ggml_type].weights:
             raise QuantizeError(
-                f"rows of {n_per_row} are not a multiple of {BLOCK[ggml_type].weights}, the"
-                f" block of {ggml_type.tier_name}"
+                f"the row length {n_per_row} is not a multiple of {BLOCK[ggml_type].weights}, the"
+                f" block size of {ggml_type.tier_name}"
             )
         largest = float(np.max(np.abs(values), initial=0))
         if not np.isfinite(largest):
@@ -172,13 +177,14 @@ class Ggml:
         )
         if written != blocks.nbytes:
             raise QuantizeError(
-                f"{self.path}: {ggml_type.tier_name}: {written} bytes, expected {blocks.nbytes}"
+                f"{self.path}: {ggml_type.tier_name}: ggml wrote {written} bytes, expected"
+                f" {blocks.nbytes}"
             )
         return blocks
 
 
 def _scaled(importance: Floats, n_per_row: int) -> Floats:
-    """Scale importance values to a mean between 1 and 2, with a minimum above zero.
+    """Scale importance values to a mean between 1 and 2, and raise the smallest ones above zero.
 
     The factor is a power of two, so ggml's result is byte-identical to that of the original values.
     Raises QuantizeError if the shape is wrong or a value is negative or not finite.
@@ -219,11 +225,16 @@ def native_stderr_hidden() -> Iterator[None]:
 
 
 def library_path() -> Path:
-    """Return the path of libggml-base. Raises QuantizeError if it is not installed."""
+    """Return the path of the library libggml-base of the installed llama.cpp.
+
+    Raises QuantizeError if the library is not installed.
+    """
     try:
         folder = built.libraries()
     except built.NotBuilt as error:
-        raise QuantizeError(f"ggml is part of llama.cpp, but {error}") from None
+        raise QuantizeError(
+            f"the ggml library, a part of llama.cpp, is not available: {error}"
+        ) from None
     for name in _NAMES:
         if (folder / name).exists():
             return folder / name
@@ -236,9 +247,9 @@ def _load(path: Path) -> Ggml:
 
 
 def load_ggml(path: Path | None = None) -> Ggml:
-    """Load libggml-base, or return the loaded library.
+    """Return the ggml library, which is loaded at the first call.
 
-    path: the library file. Default: that of the built llama.cpp.
+    path: the library file. Default: that of the installed llama.cpp.
     Raises QuantizeError if the library is missing or incompatible.
     """
     return _load(library_path() if path is None else path)

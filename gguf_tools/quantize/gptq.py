@@ -48,7 +48,7 @@ Square = npt.NDArray[np.float64]
 
 @functools.cache
 def torch_module() -> Any:
-    """Import torch and return it. Raises QuantizeError if it is not installed."""
+    """Return the module torch. Raises QuantizeError if torch is not installed."""
     try:
         import torch
     except ImportError as error:
@@ -63,12 +63,15 @@ def default_device() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """A factorized Hessian for the quantization of all matrices that have the same inputs.
+    """A factorized Hessian H, with which GPTQ quantizes all matrices that have the same inputs.
+
+    The Hessian is the sum of x x^T over the calibration inputs x. U is the upper Cholesky factor of
+    its inverse. A span is a group of columns whose scales are chosen together.
 
     order: int64 [n], the columns in the order in which they are rounded. The most important columns
         of each span come first, because later columns can then compensate for their errors.
-    hessian, upper: the damped H, and U, float32 [n, n] in this order, on the compute device.
-    importance: float32 [n], the damped diagonal of H in the original column order.
+    hessian, upper: H with damping, and U, float32 [n, n] in this order, on the compute device.
+    importance: float32 [n], the diagonal of H with damping, in the original column order.
     """
 
     order: np.ndarray
@@ -78,14 +81,15 @@ class Factor:
 
     @property
     def nbytes(self) -> int:
-        """Memory use of the two square matrices."""
+        """The size in bytes of the two square matrices `hessian` and `upper`."""
         return 8 * self.order.size**2
 
 
 def outer_sum(parts: Iterable[Floats], device: str) -> Square:
-    """Return the sum of x x^T over all inputs x, float64 [n, n].
+    """Return the sum of x x^T over all input vectors x, float64 [n, n].
 
-    parts: the inputs in pieces [rows, n], at least one piece.
+    parts: arrays [rows, n] with one input vector per row. At least one array is required.
+    device: torch device for the computation.
     """
     total: Tensor = None
     for part in parts:
@@ -97,10 +101,10 @@ def outer_sum(parts: Iterable[Floats], device: str) -> Square:
 
 
 def smoothed(own: Square, tokens: int, shared: Square | None = None) -> Square:
-    """Return an expert's Hessian [n, n], regularized for experts that few tokens were routed to.
+    """Return an expert's Hessian [n, n] for GPTQ, regularized because it may have few tokens.
 
-    The regularization adds the weight of n tokens: half of it with the expert's mean diagonal, half
-    of it with the layer's mean Hessian. Without `shared`, all of it has the mean diagonal.
+    The regularization has the weight of n tokens. Half of it is the diagonal of the expert's mean
+    Hessian, and half is the layer's mean Hessian. Without `shared`, all of it is the diagonal.
 
     own: sum of x x^T over the tokens routed to the expert.
     tokens: number of these tokens.
@@ -115,11 +119,11 @@ def smoothed(own: Square, tokens: int, shared: Square | None = None) -> Square:
 
 
 def factorize(hessian: Square, device: str | None = None) -> Factor | None:
-    """Damp a symmetric Hessian [n, n] and factorize its inverse in float64.
+    """Add damping to a symmetric Hessian [n, n], and factorize its inverse in float64.
 
     The damping is a hundredth of the mean diagonal, or more if the factorization fails. Return None
-    if the Hessian is zero or cannot be factorized. Columns that were never used may be zero. Raises
-    QuantizeError if a value is not finite.
+    if the Hessian is zero or cannot be factorized. Rows and columns of inputs that were never used
+    may be zero. Raises QuantizeError if a value is not finite.
     """
     torch = torch_module()
     device = device or default_device()
@@ -154,7 +158,9 @@ def quantize(ggml: Ggml, ggml_type: GGMLType, values: Floats, factor: Factor) ->
     """Quantize float32 rows [rows, n] by GPTQ and return the encoded bytes.
 
     Rows are independent, so a matrix can be quantized in several calls. On the CPU the result is
-    deterministic. Raises QuantizeError as `Ggml.quantize` does.
+    deterministic. Raises QuantizeError if a value is not finite or the type does not support it.
+
+    factor: factorized Hessian of the inputs of the matrix.
     """
     if ggml_type in FLOAT_TYPES:
         return ggml.quantize(ggml_type, values)
@@ -162,9 +168,10 @@ def quantize(ggml: Ggml, ggml_type: GGMLType, values: Floats, factor: Factor) ->
 
 
 class _Grid:
-    """The representable values of a span of columns.
+    """The values that a ggml type can represent in a group of columns whose scales are chosen.
 
-    values: [k, columns, rows], the values that `code_values` returned.
+    values: [k, columns, rows], the values of one or two codes of the type, from which all others
+        follow.
     """
 
     def __init__(self, values: Tensor, ggml_type: GGMLType) -> None:
@@ -180,7 +187,10 @@ class _Grid:
     def nearest(self, column: int, wanted: Tensor) -> tuple[Tensor, Tensor]:
         """Return for each row the code whose value is closest to the wanted one, and that value.
 
-        wanted: [rows], the wanted values of one column. Codes are counted from the type's first.
+        The first code of the type counts as 0.
+
+        column: number of the column in the group.
+        wanted: [rows], the wanted values of the column.
         """
         if self._scales is None:
             base, step = self._values[0, column], self._step[column]
@@ -192,10 +202,10 @@ class _Grid:
 
 
 class _Rounding:
-    """The quantization of one run of rows.
+    """The quantization of some rows of a matrix by GPTQ.
 
-    Weight matrices are stored transposed, [n, rows], and in the factor's column order, so that each
-    column is contiguous.
+    Weight matrices are stored transposed, [n, rows], and in the column order of the factorized
+    Hessian, so that each column is contiguous.
     """
 
     def __init__(self, ggml: Ggml, ggml_type: GGMLType, values: Floats, factor: Factor) -> None:
@@ -215,7 +225,7 @@ class _Rounding:
         self._grids: dict[int, _Grid] = {}
 
     def blocks(self) -> Blocks:
-        """Quantize all columns and return the encoded bytes."""
+        """Quantize all columns and return the encoded bytes of the rows."""
         coding = CODINGS.get(self._type)
         for start, stop in _spans(self._n):
             self._choose_scales(start, stop)
@@ -239,7 +249,12 @@ class _Rounding:
         return self._torch.as_tensor(np.ascontiguousarray(values), device=self._factor.upper.device)
 
     def _choose_scales(self, start: int, stop: int) -> None:
-        """Let ggml quantize the adjusted weights of a span, and store its representable values."""
+        """Let ggml choose the scales of a group of columns, and store the representable values.
+
+        The columns have been adjusted for the errors of earlier columns.
+
+        start, stop: the group's range of columns, in rounding order.
+        """
         width = stop - start
         places = self._factor.order[start:stop]
         first = int(places.min())
@@ -262,17 +277,24 @@ class _Rounding:
         return self._ggml.dequantize(self._type, blocks, self._block.weights)
 
     def _error_of_span(self, start: int, stop: int) -> Tensor:
-        """Return the column errors E of a span that was rounded as a whole.
+        """Return the errors E of a group of columns that ggml rounded together.
 
-        They are the solution of U^T E = wanted - chosen within the span, so that updating later
-        columns with them compensates for the whole difference.
+        E is the solution of U^T E = wanted - chosen within the group. Updating later columns with E
+        compensates for the whole difference.
+
+        start, stop: the group's range of columns, in rounding order.
         """
         inner = self._factor.upper[start:stop, start:stop]
         left = self._left[start:stop] - self._done[start:stop]
         return self._torch.linalg.solve_triangular(inner.T, left, upper=False)
 
     def _round_span(self, start: int, stop: int) -> Tensor:
-        """Round the columns of a span one by one. Return their errors divided by U[j, j]."""
+        """Round a group of columns one by one. Each column compensates for errors of earlier ones.
+
+        Return the error of each column j divided by U[j, j].
+
+        start, stop: the group's range of columns, in rounding order.
+        """
         upper, left, grid = self._factor.upper, self._left, self._grids[start]
         error = self._torch.empty_like(left[start:stop])
         for first in range(start, stop, STRIDE):
@@ -285,10 +307,11 @@ class _Rounding:
         return error
 
     def _sweep(self) -> None:
-        """Improve all codes by one pass of coordinate descent.
+        """Improve the codes of all columns by one pass of coordinate descent.
 
-        Each column in turn gets the codes that are optimal while all other columns are fixed: those
-        closest to Q[j] + ((W - Q) H)[j] / H[j, j].
+        Each column in turn gets the codes that are optimal while all other columns are fixed. With
+        weights W and quantized weights Q, they are the codes closest to Q[j] + ((W - Q) H)[j] /
+        H[j, j].
         """
         hessian, done = self._factor.hessian, self._done
         pull = hessian @ (self._wanted - done)
@@ -310,7 +333,12 @@ def _spans(n: int) -> list[tuple[int, int]]:
 
 
 def _order(diagonal: np.ndarray) -> np.ndarray:
-    """Return the column order: sorted by decreasing diagonal within each span."""
+    """Return the order in which columns are rounded: by falling diagonal within each span.
+
+    A span is a group of SPAN columns whose scales are chosen together.
+
+    diagonal: diagonal of the Hessian.
+    """
     return np.concatenate(
         [
             start + np.argsort(-diagonal[start:stop], kind="stable")

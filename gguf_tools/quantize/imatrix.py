@@ -39,9 +39,9 @@ _LEGACY_NAME_BYTES = 4096
 
 
 class Entry(NamedTuple):
-    """The importance of one matrix, or of the same matrix in all experts.
+    """The importance of the columns of one matrix, or of the same matrix in all experts.
 
-    sums: float32, sums of squared inputs, one expert after the other.
+    sums: float32, sums of squared inputs of each column, for one expert after another.
     counts: float32, number of tokens: one value, or one value per expert.
     """
 
@@ -51,7 +51,7 @@ class Entry(NamedTuple):
 
 @dataclass
 class Imatrix:
-    """An importance matrix.
+    """The contents of an importance matrix file of llama.cpp.
 
     name: name for messages and metadata.
     entries: contents by tensor name.
@@ -70,7 +70,7 @@ class Imatrix:
     sha256: str | None = None
 
     def summary(self) -> str:
-        """Return a one-line description for the metadata of a packed file."""
+        """Return a one-line description of the importance matrix, to record in a packed file."""
         text = f"imatrix {self.name}"
         if self.datasets:
             text += f" of {', '.join(self.datasets)}"
@@ -82,9 +82,9 @@ class Imatrix:
 class ExpertImportance:
     """The importance of each expert's columns, from an importance matrix of the model.
 
-    An expert to which fewer than LEAST_TOKENS tokens were routed gets the mean over all tokens of
-    its layer. (llama.cpp uses equal weights for an expert without tokens, and the expert's own mean
-    in all other cases.) Raises MismatchError if the matrix belongs to another model.
+    If fewer than LEAST_TOKENS tokens were routed to an expert, the mean over all tokens of its
+    layer is used. llama.cpp would use the expert's own mean, or equal weights if no token was
+    routed to the expert. Raises MismatchError if the importance matrix belongs to another model.
 
     weak: layer number, expert and number of tokens of each expert with too few tokens.
     """
@@ -116,7 +116,11 @@ class ExpertImportance:
                 )
 
     def of(self, layer: int, kind: int, expert: int) -> Floats:
-        """Return the mean squared inputs of one expert's matrix, float32 [row length]."""
+        """Return the mean squared input of each column of an expert's matrix, float32 [row length].
+
+        layer: index of the MoE layer.
+        kind: kind of the matrix, an index into KINDS.
+        """
         sums, counts = self._entries[layer][kind]
         least = LEAST_TOKENS if self.imatrix.has_counts else 1
         if counts[expert] < least:
@@ -125,11 +129,14 @@ class ExpertImportance:
         return mean
 
     def counts(self, layer: int) -> Floats:
-        """Return the number of tokens routed to each expert of a layer [n_expert]."""
+        """Return how many calibration tokens were routed to each expert of a layer, [n_expert]."""
         return next(iter(self._entries[layer].values()))[1]
 
     def note(self) -> str | None:
-        """Return a note on experts with too few calibration tokens, or None if there are none."""
+        """Return a note for the user on experts with too few calibration tokens.
+
+        Return None if no expert has too few.
+        """
         if not self.weak:
             return None
         shown = ", ".join(f"{e} of layer {il} ({n})" for il, e, n in self.weak[:_SHOWN])
@@ -144,24 +151,28 @@ class ExpertImportance:
 def _fitting(
     imatrix: Imatrix, model: ExpertModel, il: int, kind: int, width: int
 ) -> tuple[Floats, Floats]:
-    """Return the sums [n_expert, width] and counts [n_expert] for one expert matrix of a model.
+    """Return the importance sums [n_expert, width] and counts [n_expert] of an expert matrix.
 
-    Raises MismatchError if the importance matrix lacks them or they have another shape.
+    Raises MismatchError if the importance matrix has no such entry, or if its shape is wrong.
+
+    il: layer number.
+    kind: kind of the matrix, an index into KINDS.
+    width: row length of the matrix.
     """
     # Up, gate and fused gate-up matrices have the same inputs, so any of their entries will do.
     kinds = (kind, *({UP, GATE, GATE_UP} - {kind} if kind in (UP, GATE, GATE_UP) else ()))
     names = [expert_tensor_name(il, each) for each in kinds]
     entry = next((imatrix.entries[name] for name in names if name in imatrix.entries), None)
-    where = imatrix.path or imatrix.name
+    source = imatrix.path or imatrix.name
     if entry is None:
         raise errors.MismatchError(
-            f"{where}: no entry for {names[0]}: the file was made with another model than"
+            f"{source}: no entry for {names[0]}: the file was made with another model than"
             f" {model.path}, or without its experts"
         )
     n = model.n_expert
     if entry.sums.size != n * width or entry.counts.size not in (1, n):
         raise errors.MismatchError(
-            f"{where}: {names[0]}: {entry.sums.size} values and {entry.counts.size} counts,"
+            f"{source}: {names[0]}: {entry.sums.size} values and {entry.counts.size} counts,"
             f" but {model.path} has {n} experts with rows of {width}: the file was made with"
             " another model"
         )
@@ -169,7 +180,7 @@ def _fitting(
 
 
 def read_imatrix(path: str | os.PathLike[str]) -> Imatrix:
-    """Read an importance matrix from a file, in the GGUF or the older format.
+    """Read an importance matrix from a file of llama.cpp, in the GGUF or the older format.
 
     Raises GGUFError if the file is not an importance matrix, or if a value is negative or not
     finite.
@@ -232,9 +243,10 @@ def _floats(file: GGUFFile, name: str) -> Floats:
 
 
 def _read_legacy(path: Path, data: mmap.mmap | bytes) -> Imatrix:
-    """Read the format used before GGUF.
+    """Read an importance matrix in the format that llama.cpp used before GGUF.
 
-    It has for each matrix a name, a number of calls, and the means multiplied by that number.
+    The file has for each matrix a name, a number of calls, and the mean squared inputs multiplied
+    by that number. Raises GGUFError if the file has another format.
     """
     at = 0
 
@@ -269,7 +281,10 @@ def _read_legacy(path: Path, data: mmap.mmap | bytes) -> Imatrix:
 
 
 def write_imatrix(path: str | os.PathLike[str], imatrix: Imatrix) -> None:
-    """Write an importance matrix in llama.cpp's GGUF format. The sums may have any shape."""
+    """Write an importance matrix to a file in llama.cpp's GGUF format.
+
+    The arrays of sums may have any shape.
+    """
     writer = GGUFWriter(path)
     writer.meta(KEY_TYPE, "imatrix")
     writer.meta(KEY_DATASETS, imatrix.datasets, ValueType.ARRAY, ValueType.STRING)

@@ -10,11 +10,11 @@ from gguf_tools.quantize.imatrix import ExpertImportance, Imatrix, read_imatrix
 
 
 class ExpertQuantizer(Protocol):
-    """Interface of a quantization method.
+    """Interface of a method that quantizes the weights of experts.
 
     `quantize` is called from several threads, layer by layer: all calls for a layer end before the
-    first call for the next one. A matrix can be divided into several runs of rows. All types of a
-    run are requested in turn on the same thread.
+    first call for the next layer. A matrix can be divided into groups of rows. If a group is
+    quantized to several types, the same thread makes these calls one after another.
 
     method, calibration: texts to record in the metadata of the packed file.
     has_importance: whether the method supports types that need an importance matrix.
@@ -27,15 +27,18 @@ class ExpertQuantizer(Protocol):
     def quantize(
         self, layer: int, kind: int, expert: int, values: Floats, ggml_type: GGMLType
     ) -> Blocks:
-        """Quantize float32 rows [rows, row length] of an expert's matrix and return the bytes.
+        """Quantize float32 rows [rows, row length] of an expert's matrix and encode them.
+
+        Returns the encoded bytes. Raises QuantizeError if a value cannot be quantized. The caller
+        adds the file name to the message.
 
         layer: index of the MoE layer.
-        Raises QuantizeError. The caller adds the file name to its message.
+        kind: kind of the matrix, an index into KINDS.
         """
 
 
 class Rtn:
-    """Round to nearest: ggml's quantization of each block without calibration data."""
+    """Quantizes by rounding to nearest: ggml quantizes each block without calibration data."""
 
     method = "rtn"
     calibration = "none"
@@ -51,10 +54,10 @@ class Rtn:
 
 
 class ByImportance:
-    """ggml's quantization with an importance matrix.
+    """Quantizes with ggml and an importance matrix.
 
-    It minimizes the error of each block, weighted by the mean squared input of each column:
-    sum_j E[x_j^2] (w_j - q_j)^2.
+    ggml minimizes the error of each block, weighted by the mean squared input of each column: sum_j
+    E[x_j^2] (w_j - q_j)^2.
     """
 
     method = "imatrix"
@@ -63,7 +66,7 @@ class ByImportance:
     def __init__(
         self, ggml: Ggml, imatrix: Imatrix, model: ExpertModel, calibration: str | None = None
     ) -> None:
-        """Prepare the importance matrix for a model.
+        """Look up the importance of each expert's columns in an importance matrix.
 
         calibration: text to record in the packed file. Default: the matrix's own summary.
         Raises MismatchError if the importance matrix belongs to another model.
@@ -76,11 +79,17 @@ class ByImportance:
     def of_file(
         cls, path: str | os.PathLike[str], model: ExpertModel, ggml: Ggml
     ) -> "ByImportance":
-        """Read an importance matrix from a file of llama.cpp. Raises GGUFError."""
+        """Create this quantizer from an importance matrix file of llama.cpp.
+
+        Raises GGUFError if the file is invalid or belongs to another model.
+        """
         return cls(ggml, read_imatrix(path), model)
 
     def note(self) -> str | None:
-        """Return a note on experts with too few calibration tokens, or None if there are none."""
+        """Return a note for the user on experts with too few calibration tokens.
+
+        Return None if no expert has too few.
+        """
         return self.importance.note()
 
     def quantize(

@@ -11,7 +11,10 @@ _LOWEST_CODE = 8 - 1
 
 
 def growth(new: GGMLType) -> int:
-    """Return the factor by which a matrix grows when it is converted to the older type."""
+    """Return the factor by which a tensor grows when it is converted to an older type.
+
+    new: the type before the conversion, a key of OLDER.
+    """
     old = OLDER[new]
     return BLOCK[old].bytes * BLOCK[new].weights // (BLOCK[old].weights * BLOCK[new].bytes)
 

@@ -19,13 +19,13 @@ def encode_q2_0(
 ) -> npt.NDArray[np.uint8]:
     """Quantize float32 rows [rows, n] to Q2_0 and return uint8 [rows * n / 64 * 18].
 
-    values: n must be a multiple of 64, and all magnitudes within half precision.
+    values: the rows. n must be a multiple of 64, and all magnitudes within half precision.
     importance: positive weight of each column's squared error [n]. Default: equal weights.
 
-    For given codes c = q - 1, the best scale is d = <x, c> / <c, c>. It reduces the squared error
-    |x|^2 by <x, c>^2 / <c, c>, with <a, b> = sum_j importance_j a_j b_j. The search alternates
-    between codes and scale, starting from d = rms and from d = -rms because the codes are not
-    symmetric, and keeps the best result.
+    The scale d and the codes c of each block are chosen by least squares. For given codes, the best
+    scale is d = <x, c> / <c, c>, with <a, b> = sum_j importance_j a_j b_j. It reduces the squared
+    error |x|^2 by <x, c>^2 / <c, c>. The search alternates between codes and scale. It starts from
+    d = rms and from d = -rms, because the codes are not symmetric, and keeps the better result.
     """
     block, block_bytes = BLOCK[GGMLType.Q2_0]
     x = values.reshape(-1, block)
@@ -57,6 +57,12 @@ def encode_q2_0(
 
 
 def _codes(x: npt.NDArray[np.float32], scale: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Return the nearest code, -1 to 2, of each weight. All codes are 0 if the scale is 0."""
+    """Return the nearest code, -1 to 2, of each weight for the given scale of its block.
+
+    All codes are 0 if the scale is 0.
+
+    x: weights [blocks, weights per block].
+    scale: scale of each block.
+    """
     inverse = np.divide(1, scale, out=np.zeros_like(scale), where=scale != 0)
     return np.clip(np.rint(x * inverse[:, None]), -1, 2)

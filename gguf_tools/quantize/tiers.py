@@ -15,7 +15,10 @@ from gguf_tools.file.layout import (
 
 
 def unusable_tier(name: str) -> str:
-    """Return the error message for a name that cannot be a tier. It lists the valid names."""
+    """Return the error message for a type name that cannot be a precision (tier) of a file.
+
+    The message lists the valid names.
+    """
     known = ", ".join(each.tier_name for each in TIER_TYPES)
     found = type_by_name(name)
     if found is None:
@@ -30,7 +33,10 @@ def unusable_tier(name: str) -> str:
 
 
 def parse_types(names: Sequence[str], importance: bool = False) -> list[GGMLType]:
-    """Return the ggml types of tier names. Raises QuantizeError for an invalid name.
+    """Return the ggml types with the given names, such as `q4_k`.
+
+    Raises QuantizeError if a name is unknown, or if its type cannot be a precision (tier) of a
+    file.
 
     importance: whether types that need an importance matrix are allowed.
     """
@@ -45,10 +51,12 @@ def parse_types(names: Sequence[str], importance: bool = False) -> list[GGMLType
 
 
 def parse_tiers(names: Sequence[str], importance: bool = False) -> list[GGMLType]:
-    """Return the ggml types of a file's tiers, as `parse_types` does.
+    """Return the ggml types of a packed file's precisions (tiers), given their names.
 
-    Also raises QuantizeError if the number of tiers is not 1 to MAX_TIERS, or if they are not
-    sorted by decreasing bits per weight.
+    Raises QuantizeError if a name is invalid, if the number of tiers is not 1 to MAX_TIERS, or if
+    they are not sorted by decreasing bits per weight.
+
+    importance: whether types that need an importance matrix are allowed.
     """
     types = parse_types(names, importance)
     if not 1 <= len(types) <= MAX_TIERS:

@@ -26,6 +26,8 @@ _ROW_WEIGHTS = 256
 def drawn_matrix(seed: list[int], kind: GGMLType, n_weights: int, std: float) -> Bytes:
     """Return n_weights random weights with standard deviation `std`, encoded as type `kind`.
 
+    The blocks are drawn at random from a fixed set of quantized blocks.
+
     n_weights: a multiple of the type's block size.
     Raises QuantizeError if the ggml library is not installed.
     """
@@ -37,7 +39,10 @@ def drawn_matrix(seed: list[int], kind: GGMLType, n_weights: int, std: float) ->
 
 @functools.cache
 def _pool(kind: GGMLType, std: float) -> Bytes:
-    """Return quantized blocks [n, block_bytes] of normally distributed weights."""
+    """Return a fixed set of quantized blocks of normally distributed weights, [n, block_bytes].
+
+    std: standard deviation of the weights.
+    """
     from gguf_tools.quantize.ggml import load_ggml
 
     values = np.random.default_rng(20_28).standard_normal(

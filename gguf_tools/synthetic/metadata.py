@@ -17,7 +17,11 @@ from gguf_tools.synthetic.vocab import bpe, spm
 
 
 def synthetic_metadata(s: Shape, tiers: list[GGMLType]) -> dict[str, Any]:
-    """Return the metadata of a synthetic model with these tiers, including its vocabulary."""
+    """Return the GGUF metadata of a synthetic model, including its vocabulary.
+
+    s: sizes of the model.
+    tiers: types of its precisions, the best first.
+    """
     a = s.arch
     meta: dict[str, Any] = {
         "general.architecture": a,

@@ -8,7 +8,7 @@ from gguf_tools.file.layout import GGMLType
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a synthetic model.
+    """The sizes of a synthetic model, which has random weights.
 
     n_ff, n_ff_exp: feed-forward width of a dense layer and of one expert.
     n_dense: number of dense layers at the start.
@@ -62,7 +62,10 @@ Q_RANK, KV_RANK, ROPE_DIM, NOPE_DIM, V_DIM = 64, 64, 32, 32, 32
 
 
 def preset(name: str) -> Shape:
-    """Return the preset with this name. Raises TensorShapeError."""
+    """Return the predefined sizes of a synthetic model, by name, such as "olmoe".
+
+    Raises TensorShapeError if there is no preset of this name.
+    """
     if name not in PRESETS:
         raise TensorShapeError(f"unknown shape '{name}': known shapes are {', '.join(PRESETS)}")
     return PRESETS[name]

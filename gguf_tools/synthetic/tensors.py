@@ -37,7 +37,7 @@ ROUTER_SPREAD = 1.5
 
 
 class PlannedTensor(NamedTuple):
-    """A tensor whose data is generated in pieces by calling `chunks`."""
+    """A tensor of a synthetic model. Calling `chunks` generates its data in pieces."""
 
     name: str
     shape: tuple[int, ...]
@@ -46,9 +46,10 @@ class PlannedTensor(NamedTuple):
 
 
 class ModelBuilder:
-    """Describes the tensors of a synthetic model. The data is generated when it is written.
+    """Lists the tensors of a synthetic model. Their data is generated when it is written.
 
-    routing: "uniform", or "zipf" for a Zipf law with exponent zipf_s.
+    tiers: types of the precisions of experts, the best first.
+    routing: how often experts are used: "uniform", or "zipf" for a Zipf law with exponent zipf_s.
     """
 
     def __init__(
@@ -111,7 +112,10 @@ class ModelBuilder:
         gain: float = 1.0,
         stored_as: GGMLType | None = None,
     ) -> PlannedTensor:
-        """Return a dense matrix of weights with standard deviation gain / sqrt(row length)."""
+        """Return a matrix of random weights with standard deviation gain / sqrt(row length).
+
+        stored_as: type of the matrix. Default: the model's type for dense matrices.
+        """
         kind = stored_as or self.shape.dense_type
         if shape[0] % BLOCK[kind].weights:
             kind = GGMLType.F16
@@ -216,7 +220,13 @@ class ModelBuilder:
         return chunks
 
     def _router(self, il: int) -> PlannedTensor:
-        """Return a router whose logits for a normalized input are ROUTER_SPREAD * (b + N(0, 1))."""
+        """Return the router of a layer, which makes experts as popular as `routing` demands.
+
+        For a normalized input, its logits are ROUTER_SPREAD * (b + N(0, 1)), with a bias b for each
+        expert.
+
+        il: layer number.
+        """
         s, name = self.shape, f"blk.{il}.ffn_gate_inp.weight"
         rng = self._rng(name)
         # Variance of the residual stream at this layer. The norm divides by its square root.

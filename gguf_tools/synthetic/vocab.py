@@ -9,7 +9,10 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 
 
 def bpe(n_vocab: int) -> dict[str, Any]:
-    """Return a byte-level BPE vocabulary of 256 bytes, letter pairs and three control tokens."""
+    """Return the metadata of a byte-level BPE vocabulary with n_vocab tokens.
+
+    The tokens are 256 bytes, pairs of letters, unused tokens and three control tokens.
+    """
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in plain]
     symbols = [chr(b) for b in plain] + [chr(256 + i) for i in range(len(others))]
@@ -30,7 +33,10 @@ def bpe(n_vocab: int) -> dict[str, Any]:
 
 
 def spm(n_vocab: int) -> dict[str, Any]:
-    """Return a SentencePiece vocabulary of three control tokens, 256 bytes, letters and pairs."""
+    """Return the metadata of a SentencePiece vocabulary with n_vocab tokens.
+
+    The tokens are three control tokens, 256 bytes, letters, pairs of letters and unused tokens.
+    """
     pieces = ["\u2581", *_LETTERS] + [x + y for x in "\u2581" + _LETTERS for y in _LETTERS]
     tokens = ["<unk>", "<s>", "</s>"] + [f"<0x{b:02X}>" for b in range(256)]
     pieces = pieces[: n_vocab - len(tokens)]

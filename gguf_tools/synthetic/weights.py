@@ -38,7 +38,8 @@ SILU_GATED_POWER = 0.3553
 def random_matrix(seed: list[int], kind: GGMLType, n_weights: int, std: float) -> Bytes:
     """Return n_weights random weights with standard deviation `std`, encoded as type `kind`.
 
-    Equal seeds give the same underlying integers in all block types.
+    With equal seeds, the weights in q8_0, q4_k and q2_k are the same weights in different
+    precisions.
     """
     rng = np.random.default_rng(seed)
     if kind in GAUSSIAN_TYPES:
@@ -56,7 +57,11 @@ def random_matrix(seed: list[int], kind: GGMLType, n_weights: int, std: float) -
 
 
 def encode(kind: GGMLType, values: Floats) -> Bytes:
-    """Encode values [n] as f32, f16 or q8_0 (scale = largest magnitude / 127)."""
+    """Encode float32 values [n] as the type f32, f16 or q8_0.
+
+    In q8_0, the scale of a block is its largest magnitude / 127. Raises QuantizeError for other
+    types.
+    """
     if kind is GGMLType.F32:
         return values.astype("<f4").view(np.uint8)
     if kind is GGMLType.F16:
@@ -112,10 +117,10 @@ def _q8_0(u: Bytes, packed: Bytes, d: float) -> Bytes:
 
 
 def zipf_usage(n_expert: int, n_used: int, s: float) -> npt.NDArray[np.float64]:
-    """Return the probability [n_expert] that a token uses each expert, in decreasing order.
+    """Return the probability that a token uses each expert, for popularity by a Zipf law.
 
-    The probabilities are proportional to rank**-s and sum to n_used. They are limited to 0.98,
-    because a token can use an expert only once.
+    The result [n_expert] is in decreasing order. The probabilities are proportional to rank**-s and
+    sum to n_used. They are limited to 0.98, because a token can use an expert only once.
     """
     shape = np.arange(1, n_expert + 1, dtype=np.float64) ** -s
     low, high = 0.0, float(n_expert) / shape[-1]
@@ -126,11 +131,12 @@ def zipf_usage(n_expert: int, n_used: int, s: float) -> npt.NDArray[np.float64]:
 
 
 def router_bias(use: npt.NDArray[np.float64], n_used: int) -> npt.NDArray[np.float64]:
-    """Return biases b [n_expert] with which the top n_used of b + N(0, 1) have given frequencies.
+    """Return biases b [n_expert] with which a random router uses each expert as often as given.
 
-    The biases are found by iteration on a fixed sample of 4096 tokens.
+    A token uses the n_used experts with the largest b + N(0, 1). The biases are found by iteration
+    on a fixed sample of 4096 tokens.
 
-    use: probability [n_expert] that a token uses each expert.
+    use: wanted probability [n_expert] that a token uses each expert.
     """
     n_expert = len(use)
     noise = np.random.default_rng(20_26).standard_normal((4096, n_expert))
@@ -144,10 +150,11 @@ def router_bias(use: npt.NDArray[np.float64], n_used: int) -> npt.NDArray[np.flo
 
 
 def gate_power(bias: npt.NDArray[np.float64], n_used: int, spread: float, normed: bool) -> float:
-    """Return the mean over tokens of the sum of squared routing weights.
+    """Return the sum of the squared routing weights of a token's experts, averaged over tokens.
 
-    The weights are the top n_used values of softmax(spread * (b + N(0, 1))).
+    The routing weights are the n_used largest values of softmax(spread * (b + N(0, 1))).
 
+    bias: bias b of each expert.
     normed: whether the weights of a token are scaled to sum to 1.
     """
     noise = np.random.default_rng(20_27).standard_normal((2048, len(bias)))

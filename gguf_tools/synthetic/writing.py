@@ -35,13 +35,13 @@ def write(
     alignment: int | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> Path:
-    """Write a synthetic model and return the path.
+    """Write a synthetic model, which has random weights, to a GGUF file and return the path.
 
-    shape: a shape, or the name of a preset.
-    tiers: one type for an ordinary GGUF, or several types, the best first, for a packed file. With
-        the same seed, files with q8_0, q4_k and q2_k are different precisions of the same model.
-        Other types have independent weights and cannot be combined.
-    routing: "uniform", or "zipf" for a Zipf law with exponent zipf_s.
+    shape: the sizes of the model, or the name of a preset.
+    tiers: type of the experts. Several types, the best first, make a packed file with several
+        precisions. With the same seed, files with q8_0, q4_k and q2_k are different precisions of
+        the same model. Other types have independent weights and cannot be combined.
+    routing: how often experts are used: "uniform", or "zipf" for a Zipf law with exponent zipf_s.
     alignment: alignment of tensor data in bytes. Default: 32, or 4096 for a packed file.
     progress: called with the finished share, 0 to 1.
     Raises TensorShapeError, QuantizeError or WriteError, which are all GGUFError.
@@ -68,7 +68,11 @@ def write(
 
 
 def file_bytes(shape: Shape, tier: str) -> int:
-    """Return the total tensor size of a model with one tier. Raises QuantizeError."""
+    """Return the size in bytes of all tensors of a synthetic model with experts of one type.
+
+    tier: name of the type.
+    Raises QuantizeError if random weights cannot have the type.
+    """
     types = _checked(shape, (tier,), ROUTINGS[0])
     tensors = ModelBuilder(shape, types, ROUTINGS[0], 1.0, 0).tensors()
     return sum(

@@ -25,7 +25,13 @@ def check_blocks(
     threads: int,
     progress: Progress | None,
 ) -> None:
-    """Check the data of all files and add the problems and counts to the report."""
+    """Check that all tensor data of a model is finite and that its checksums are right.
+
+    Adds the problems and the numbers of checked tensors, blocks and bytes to the report.
+
+    parts: the files of the model.
+    progress: called with the finished share, 0 to 1.
+    """
     tensors = [(part, info) for part in parts for info in part.tensors.values()]
     report.n_tensors = len(tensors)
     bad: dict[tuple[Path, str], list[int]] = {}
@@ -72,10 +78,12 @@ def _check_run(
     run: tuple[int, int],
     found: list[int],
 ) -> int:
-    """Check a run (start, bytes) of a tensor's data. Return the number of bytes.
+    """Check a piece of a tensor's data, and return its number of bytes.
 
-    Numbers of invalid blocks are added to `found`. If ggml is None, because it cannot validate the
-    type, only the checksums are updated.
+    Adds the data to the checksums, and the number of each invalid quantization block to `found`.
+
+    ggml: the library, or None if it cannot validate the type. Then only the checksums are computed.
+    run: start and length of the piece, in bytes from the start of the tensor.
     """
     start, nbytes = run
     part = sums.part
@@ -100,7 +108,7 @@ def _check_run(
 
 
 def _block_problem(part: GGUFFile, info: TensorInfo, found: list[int]) -> Problem:
-    """Return the problem that describes the invalid blocks of a tensor.
+    """Return a problem that names the first invalid block of a tensor and how many follow.
 
     found: the numbers of the invalid blocks, sorted.
     """
@@ -114,8 +122,8 @@ def _block_problem(part: GGUFFile, info: TensorInfo, found: list[int]) -> Proble
     what = "value" if size.weights == 1 else f"{info.type.tier_name} block"
     rest = ""
     if len(found) > 1:
-        least = "at least " if len(found) >= MAX_COUNTED else ""
-        rest = f", and {least}{len(found) - 1} more"
+        n_more = f"{'at least ' * (len(found) >= MAX_COUNTED)}{len(found) - 1}"
+        rest = f", and {n_more} more"
     return Problem(
         f"{part.path}: tensor {info.name}: {what} {block}{expert} at offset {offset} is not"
         f" finite{rest}",

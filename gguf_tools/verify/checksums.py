@@ -25,7 +25,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class FileChecksums:
-    """The stored checksums of one file, and the checksums of its data read so far.
+    """Compares the checksums stored for a file with those of the data read from it.
 
     refused: error message if the stored checksums are unusable.
     hub_hash: the file's SHA-256 according to the Hub, or None.
@@ -49,16 +49,22 @@ class FileChecksums:
 
     @property
     def is_covered(self) -> bool:
-        """Whether checksums cover the whole file."""
+        """Whether stored checksums cover the whole file, so that any damage is detected."""
         return self._stored is not None or self.hub_hash is not None
 
     def add(self, info: TensorInfo, start: int, data: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
-        """Add a piece of a tensor's data that begins at byte `start` of the tensor."""
+        """Compute the checksums of a piece of a tensor's data.
+
+        start: position of the piece, in bytes from the start of the tensor.
+        """
         if self._stored is not None:
             self._found[info.name].add(start, data.data)
 
     def jobs(self) -> Iterator[Job]:
-        """Yield the job that computes the SHA-256 of the whole file, if there is one to compare."""
+        """Yield the function that computes the SHA-256 of the whole file.
+
+        Yield nothing if the Hub's hash of the file is unknown.
+        """
         if self.hub_hash is not None:
             yield self._read_whole
 
@@ -67,7 +73,10 @@ class FileChecksums:
         return self.part.size
 
     def problems(self) -> Iterator[Problem]:
-        """Yield the differences. All data must have been added and the jobs must have run."""
+        """Yield a problem for each stored checksum that differs from the data's.
+
+        All data must have been added before, and the functions from `jobs` must have been called.
+        """
         part = self.part
         if self.refused is not None:
             yield Problem(self.refused, str(part.path))
@@ -99,7 +108,10 @@ def _damaged(part: GGUFFile, info: TensorInfo, bad: list[int]) -> Problem:
 
 
 def _hub_hash(path: Path) -> str | None:
-    """Return the SHA-256 by which huggingface_hub's cache names a file, or None for other files."""
+    """Return the SHA-256 in the name of a file in huggingface_hub's cache.
+
+    Return None for files that the cache does not name by their SHA-256.
+    """
     try:
         blob = path.resolve(strict=True)
     except OSError:

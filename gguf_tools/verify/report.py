@@ -9,7 +9,7 @@ from gguf_tools.file.reader import GGUFFile
 
 
 class Problem(NamedTuple):
-    """A problem found in a file, as a sentence that starts with the file name, and its position.
+    """A problem found in a file. The text is a sentence that starts with the file name.
 
     offset: byte offset in the file.
     block: number of the quantization block in the tensor.
@@ -24,9 +24,9 @@ class Problem(NamedTuple):
 
 @dataclass(slots=True)
 class VerifyReport:
-    """Result of `verify`.
+    """The result of verifying a model: what was checked and which problems were found.
 
-    files, tiers: what was verified.
+    files, tiers: the model's files and the names of its precisions.
     n_tensors, n_blocks, nbytes: amount of tensor data that was checked.
     unchecked: files without checksums, in which not all damage can be detected.
     no_experts: a note if the model has no experts, which is not a problem. Otherwise empty.
@@ -58,6 +58,9 @@ class VerifyReport:
 
 
 def problem_at(part: GGUFFile, info: TensorInfo, text: str) -> Problem:
-    """Return a problem of a tensor, whose sentence names the file, the tensor and its offset."""
+    """Return a problem of a tensor. Its sentence names the file, the tensor and its offset.
+
+    text: the rest of the sentence.
+    """
     where = f"{part.path}: tensor {info.name}: offset {info.offset}"
     return Problem(f"{where}: {text}", str(part.path), info.name, info.offset)

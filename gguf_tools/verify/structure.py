@@ -9,16 +9,19 @@ from gguf_tools.verify.report import Problem, problem_at
 
 
 def layout_problems(part: GGUFFile) -> Iterator[Problem]:
-    """Yield tensors that are not placed in list order with only zero padding between them.
+    """Yield a problem for each tensor of a file that is not where llama.cpp expects its data.
 
-    llama.cpp refuses to load such a file.
+    llama.cpp loads a file only if the data of its tensors is in the order of the tensor list, with
+    only zeros between them. Extra bytes at the end are reported, too.
     """
     end = part.data_offset
     previous = "the header"
     for info in part.tensors.values():
         expected = layout.pad(end, part.alignment)
         if info.offset != expected:
-            yield problem_at(part, info, f"expected at offset {expected}, after {previous}")
+            yield problem_at(
+                part, info, f"the data is expected at offset {expected}, after {previous}"
+            )
         elif _has_data(part, end, info.offset):
             yield problem_at(
                 part, info, f"the padding after {previous}, which ends at {end}, is not zero"
@@ -36,11 +39,13 @@ def layout_problems(part: GGUFFile) -> Iterator[Problem]:
 
 
 def foreign_problems(parts: list[GGUFFile]) -> Iterator[Problem]:
-    """Yield parts of a split model that come from another quantization of the same model.
+    """Yield a problem for each file of a split model that belongs to another quantization.
 
-    Their headers do not differ, because only the first part has the model's metadata. Such a part
-    is recognized by the types of its expert matrices: it shares no type with the other parts for
-    any matrix kind.
+    The headers of such files do not differ, because only the first file has the model's metadata.
+    They are recognized by the types of their expert matrices: for every kind of matrix, the other
+    files have other types.
+
+    parts: the files of the model.
     """
     types = [_expert_types(part) for part in parts]
     for index, (part, own) in enumerate(zip(parts, types, strict=True)):
@@ -64,7 +69,7 @@ def foreign_problems(parts: list[GGUFFile]) -> Iterator[Problem]:
 
 
 def _expert_types(part: GGUFFile) -> dict[tuple[int, str | None], set[GGMLType]]:
-    """Return the ggml types of a file's experts by matrix kind and tier."""
+    """Return the ggml types of the experts in a file, by kind of matrix and precision (tier)."""
     types: dict[tuple[int, str | None], set[GGMLType]] = {}
     for info in part.tensors.values():
         parsed = parse_expert_name(info.name)
@@ -74,5 +79,8 @@ def _expert_types(part: GGUFFile) -> dict[tuple[int, str | None], set[GGMLType]]
 
 
 def _has_data(part: GGUFFile, start: int, end: int) -> bool:
-    """Return whether any byte of a padding range is not zero."""
+    """Return whether any byte of a padding range of a file is not zero.
+
+    Return False for a range that is longer than padding can be.
+    """
     return 0 < end - start <= part.alignment and bool(part.bytes_at(start, end - start).any())

@@ -27,9 +27,11 @@ _ROUTER = re.compile(r"blk\.([0-9]{1,9})\.ffn_gate_inp\.weight")
 
 
 def model_problems(parts: list[GGUFFile], report: VerifyReport) -> Iterator[Problem]:
-    """Yield the contradictions between the metadata and the experts and tiers in the files.
+    """Yield a problem for each contradiction between a model's metadata and its expert tensors.
 
     Also sets the report's `tiers` and `no_experts`.
+
+    parts: the files of the model.
     """
     first = parts[0]
     try:
@@ -68,16 +70,21 @@ def model_problems(parts: list[GGUFFile], report: VerifyReport) -> Iterator[Prob
 
 
 def _announces_experts(first: GGUFFile) -> bool:
-    """Return whether the metadata states a number of experts."""
+    """Return whether a model's metadata states that the model has experts.
+
+    first: the model's first file.
+    """
     count = first.metadata.get(f"{first.metadata.get('general.architecture')}.expert_count", 0)
     return bool(count)
 
 
 def _statement_problems(first: GGUFFile, model: ExpertModel) -> Iterator[Problem]:
-    """Yield problems of the `moe_edge.*` metadata.
+    """Yield a problem for each wrong statement in the `moe_edge.*` metadata of a packed file.
 
     These are unknown keys, tiers that are not named after a type, values that should be texts, and
-    fallbacks that are not recorded.
+    missing notes on matrices with another type than their tier.
+
+    first: the model's first file.
     """
     for key in first.metadata:
         if key.startswith(layout.KEY_PREFIX) and key not in _OWN_KEYS:
@@ -90,7 +97,7 @@ def _statement_problems(first: GGUFFile, model: ExpertModel) -> Iterator[Problem
             )
     for key in (layout.KEY_QUANTIZATION, layout.KEY_CALIBRATION):
         if not isinstance(first.metadata.get(key, ""), str):
-            yield Problem(f"{first.path}: key {key}: expected a text", str(first.path))
+            yield Problem(f"{first.path}: key {key}: expected a text value", str(first.path))
     needed: dict[str, None] = {}
     for shapes in model.shapes:
         for kind, shape in enumerate(shapes):
@@ -125,15 +132,18 @@ def _bpw_problems(first: GGUFFile, model: ExpertModel) -> Iterator[Problem]:
 
 
 def _tier_problems(parts: Sequence[GGUFFile], tiers: list[str], n_layers: int) -> Iterator[Problem]:
-    """Yield the expert matrices of the first n_layers layers that are not as their tier requires.
+    """Yield a problem for each expert matrix that does not have the form that its tier requires.
 
-    They lack a tier, have another type than their tier, or are not aligned to disk blocks.
+    A tier is a precision of a packed file. A matrix can lack a tier, have another type than its
+    tier, or not be aligned to disk blocks.
+
+    n_layers: number of layers to check, from the first.
     """
     first = parts[0]
     if first.alignment % layout.EXPERT_ALIGNMENT:
         yield Problem(
             f"{first.path}: alignment {first.alignment}, but a packed file needs a multiple of"
-            f" {layout.EXPERT_ALIGNMENT}",
+            f" {layout.EXPERT_ALIGNMENT} bytes",
             str(first.path),
         )
     where = {info.name: (part, info) for part in parts for info in part.tensors.values()}
@@ -141,7 +151,11 @@ def _tier_problems(parts: Sequence[GGUFFile], tiers: list[str], n_layers: int) -
         parsed = parse_expert_name(info.name)
         if parsed is None or parsed.il >= n_layers:
             if layout.TIER_MARK in info.name:
-                yield problem_at(part, info, "named like a tier, but not an expert matrix")
+                yield problem_at(
+                    part,
+                    info,
+                    "the name ends like that of a tier, but is not the name of an expert matrix",
+                )
             continue
         tier_name = tiers[0] if parsed.tier is None else parsed.tier
         if tier_name not in tiers or (parsed.tier is not None and tier_name == tiers[0]):
@@ -155,7 +169,8 @@ def _tier_problems(parts: Sequence[GGUFFile], tiers: list[str], n_layers: int) -
             yield problem_at(
                 part,
                 info,
-                f"type {info.type.tier_name}, but tier {tier_name} requires {fitting.tier_name}",
+                f"the type is {info.type.tier_name}, but tier {tier_name} requires"
+                f" {fitting.tier_name}",
             )
         if len(parts) == 1 and info.offset % layout.EXPERT_ALIGNMENT:
             yield problem_at(
@@ -168,7 +183,7 @@ def _tier_problems(parts: Sequence[GGUFFile], tiers: list[str], n_layers: int) -
             elif where[base][1].shape != info.shape:
                 best = list(where[base][1].shape)
                 yield problem_at(
-                    part, info, f"shape {list(info.shape)}, but {best} in its best tier"
+                    part, info, f"the shape is {list(info.shape)}, but {best} in the best tier"
                 )
             continue
         for tier in tiers[1:]:

@@ -24,16 +24,15 @@ def verify(
     threads: int | None = None,
     ggml: Ggml | None = None,
 ) -> VerifyReport:
-    """Verify all files of a model and return a report of the problems found.
+    """Check all files of a model for damage and inconsistencies, and return a report.
 
-    A file that cannot be parsed, because it is truncated, has impossible counts or overlapping
-    tensors, or lacks a part, is reported as one problem and not checked further. Raises GGUFError
-    only if the ggml library cannot be loaded.
+    A file that cannot be parsed is reported as one problem and not checked further. Raises
+    GGUFError only if the ggml library cannot be loaded.
 
     low: a file of the same model in a lower precision, which is verified too.
     progress: called with the finished share, 0 to 1.
     threads: number of threads. Default: the usable cores.
-    ggml: the ggml library. Default: the built one.
+    ggml: the ggml library. Default: that of the installed llama.cpp.
     """
     started = time.monotonic()
     models = [Path(path)] + ([] if low is None else [Path(low)])

@@ -14,8 +14,8 @@ from orchestrator.errors import NativeError
 from orchestrator.lab.observe import Node, observe
 
 Floats = npt.NDArray[np.float32]
-# Called with the layer, its input x [T, n_embd] after the norm, and its neurons' activations [T,
-# n_ff].
+# A callback that receives the layer, the FFN's input x [T, n_embd] after the norm, and the
+# activations of its neurons [T, n_ff].
 Sink = Callable[[int, Floats, Floats], None]
 _FFN = re.compile(r"blk\.(\d+)\.ffn_(up|down)\.weight")
 
@@ -26,9 +26,10 @@ def read_ffn(
     sink: Sink,
     progress: Callable[[float], None] = lambda share: None,
 ) -> None:
-    """Evaluate each window on its own, and call `sink` once for each layer of each window.
+    """Evaluate each window (list of tokens) as a separate text, and pass on FFN activations.
 
-    Raises NativeError if the graph does not show the FFN of a layer.
+    `sink` is called once for each layer of each window. Raises NativeError if the model's graph
+    lacks the input of an FFN.
     """
     inputs: dict[int, Floats] = {}
 

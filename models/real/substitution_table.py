@@ -29,14 +29,14 @@ NAME = "substitution"
 
 
 class Results:
-    """The results of one file, with bootstrap draws of its windows.
+    """The results of a file that models.real.substitution wrote, with bootstrap draws.
 
-    _draws: [draws, windows], how often each draw contains each window. The first draw contains each
-    once.
+    _draws [draws, windows] says how often each draw contains each window of the text. The first
+    draw contains each window once.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises ConfigError if the file has no finished window."""
+        """Read the file. Raises ConfigError if it is invalid or has no finished window."""
         try:
             self.found: dict[str, Any] = json.loads(path.read_text())
             self.windows: list[dict[str, Any]] = self.found["windows"]
@@ -52,19 +52,18 @@ class Results:
         self._tokens = self._draws @ np.array([each["tokens"] for each in self.windows])
 
     def of(self, choice: Choice, name: str) -> Values:
-        """Return a value of a choice per token, for each draw [draws]."""
+        """Return the value `name` of a configuration per token, for each bootstrap draw."""
         values = np.array([each[choice.label][name] for each in self.windows], float)
-        if name in ("waited", "missed"):  # already a mean over the window's tokens
+        if name in ("waited", "missed"):  # these values are means over the window's tokens
             values *= np.array([each["tokens"] for each in self.windows])
         found: Values = self._draws @ values / self._tokens
         return found
 
     def over_skip(self, choice: Choice) -> Values:
-        """Return the KL divergence of a choice relative to that of skipping, for each draw.
+        """Return the KL divergence of a configuration, divided by that of skipping experts.
 
-        Both are at equal reads.
-
-        Skipping is interpolated between its levels and nothing skipped.
+        There is one value for each bootstrap draw. Both waited for the same number of experts.
+        Skipping is interpolated between its measured levels.
         """
         skips = [Choice(SKIP, level) for level in sorted(self.levels, reverse=True)]
         waited = np.stack(
@@ -81,14 +80,17 @@ class Results:
         return found
 
     def perplexity(self, choice: Choice) -> Values:
-        """Return the perplexity of a choice relative to that of the whole model, for each draw."""
+        """Return the perplexity of a configuration, divided by that of the whole model.
+
+        There is one value for each bootstrap draw.
+        """
         base = self._draws @ np.array([each["nll"] for each in self.windows]) / self._tokens
         found: Values = np.exp(self.of(choice, "nll") - base)
         return found
 
     @property
     def title(self) -> str:
-        """The model, text, experts and size of the results."""
+        """A line that names the model, the text, the experts and the number of tokens."""
         each = self.found
         return (
             f"{each['model']}, {each['text']}, {each['n_used']} of {each['n_expert']} experts, "
@@ -97,13 +99,13 @@ class Results:
 
 
 def shown(draws: Values, digits: int = 2) -> str:
-    """Return the value of the first draw with the 95 % interval of all draws."""
+    """Format the value of the first bootstrap draw, with the 95 % interval of all draws."""
     low, high = np.percentile(draws, (2.5, 97.5))
     return f"{draws[0]:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
 def table(results: Results) -> str:
-    """Return the results as a table."""
+    """Format the results as a table with one row per configuration."""
     rows = [["", "waited for", "KL, nats", "KL over skip", "perplexity", "same top token"]]
     for choice in choices(results.levels, results.biases):
         share = results.of(choice, "waited")[0] / results.of(choice, "missed")[0]
@@ -126,7 +128,7 @@ def table(results: Results) -> str:
 
 
 def panel(results: Results) -> Panel:
-    """Return the KL divergences over the share of missing experts that are waited for."""
+    """Return a plot of the KL divergences over the share of missing experts that were used."""
     lines = []
     drawn = [*((way, results.levels) for way in WAYS), (BIAS, results.biases)]
     for way, levels in drawn:

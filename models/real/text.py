@@ -20,9 +20,9 @@ from orchestrator.lab.eval.text import (
 WINDOW = 512
 # Maximum number of windows of one document, so that a long book does not dominate.
 _WINDOWS_EACH = 2
-# Kinds of text for fitting the split and the router, in equal parts.
+# Kinds of text for fitting experts and routers, in equal parts.
 FIT = ("enwiki_recent", "textbooks_ccby", "books_classics", "oasst1_messages_flat")
-# Texts for evaluation, by name. None of them is in the first list.
+# Files with texts for the evaluation, by name. Fitting uses none of them.
 JUDGED = {
     "wikitext": "eval/wikitext2/wiki.test.raw.xz",
     "textbooks": "valid/textbooks_ccby.jsonl.xz",
@@ -37,9 +37,10 @@ _ARTICLE = re.compile(r"^ = [^=].* = $", re.MULTILINE)
 def fit_windows(
     tokenize: Tokenize, data: Path, n_tokens: int, kinds: Sequence[str] = FIT
 ) -> list[list[int]]:
-    """Return windows of about `n_tokens` tokens in all, of each kind of text in turns.
+    """Return windows (lists of tokens) for fitting, about `n_tokens` tokens in total.
 
-    Raises ConfigError if a file of the collection is missing.
+    The kinds of text alternate. `data` is the folder of the text collection. Raises ConfigError if
+    one of its files is missing.
     """
     share = -(-n_tokens // len(kinds))
     found = [
@@ -50,13 +51,13 @@ def fit_windows(
 
 
 def judged_documents(data: Path, name: str, n_tokens: int) -> list[Document]:
-    """Return documents of one of JUDGED that have about `n_tokens` tokens in all.
+    """Return documents of the text `name` of JUDGED, with about `n_tokens` tokens in total.
 
-    WikiText-2 is one file; each of its articles is a document. Raises ConfigError if the file is
-    missing or the name unknown.
+    WikiText-2 is one file, and each of its articles is a document. Raises ConfigError if the file
+    is missing or the name is unknown.
     """
     if name not in JUDGED:
-        raise ConfigError(f"unknown text '{name}'; known: {', '.join(JUDGED)}")
+        raise ConfigError(f"unknown text '{name}': choose one of {', '.join(JUDGED)}")
     path = data / JUDGED[name]
     if name == "wikitext":
         text = read_text(path, 2 * n_tokens)
@@ -73,11 +74,11 @@ def judged_windows(
     length: int = WINDOW,
     each: int = _WINDOWS_EACH,
 ) -> list[tuple[int, list[int]]]:
-    """Return (number of the document, tokens) of each window.
+    """Cut documents into windows, and return (number of the document, tokens) of each.
 
-    All windows have at most `n_tokens` tokens together.
+    All windows together have at most `n_tokens` tokens.
 
-    length: maximum tokens of a window. each: maximum windows of a document.
+    length: maximum number of tokens of a window. each: maximum number of windows of a document.
     """
     found: list[tuple[int, list[int]]] = []
     left = n_tokens
@@ -91,7 +92,10 @@ def judged_windows(
 
 
 def _documents(path: Path, n_tokens: int) -> list[Document]:
-    """Return the documents of a file of JSON lines. A chat record becomes its messages in order."""
+    """Return the documents of a file of JSON lines, with about `n_tokens` tokens.
+
+    A chat record is one document with its messages in order.
+    """
     if not path.is_file():
         raise ConfigError(f"{path} is missing: --data names the folder of the text collection")
     if path.name.startswith("sft_"):
@@ -108,7 +112,7 @@ def _documents(path: Path, n_tokens: int) -> list[Document]:
 
 
 def _windows(tokenize: Tokenize, documents: Sequence[Document], n_tokens: int) -> list[Window]:
-    """Return windows with `n_tokens` tokens in all, a few of each document."""
+    """Cut documents into windows with `n_tokens` tokens in total, a few of each document."""
     found: list[Window] = []
     left = n_tokens
     for document in documents:

@@ -23,8 +23,8 @@ ROUTING_TOKENS = 256
 def surprise(counts: np.ndarray) -> np.ndarray:
     """Return how unusual one use of each expert is, float64 [n_layers, n_expert].
 
-    It is minus the logarithm of the expert's share of its layer's uses, less the mean of that over
-    the uses. counts: the uses, [n_layers, n_expert].
+    The value is -log(p), where p is the expert's fraction of its layer's uses, minus the mean of
+    this over all uses in the layer. counts: the number of uses, [n_layers, n_expert].
     """
     share = (counts + 1.0) / (counts + 1.0).sum(axis=1, keepdims=True)
     unusual = -np.log(share)
@@ -34,10 +34,12 @@ def surprise(counts: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """The usage statistics of a loss table's texts.
+    """Statistics of how often texts use each expert, for the texts that a loss table is based on.
 
-    surprise: the result of `surprise` for all uses in these texts. low, high: the range of the mean
-    surprise per use, over windows of ROUTING_TOKENS tokens of these texts.
+    They show whether another text uses experts differently.
+
+    - surprise: how unusual one use of each expert is (see the function `surprise`).
+    - low, high: the range of the mean surprise per use, over windows of ROUTING_TOKENS tokens.
     """
 
     surprise: np.ndarray
@@ -45,9 +47,10 @@ class Routing:
     high: float
 
     def holds(self, counts: np.ndarray) -> bool:
-        """Whether the mean surprise of these uses is within the range.
+        """Return whether a text uses experts about as often as the texts of the loss table.
 
-        counts: uses [n_layers, n_expert] of about ROUTING_TOKENS tokens. True if there are none.
+        counts: the uses of each expert by about ROUTING_TOKENS tokens, [n_layers, n_expert]. The
+        result is True if all counts are 0.
         """
         n = counts.sum()
         return not n or self.low <= float((counts * self.surprise).sum() / n) <= self.high
@@ -55,17 +58,17 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class KlEstimate:
-    """The estimated KL divergence of a model's tiers from the best tier in use.
+    """An estimate of the KL divergence that lower tiers cause, relative to the best tier in use.
 
-    base: the name of that best tier. nats: the cost of an expert with a gate weight of 1 for a
-    token, float64 [n_layers, n_expert, n_tiers + 1], in each tier, best first, and skipped; 0 in
-    the base. gates: the mean squared gate weight of each expert when it was chosen, float64
-    [n_layers, n_expert].
-
-    The same errors change the tokens of some texts more than those of others. nats are for
-    sensitive texts: nine tenths of the windows that the table was measured on lose less. spread:
-    the loss that the least sensitive tenth does not exceed, as a share of nats. routing: None if
-    unknown.
+    - base: the name of the best tier.
+    - nats: the cost for one token if an expert with gate weight 1 is computed in each tier. The
+      last column is the cost of skipping. float64 [n_layers, n_expert, n_tiers + 1], 0 for the best
+      tier.
+    - gates: the mean squared gate weight of each expert when the router chose it, float64
+      [n_layers, n_expert].
+    - spread: the fraction of nats that the least sensitive tenth of the texts does not exceed. nats
+      itself is for sensitive texts: nine tenths of the measured windows lose less.
+    - routing: how often the measured texts use each expert; None if unknown.
     """
 
     base: str
@@ -88,11 +91,13 @@ class KlEstimate:
         spread: float = 1.0,
         routing: Routing | None = None,
     ) -> KlEstimate:
-        """Make an estimate from costs against full precision.
+        """Make an estimate relative to the tier `base` from costs relative to full precision.
 
-        costs: like nats, float64 [n_layers, n_expert, n_tiers + 2], for the tiers `names`, then the
-        base, then skipped. The rounding errors of one expert in two precisions are independent, so
-        their squares add up.
+        The rounding errors of an expert in two tiers are independent, so the cost of `base` is
+        added to that of each other tier.
+
+        costs: float64 [n_layers, n_expert, n_tiers + 2]. The columns are the tiers `names`, then
+        the base, then skipping. The other arguments are fields of the estimate.
         """
         nats = np.delete(costs, -2, axis=2) + costs[..., -2:-1]
         if base in names:
@@ -109,34 +114,41 @@ class KlEstimate:
     def of_choice(
         self, layer: int, ids: np.ndarray, weights: np.ndarray, tiers: np.ndarray
     ) -> np.ndarray:
-        """Return the nats of each token in one layer, float64 [T].
+        """Return the estimated loss of each token in one layer, in nats, float64 [T].
 
-        They are the sum of g^2 L over its experts.
+        The loss of a token is the sum over its k experts of the squared gate weight times the cost.
 
-        ids int, weights float [T, k]; tiers uint8 [n_expert], the tier in which each expert is
-        computed, or SKIP.
+        - ids, weights: the experts of each token and their gate weights, [T, k].
+        - tiers: the tier in which each expert is computed, or SKIP, uint8 [n_expert].
         """
         squares = np.square(weights, dtype=np.float64)
         lost: np.ndarray = (squares * self._by_tier[layer, ids, tiers[ids]]).sum(axis=1)
         return lost
 
     def of_expert(self, layer: int, expert: int, weight: float, tier: int) -> float:
-        """Return the nats of one expert for one token: g^2 L, as in of_choice."""
+        """Return the estimated loss of a token if an expert is computed in this tier, in nats.
+
+        weight: the gate weight of the expert for the token. tier: a tier or SKIP.
+        """
         cost: float = self._lost[layer, expert, tier]
         return weight * weight * cost
 
     def of_uses(self, uses: np.ndarray, tiers: np.ndarray) -> float:
-        """Return the nats of `uses` uses of each expert, each expert in one tier.
+        """Return the estimated loss of many uses of experts, in nats.
 
-        The experts have their usual gate weights.
+        Each expert has its usual gate weight and is always computed in the same tier.
 
-        uses, tiers: [n_layers, n_expert]. If every expert is resident and uses is the usage per
-        token (hotness), the result is the mean KL divergence per token.
+        uses: how often each expert is used. tiers: the tier of each expert. Both are [n_layers,
+        n_expert]. If uses are per token, the result is the mean KL divergence per token.
         """
         return float((uses * self.of_use(tiers)).sum())
 
     def of_use(self, tiers: np.ndarray) -> np.ndarray:
-        """Return the nats of one use of each expert in its tier, float64 [n_layers, n_expert]."""
+        """Return the estimated loss of one use of each expert in its tier, in nats.
+
+        The result is float64 [n_layers, n_expert]. Experts have their usual gate weights. tiers:
+        the tier of each expert, [n_layers, n_expert].
+        """
         lost = np.take_along_axis(self._by_tier, tiers[..., None].astype(np.int64), axis=2)
         found: np.ndarray = self.gates * lost[..., 0]
         return found

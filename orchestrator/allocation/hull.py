@@ -18,15 +18,20 @@ import numpy as np
 
 
 class Hull:
-    """The optimal allocations of a model, by rising number of bytes.
+    """The best choices of a tier for every expert, for all memory budgets.
 
-    n_bytes, loss: bytes and loss of the allocations at the S + 1 break points, each [S + 1].
+    The choices form a convex hull. Each step moves one expert to a better tier, in the order of the
+    loss that is saved per added byte.
+
+    n_bytes, loss: the total bytes and the total loss after each number of steps, starting with 0
+    steps.
     """
 
     def __init__(self, losses: np.ndarray, sizes: np.ndarray) -> None:
-        """losses: w L, float64 [n_layers, n_expert, n_tiers].
+        """Compute the hull from the loss and the size of experts in each tier.
 
-        sizes: bytes of an expert, int64 [n_layers, n_tiers], positive.
+        losses: the loss of each expert, weighted with its use, float64 [n_layers, n_expert,
+        n_tiers]. sizes: the bytes of an expert, positive int64 [n_layers, n_tiers].
         """
         n_layers, n_expert, n_tiers = losses.shape
         flat = np.asarray(losses, np.float64).reshape(-1, n_tiers)
@@ -45,14 +50,14 @@ class Hull:
 
     @property
     def least_bytes(self) -> int:
-        """The bytes of all experts in their smallest tiers."""
+        """The total bytes if every expert is in its smallest tier."""
         return int(self.n_bytes[0])
 
     def at(self, budget_bytes: int) -> np.ndarray:
-        """Return the tier of each expert for a budget, uint8 [n_layers, n_expert].
+        """Return the best tier of each expert for a budget, uint8 [n_layers, n_expert].
 
-        Edges are applied in order. The bytes left after the last break point are used for later
-        edges that fit. A budget below least_bytes counts as least_bytes.
+        The steps of the hull are taken in order until one exceeds the budget. The bytes that are
+        left are used for later steps that fit. A budget below least_bytes counts as least_bytes.
         """
         budget_bytes = max(budget_bytes, self.least_bytes)
         n = int(np.searchsorted(self.n_bytes, budget_bytes, side="right")) - 1
@@ -80,10 +85,13 @@ class Hull:
 def _edges(
     losses: np.ndarray, sizes: np.ndarray, start: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return the falling edges of each expert's hull.
+    """Return the edges of the convex hull of each expert's points (bytes, loss).
 
-    These are slope (saved loss per byte), expert, target tier, added bytes, saved loss. losses,
-    sizes: [n, n_tiers].
+    An edge leads from one tier to a larger tier with less loss. The arrays are: the saved loss per
+    byte, the expert, the larger tier, the added bytes and the saved loss.
+
+    losses, sizes: the loss and the bytes of each expert in each tier, [n, n_tiers]. start: the
+    smallest tier of each expert.
     """
     rows, at = np.arange(len(losses)), start
     last = np.full(len(losses), np.inf)
@@ -107,14 +115,14 @@ def _edges(
 
 
 def in_tiers(losses: np.ndarray, tiers: np.ndarray) -> np.ndarray:
-    """Return the losses of the given tiers, [n_layers, n_expert].
+    """Return the loss of each expert in its given tier, [n_layers, n_expert].
 
-    losses: [n_layers, n_expert, n_tiers]; tiers: [n_layers, n_expert].
+    losses: the loss in every tier, [n_layers, n_expert, n_tiers]. tiers: [n_layers, n_expert].
     """
     found: np.ndarray = np.take_along_axis(losses, tiers[..., None].astype(np.int64), axis=2)
     return found[..., 0]
 
 
 def lost(losses: np.ndarray, tiers: np.ndarray) -> float:
-    """Return the total loss w L of an allocation."""
+    """Return the total loss if each expert is in its given tier."""
     return float(in_tiers(losses, tiers).sum())

@@ -26,31 +26,37 @@ class LookAhead(Settings):
 
     prefetch: str = setting(
         AUTO,
-        "Prefetch experts: on, off, or auto (while that is faster).",
+        "Prefetch the experts that are predicted for the next layers: on, off, or auto (while that "
+        "is faster).",
         metavar="WHEN",
         choices=PREFETCHES,
     )
     n_ahead: int | None = setting(
-        None, "How many layers ahead experts are predicted.", within=(0, 4), shown="by policy"
+        None,
+        "For how many of the following layers experts are predicted.",
+        within=(0, 4),
+        shown="by policy",
     )
 
     usual: ClassVar[Mapping[str, Any]] = {"n_ahead": 1}
 
     def limited(self: L, depth: int, asked: Collection[str]) -> L:
-        """Return the settings for a trace that predicts `depth` layers ahead.
+        """Return these settings for a trace that has predictions for only `depth` layers ahead.
 
-        asked: names of settings that the user set. Raises ConfigError if a setting in asked needs
-        more.
+        The result has n_ahead reduced to `depth`. Raises ConfigError if the user set n_ahead or
+        prefetch to a value that needs predictions further ahead. asked: the names of the settings
+        that the user set.
         """
         n_ahead = self.with_usual().n_ahead or 0
         if "n_ahead" in asked and n_ahead > depth:
             raise ConfigError(
-                f"the trace looks {depth} layers ahead, not {n_ahead}: record it with a "
-                f"policy that looks ahead"
+                f"the trace predicts experts {depth} layers ahead, not {n_ahead}: record it with a "
+                f"policy that predicts them {n_ahead} layers ahead"
             )
         if "prefetch" in asked and self.prefetch == ON and depth == 0:
             raise ConfigError(
-                "--prefetch on: the trace does not look ahead, record it with a policy that does"
+                "--prefetch on needs a trace with predicted experts: record it with a policy that "
+                "prefetches"
             )
         return replace(self, n_ahead=min(n_ahead, depth))
 
@@ -64,9 +70,9 @@ MARGIN = 0.02  # the opposite mode has to be faster by this share to become curr
 
 
 class PredictionScore:
-    """Accuracy of prefetching per layer, over all steps seen.
+    """Measures, for each layer, how well the prefetched experts match the experts that are used.
 
-    Precision: the share of prefetched experts that were routed to. Recall: the share of routed
+    Precision is the fraction of prefetched experts that are used. Recall is the fraction of used
     experts that were prefetched.
     """
 
@@ -80,14 +86,18 @@ class PredictionScore:
         self._seen: list[tuple[int, Collection[int], Collection[int]]] = []
 
     def expect(self, layer: int, experts: Collection[int]) -> None:
-        """Note the experts prefetched in a layer, for comparison with the next observe().
+        """Remember which experts were prefetched in a layer, for the next call of observe().
 
-        The sequences are not copied.
+        The collection is not copied, so the caller must not change it.
         """
         self._layer, self._experts = layer, experts
 
     def observe(self, layer: int, experts: Collection[int]) -> None:
-        """Note the distinct experts that a layer's tokens use, without skipped ones."""
+        """Compare the experts that a layer's tokens use with those that expect() remembered.
+
+        experts: distinct experts, without those that are skipped. Without a call of expect() for
+        this layer, nothing is counted.
+        """
         if layer == self._layer:
             self._seen.append((layer, self._experts, experts))
             if len(self._seen) >= COUNTED_AT_ONCE:
@@ -108,14 +118,19 @@ class PredictionScore:
         self._seen.clear()
 
     def precision(self) -> list[float | None]:
-        """Return one value per layer; None if nothing was prefetched, as in the first layer.
+        """Return the fraction of prefetched experts that were used, for each layer.
 
-        FIRM-MoE calls it utilisation, eq. 8.
+        The value is None for a layer without prefetches, such as the first. FIRM-MoE calls it
+        utilisation (eq. 8).
         """
         return self._ratios(3, 0)
 
     def recall(self) -> list[float | None]:
-        """Return one value per layer, like precision(). FIRM-MoE calls it accuracy, eq. 7."""
+        """Return the fraction of used experts that were prefetched, for each layer.
+
+        The value is None for a layer without prefetches, such as the first. FIRM-MoE calls it
+        accuracy (eq. 7).
+        """
         return self._ratios(3, 2)
 
     def size(self) -> list[float | None]:
@@ -124,16 +139,20 @@ class PredictionScore:
 
 
 class Prefetching:
-    """Switches prefetching on and off by trials, and scores its predictions.
+    """Decides whether prefetching is on, and measures how good the predictions are.
 
-    asked: AUTO, ON or OFF. score: accuracy in decode steps of one token. pays: the result of the
-    latest trial, with AUTO.
-
+    With the setting "auto", trials find out whether decoding is faster with or without prefetching.
     A trial starts after FIRST_STEPS decode steps, and later at growing intervals. It has four
-    blocks of BLOCK_STEPS steps, alternating between the opposite mode and the current one. The
-    opposite mode becomes current if its median step time is lower by more than MARGIN. A trial that
-    keeps the mode doubles the interval, from PERIOD_STEPS to LONGEST_STEPS; a change resets it.
-    Step times come from step reports, because policies read no clock.
+    blocks of BLOCK_STEPS steps, which alternate between the opposite mode and the current one. The
+    opposite mode becomes current if its median step time is lower by more than MARGIN.
+
+    The interval to the next trial is PERIOD_STEPS after a change of mode. If the mode stays, the
+    interval is doubled, up to LONGEST_STEPS. Step times come from step reports, because policies
+    read no clock.
+
+    - asked: the setting: "auto", "on" or "off".
+    - pays: whether prefetching is on according to the latest trial.
+    - score: the accuracy of the predictions in decode steps with one token.
     """
 
     def __init__(self, asked: str, n_layers: int) -> None:
@@ -144,16 +163,16 @@ class Prefetching:
 
     @property
     def on(self) -> bool:
-        """Whether the next step prefetches."""
+        """Whether the next step should prefetch experts."""
         if self.asked != AUTO:
             return self.asked == ON
         other_way = self._wait <= 0 and len(self._trial) // BLOCK_STEPS % 2 == 0
         return self.pays != other_way
 
     def step_done(self, report: StepReport) -> None:
-        """Record the time of a decode step of one token.
+        """Record the time of a finished step for the current trial. Its last step ends the trial.
 
-        It ran with or without prefetching as `on` said.
+        A trial compares decode steps of one token with and without prefetching.
         """
         if self.asked != AUTO or report.phase != Phase.DECODE or report.n_tokens != 1:
             return
@@ -173,9 +192,9 @@ class Prefetching:
         self._wait, self._trial = self._period, []
 
     def report(self) -> dict[str, Any]:
-        """Return prefetch, and recall and precision per layer since the runtime started.
+        """Return the state of prefetching, and its recall and precision per layer since the start.
 
-        prefetch is "off", "on" or "paused" (slower than without).
+        The state is "on", "off", or "paused" if a trial was faster without prefetching.
         """
         auto = ON if self.pays else "paused"
         return {
@@ -186,5 +205,5 @@ class Prefetching:
 
     @property
     def note(self) -> str:
-        """The end of the status line: empty unless prefetching is paused."""
+        """A text for the end of the status line: empty unless prefetching is paused."""
         return "" if self.pays else ", prefetch paused"

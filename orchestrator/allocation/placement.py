@@ -23,35 +23,40 @@ MAX_WIDTHS = 4
 
 @dataclass(frozen=True)
 class PlacementSettings(Settings):
-    """Settings of the placement. With prior_tokens 0 and plain weights, it is the paper's form."""
+    """Settings that decide how many bits each expert gets, by its importance.
+
+    With prior_tokens 0 and near_weights "plain", the result is that of the near-data paper.
+    """
 
     near_bits: float = setting(
         3.0,
-        "Mean nominal bits of the experts of a layer that are not hot, such as 3 or 2.5.",
+        "Mean bits per weight of a layer's experts in lower precisions, such as 3 or 2.5. q4_k "
+        "counts as 4 bits.",
         within=(1.0, 32.0),
     )
     near_weights: str = setting(
         IMPORTANCE,
-        "How bits are distributed: importance (by losses weighted with each expert's usage) or "
-        "plain (by losses alone, as in the paper).",
+        "How the bits are divided among experts: by their losses weighted with their usage "
+        "(importance), or by their losses alone, as in the paper (plain).",
         choices=(IMPORTANCE, PLAIN),
     )
     importance_mix: float = setting(
         0.5,
-        "Share of activation counts in an expert's importance (alpha); the rest is gate sums.",
+        "Share of the number of uses in an expert's importance (alpha). The rest is its sum of "
+        "gate weights.",
         within=(0.0, 1.0),
     )
     prior_tokens: float = setting(
         64.0,
-        "Weight of the profile of earlier runs, in prompt tokens; 0 for none, as in the paper.",
+        "How many prompt tokens the usage in earlier runs counts as; 0 for none, as in the paper.",
         within=(0.0, 1e6),
     )
 
 
 def best_of_each_width(tiers: Sequence[str]) -> list[str]:
-    """Return the best of these tiers for each width in nominal bits, widest first.
+    """Return, for each number of bits per weight, the best tier with this number, widest first.
 
-    tiers: best first.
+    The number is the one in the tier's name, such as 4 for q4_k. tiers: names, best first.
     """
     by_bits = {nominal_bits(tier): tier for tier in reversed(tiers)}
     return [by_bits[bits] for bits in sorted(by_bits, reverse=True)]
@@ -64,12 +69,15 @@ def importance(
     settings: PlacementSettings,
     n_expert_used: int,
 ) -> np.ndarray:
-    """Return S = a P~ + (1 - a) W~ of section 4.1, float64 [n_layers, n_expert], rows sum to 1.
+    """Return the importance S of each expert for a conversation, float64 [n_layers, n_expert].
 
-    counts P: uses of each expert; gates W: sums of its routing weights as the model applies them;
-    profile: earlier usage, in any unit; all [n_layers, n_expert]. The paper's Norm is the division
-    by the layer's sum. The profile counts as prior_tokens more tokens: P~ = (P + n0 k pi) / sum,
-    where pi is the profile's shares, and W~ likewise.
+    S = a P + (1 - a) W (section 4.1), where a is the setting importance_mix. P is the expert's
+    fraction of its layer's uses, and W is its fraction of the layer's routing weights. Each layer's
+    values of S sum to 1. The usage in earlier runs is counted as if it came from prior_tokens more
+    tokens.
+
+    - counts, gates: the conversation's uses of each expert, and the sums of its routing weights.
+    - profile: the use of each expert in earlier runs, in any unit.
     """
     pi = shares(profile)
     used = counts.sum(axis=1, keepdims=True, dtype=np.float64)
@@ -82,7 +90,10 @@ def importance(
 
 
 def bit_budget(n_cold: int, settings: PlacementSettings) -> int:
-    """Return the total nominal bits of the n_cold experts of a layer that are not hot."""
+    """Return the maximum sum of bits per weight over n_cold experts of a layer.
+
+    These are the experts that are not in the best tier. Their mean may be at most near_bits.
+    """
     return int(n_cold * settings.near_bits + 1e-9)
 
 
@@ -94,15 +105,17 @@ def place(
     settings: PlacementSettings,
     most: Sequence[int] | None = None,
 ) -> np.ndarray:
-    """Return the tier of each expert, uint8 [n_layers, n_expert].
+    """Return the tier of each expert by its importance, uint8 [n_layers, n_expert].
 
-    The n_hot most important experts of each layer have tier 0, ties by index. Experts with bits[i]
-    have tier 1 + i.
+    The n_hot most important experts of each layer have tier 0. The others are divided among the
+    lower tiers so that their loss is minimal and their mean number of bits is at most near_bits.
 
-    scores: S [n_layers, n_expert]. losses: float64 [n_layers, n_expert, len(bits)]. Experts that
-    are not hot take at most near_bits on average, floor(E_n * near_bits) together. most: the
-    maximum number of experts of a layer for each of bits. Raises PolicyError if the bits do not
-    suffice.
+    - scores: the importance of each expert, [n_layers, n_expert].
+    - losses: the loss of each expert in each lower tier, [n_layers, n_expert, len(bits)].
+    - bits: the bits per weight of each lower tier. An expert with bits[i] has tier 1 + i.
+    - most: the maximum number of experts per layer in each lower tier, or None.
+
+    Raises PolicyError if near_bits is too small.
     """
     tiers = np.zeros(scores.shape, np.uint8)
     order = np.argsort(-scores, axis=1, kind="stable")
@@ -116,22 +129,30 @@ def place(
 
 
 def near_tiers(tiers: Sequence[str], asked: str | None) -> list[int]:
-    """Return the tiers for experts that are not hot, best first, one of each width.
+    """Return the lower tiers for experts that are not in the best tier, best first.
 
-    tiers: all tiers, best first. asked: comma-separated names, or None for all below the best.
-    Raises PolicyError for unknown names and for more than MAX_WIDTHS widths.
+    Of several tiers with the same bits per weight, only the best is returned.
+
+    - tiers: the names of all tiers, best first.
+    - asked: the names that the user wants, with commas between them; None for all lower tiers.
+
+    Raises PolicyError for an unknown name. Also raises PolicyError if the tiers have more than
+    MAX_WIDTHS different numbers of bits.
     """
     names = list(tiers[1:])
     chosen = names if asked is None else [each.strip().lower() for each in asked.split(",")]
     unknown = [each for each in chosen if each not in names]
     if unknown:
         raise PolicyError(
-            f"--near-tiers: {unknown[0]} is not below {tiers[0]} in the file, which "
-            f"holds {', '.join(names)} there"
+            f"--near-tiers: the file has no precision {unknown[0]} below {tiers[0]}. The "
+            f"precisions below it are {', '.join(names)}"
         )
     found = best_of_each_width([each for each in names if each in chosen])
     if len(found) > MAX_WIDTHS:
-        raise PolicyError(f"--near-tiers: at most {MAX_WIDTHS} widths, not {len(found)}")
+        raise PolicyError(
+            f"--near-tiers: the precisions have {len(found)} different numbers of bits, of at most "
+            f"{MAX_WIDTHS}: name fewer"
+        )
     return [1 + names.index(each) for each in found]
 
 
@@ -142,28 +163,30 @@ def prefix_split(
     weights: np.ndarray | None = None,
     most: Sequence[int] | None = None,
 ) -> tuple[int, ...]:
-    """Return how many experts get each width, n_b for each of bits.
+    """Divide experts, sorted by importance, into groups of falling precision with minimal loss.
 
-    The most important experts get the widest.
+    Return the number of experts in each group. The first, most important experts get bits[0], the
+    next ones bits[1], and so on.
 
-    loss: L_i(b), float64 [E_n, len(bits)], most important expert first. bits: nominal bits per
-    weight, falling, at most MAX_WIDTHS; a width that the file lacks is left out, as if its n_b were
-    0. budget_bits: the maximum of all experts together, E_n times the paper's mean width. weights:
-    the weight of each expert's loss, [E_n]; None for uniform weights, as in the paper. most: the
-    maximum number of experts of each width, if slots limit them.
+    - loss: the loss of each expert with each number of bits, float64 [n, len(bits)].
+    - bits: the bits per weight of the groups, falling, at most MAX_WIDTHS.
+    - budget_bits: the maximum sum of bits over all experts.
+    - weights: the weight of each expert's loss, [n]; None for equal weights, as in the paper.
+    - most: the maximum number of experts in each group, or None.
 
-    The result is an exact optimum: a split with the least weighted loss. The search covers every (n
-    of the first width, n of the second), and the best n of the third follows from a running maximum
-    of prefix sums. The paper spends the whole budget. If losses fall with the width, the optimum
-    does so too; otherwise, bits that would increase the loss are left unspent. Ties go to the split
-    with more of the wider experts.
+    The result is an exact optimum. The search covers all sizes of the first two groups. The best
+    size of the third group follows from a running maximum of prefix sums, and the fourth group has
+    the rest. Bits that would increase the loss are not spent. Ties go to the split with more
+    experts of the first groups.
 
     Raises PolicyError if no split meets the budget.
     """
     n = len(loss)
     caps = [n] * len(bits) if most is None else [min(n, each) for each in most]
     if not 1 <= len(bits) <= MAX_WIDTHS or any(a <= b for a, b in pairwise(bits)):
-        raise PolicyError(f"a prefix split is of 1 to {MAX_WIDTHS} falling widths, not {bits}")
+        raise PolicyError(
+            f"the numbers of bits must be 1 to {MAX_WIDTHS} falling numbers, not {bits}"
+        )
     counted = loss if weights is None else loss * weights[:, None]
     # Gains over the narrowest width, as prefix sums: C_b(k) of the first k experts.
     sums = np.zeros((len(bits), n + 1))
@@ -187,7 +210,8 @@ def prefix_split(
     possible = (rest >= 0) & (reach <= n) & (begin <= end)
     if not possible.any():
         raise PolicyError(
-            f"{n} experts in {', '.join(map(str, bits))} bits cannot keep to {budget_bits} bits"
+            f"{n} experts with {', '.join(map(str, bits))} bits per weight exceed the total of "
+            f"{budget_bits} bits: increase --near-bits"
         )
     i, j = np.nonzero(possible)
     reach, n_first = reach[i, j], i
@@ -201,10 +225,7 @@ def prefix_split(
 
 
 def _last_largest(sums: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """Return the last position of the maximum of sums[begin..end] for each (begin, end).
-
-    sums: prefix sums [n + 1].
-    """
+    """Return the last position of the maximum of sums[begin..end], for each pair (begin, end)."""
     if (sums[1:] >= sums[:-1]).all():
         return end
     n = len(sums)

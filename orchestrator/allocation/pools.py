@@ -19,7 +19,12 @@ _SAME_SIZE = 1.02
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Slots for whole experts of some layers in one tier. sizes: slot bytes by matrix kind."""
+    """Slots of one size for the experts of some layers. All these layers share the slots.
+
+    - layers: the layers.
+    - sizes: the slot bytes of each matrix kind.
+    - n_slots: the number of experts for which there are slots.
+    """
 
     layers: tuple[int, ...]
     sizes: dict[int, int]
@@ -27,14 +32,15 @@ class Pool:
 
     @property
     def unit_bytes(self) -> int:
-        """The bytes of one expert: one slot for each of its matrices."""
+        """The bytes of the slots of one expert, with one slot for each of its matrices."""
         return sum(self.sizes.values())
 
 
 def pools_by_size(shape: ModelShape, *tiers: int) -> list[Pool]:
-    """Group layers by the size of slots that hold any of the tiers.
+    """Group the layers whose experts need slots of about the same size, and return one pool each.
 
-    Fewer pools need fewer reserve slots.
+    Each slot can hold every one of the given tiers. Large pools are better, because each pool needs
+    reserve slots through which experts move.
     """
     pools: list[Pool] = []
     largest = [
@@ -62,7 +68,7 @@ def _similar_sizes(ours: dict[int, int], theirs: dict[int, int]) -> bool:
 def slot_sizes(shape: ModelShape) -> np.ndarray:
     """Return the slot bytes of an expert in each tier, int64 [n_layers, n_tiers].
 
-    They are those of the largest layer of its pool.
+    Layers with similar sizes share slots, so the result is the size in the largest of these layers.
     """
     sizes = np.zeros((shape.n_layers, len(shape.tiers)), np.int64)
     for tier in range(len(shape.tiers)):
@@ -72,9 +78,10 @@ def slot_sizes(shape: ModelShape) -> np.ndarray:
 
 
 def slot_plan(pools: Iterable[tuple[Pool, Sequence[int], bool]]) -> SlotPlan:
-    """Return the slot plan of a list of pools.
+    """Return a slot plan with one slot group for each pool and matrix kind.
 
-    An entry is (pool, tiers that it holds, whether its slots are in host memory next to a device).
+    An entry of `pools` is a pool, the tiers that its slots hold, and whether a system with a GPU
+    keeps these slots in host memory.
     """
     groups: list[SlotGroup] = []
     group_of: dict[tuple[int, int, int], int] = {}
@@ -87,25 +94,27 @@ def slot_plan(pools: Iterable[tuple[Pool, Sequence[int], bool]]) -> SlotPlan:
 
 
 class Tracker:
-    """The free slots of each pool at one moment (DynaExq's BudgetTracker).
+    """Counts the free slots of each pool while transitions are chosen.
 
-    Slots that are freed later appear in the next tracker.
+    It starts from one moment and does not see slots that are freed later. DynaExq calls it
+    BudgetTracker.
     """
 
     def __init__(self, free: list[list[int]], pool_of: list[np.ndarray]) -> None:
-        """free[tier][pool]: free slots.
+        """Start with free[tier][pool] free slots in each pool.
 
-        pool_of[tier][layer]: pool index. Tiers that share pools share a list.
+        pool_of[tier][layer] is the index of the pool that holds the layer's experts. Tiers that
+        share pools share a list in `free`.
         """
         self._free, self._pool_of = free, pool_of
 
     @property
     def full(self) -> bool:
-        """Whether no pool has a free slot."""
+        """Whether no pool has a free slot left."""
         return all(n < 1 for pools in self._free for n in pools)
 
     def try_reserve(self, layer: int, tier: int) -> bool:
-        """Reserve a slot for one expert. Returns False, without a change, if none is free."""
+        """Reserve a slot for one expert of a layer in a tier, and return True if one is free."""
         pool = self._pool_of[tier][layer]
         if self._free[tier][pool] < 1:
             return False
@@ -113,7 +122,7 @@ class Tracker:
         return True
 
     def admitted(self, wanting: Iterable[Transition]) -> list[Transition]:
-        """Return the moves that get a slot, in order of precedence."""
+        """Reserve slots for transitions, in their order, and return those that got a slot."""
         found: list[Transition] = []
         for move in wanting:
             if self.full:
@@ -125,12 +134,14 @@ class Tracker:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Slots for n_experts[layer] experts of each layer in any of `tiers`.
+    """Slots for experts in certain tiers, with a number of experts for each layer.
 
-    Each slot has the size of the largest tier.
-
-    reserve: add slots for moving experts, one per experts_per_move experts of a pool, at most
-    most_moves. on_host: slots are in host memory next to a device.
+    - tiers: each slot can hold an expert in any of these tiers.
+    - n_experts: the number of experts, by layer.
+    - reserve: whether a pool has reserve slots, through which experts move.
+    - experts_per_move: a pool has one reserve slot for this many experts.
+    - most_moves: the maximum number of reserve slots of a pool.
+    - on_host: whether a system with a GPU keeps the slots in host memory.
     """
 
     tiers: tuple[int, ...]
@@ -141,9 +152,10 @@ class Places:
     on_host: bool = False
 
     def slots(self, pool: Pool, n_expert: int) -> int:
-        """Return the number of slots of a pool, with n_expert experts per layer.
+        """Return the number of slots that a pool needs, including its reserve slots.
 
-        It is at least one, because the store requires a slot in every tier.
+        The result is at least one, because the store requires a slot in every tier. n_expert: the
+        number of experts per layer in the model.
         """
         n = sum(self.n_experts[layer] for layer in pool.layers)
         moves = max(1, len(pool.layers) * n_expert // self.experts_per_move)
@@ -151,14 +163,19 @@ class Places:
 
 
 class TierPools:
-    """The pools of a plan with several `Places`; each tier belongs to one of them.
+    """The slots of all experts, divided into pools of one size.
 
-    If all places but the first have reserve slots, every assignment with the same number of experts
-    per place can be reached from any other assignment, moving each expert once. Proof: a move
-    within a place takes a reserve slot and returns one. Suppose that some experts still have to
-    move. If the wanted pools are full, each of them holds an expert that must leave it, and another
-    pool of these places holds fewer experts than it should. If none is full, only moves to the
-    first place are left; one of its own experts must leave then, and finds a slot.
+    Each tier belongs to one of several `Places`, which say how many experts it holds.
+
+    If all places except the first have reserve slots, experts can always reach a wanted assignment,
+    and each expert moves only once. The assignment must have the same number of experts per place.
+    Proof: a move within a place takes a reserve slot and returns one. Suppose that some experts
+    still have to move.
+
+    - If the wanted pools are full, each of them holds an expert that must leave. Another pool of
+      these places then holds fewer experts than it should.
+    - If no wanted pool is full, only moves to the first place are left. One of the experts in the
+      first place must leave then, and finds a slot.
     """
 
     def __init__(self, shape: ModelShape, places: Sequence[Places]) -> None:
@@ -186,7 +203,7 @@ class TierPools:
     def pool_of(self) -> np.ndarray:
         """The pool that holds a layer's experts in each tier, int64 [n_layers, n_tiers].
 
-        Within a tier, equal numbers mean the same pool.
+        Two layers share a pool in a tier if their numbers are equal.
         """
         return np.stack([self._pool_in[at] for at in self._place_of], axis=1)
 
@@ -195,10 +212,12 @@ class TierPools:
         return slot_plan((pool, at.tiers, at.on_host) for at, pools in places for pool in pools)
 
     def track(self, resident: np.ndarray, target: np.ndarray) -> Tracker:
-        """Return the free slots now.
+        """Return a tracker with the slots that are free now.
 
-        resident, target: uint8 [n_layers, n_expert], as in StepReport. An expert that moves holds a
-        slot in both tiers, even if they share a pool.
+        An expert in transition holds a slot in both tiers, even if the tiers share a pool.
+
+        resident, target: the tier of each expert in memory and after its transition, uint8
+        [n_layers, n_expert].
         """
         moving = target != resident
         free = []
@@ -212,13 +231,16 @@ class TierPools:
     def moves_to(
         self, wanted: np.ndarray, resident: np.ndarray, target: np.ndarray, gains: np.ndarray
     ) -> list[Transition]:
-        """Return the moves of experts at rest towards their wanted tiers.
+        """Return transitions of experts to their wanted tiers for which slots are free now.
 
-        Each move has a free slot. Moves to lower tiers come first, because they free better slots;
-        then by falling gain.
+        Experts that are already in transition are left out. Transitions to lower tiers come first,
+        because they free the slots of better tiers. Within both groups, the order is by falling
+        gain.
 
-        wanted, resident, target: uint8 [n_layers, n_expert], the latter two as in StepReport.
-        gains: float64 [n_layers, n_expert].
+        - wanted: the wanted tiers, uint8 [n_layers, n_expert].
+        - resident, target: the tiers in memory and after the current transitions, uint8 [n_layers,
+          n_expert].
+        - gains: how much each transition improves the result, float64 [n_layers, n_expert].
         """
         layers, experts = np.nonzero((resident == target) & (resident != wanted))
         tiers = wanted[layers, experts]
@@ -229,7 +251,7 @@ class TierPools:
 
 
 def every_expert_to(wanted: np.ndarray) -> list[Transition]:
-    """Return a transition of each expert to its tier. wanted: [n_layers, n_expert]."""
+    """Return a transition of every expert to its wanted tier. wanted: [n_layers, n_expert]."""
     return [(layer, expert, int(tier)) for (layer, expert), tier in np.ndenumerate(wanted)]
 
 
@@ -243,17 +265,17 @@ def nominal_bits(tier: str) -> int:
 
 
 def nominal_losses(bits: Sequence[float], n_layers: int, n_expert: int) -> np.ndarray:
-    """Return losses that replace a missing loss table, float64 [n_layers, n_expert, len(bits)].
+    """Return losses to use if none were measured, float64 [n_layers, n_expert, len(bits)].
 
-    Each bit more divides the mean squared error by four, for all experts equally.
+    All experts have the same losses. One more bit per weight divides the loss by four.
     """
     return np.tile(0.25 ** np.array(bits, np.float64), (n_layers, n_expert, 1))
 
 
 def shares(sums: np.ndarray, otherwise: np.ndarray | None = None) -> np.ndarray:
-    """Return each row divided by its sum, float64 [n_layers, n_expert].
+    """Divide each row by its sum. The result is float64 [n_layers, n_expert].
 
-    A row with sum 0 is replaced by the row of `otherwise`, or by uniform shares.
+    A row with sum 0 is replaced by the same row of `otherwise`, or by equal values if that is None.
     """
     total = sums.sum(axis=1, keepdims=True, dtype=np.float64)
     fallback = np.full(sums.shape, 1 / sums.shape[1]) if otherwise is None else otherwise

@@ -21,11 +21,10 @@ _STAYS_SHARE = 0.75
 
 
 def gate_order(weights: Sequence[float]) -> Sequence[int]:
-    """Return the positions of one token's routed experts, most important first.
+    """Return the positions of one token's experts, by falling routing weight (eq. 3).
 
-    The importance I(E_j) is the routing weight g_j (eq. 3). weights: [k]. Equal weights keep the
-    router's order, which is by weight unless the router selects by another criterion (a bias,
-    groups).
+    Experts with equal weights keep the order in which the router chose them. weights: the routing
+    weights of the token's experts, [k].
     """
     places = range(len(weights))
     if sorted(weights, reverse=True) == weights:
@@ -34,9 +33,10 @@ def gate_order(weights: Sequence[float]) -> Sequence[int]:
 
 
 def heavy_hitters(scores: np.ndarray, share: float) -> np.ndarray:
-    """Return the indices of the top-k tokens T_imp by the attention s_i that they receive (eq. 1).
+    """Return the indices of the tokens that receive the most attention (eq. 1), in any order.
 
-    k is ceil(share * T), at least 1. scores: float32 [T]. The order of the result is undefined.
+    They are the given share of the tokens, rounded up, and at least one. scores: the attention that
+    each token receives, float32 [T].
     """
     k = max(1, math.ceil(share * len(scores)))
     if k >= len(scores):
@@ -45,9 +45,11 @@ def heavy_hitters(scores: np.ndarray, share: float) -> np.ndarray:
 
 
 class Ranking(NamedTuple):
-    """The experts of a layer, most important first.
+    """The experts of a layer in the order of their importance for a step.
 
-    The first n_high of order are critical; the first n_used are used.
+    - order: the indices of the experts, most important first.
+    - n_high: the first n_high experts are critical, that is, requested in the high tier.
+    - n_used: the first n_used experts are used by the step's tokens.
     """
 
     order: np.ndarray
@@ -56,11 +58,10 @@ class Ranking(NamedTuple):
 
 
 def by_sequence(event: RouteEvent) -> tuple[list[np.ndarray], np.ndarray]:
-    """Split the rows of an event's tokens into prompts and single tokens.
+    """Divide the tokens of an event into prompts and single tokens.
 
-    Returns the rows of each sequence with several tokens, which are prompts, and the rows of all
-    other tokens, which are ranked by their gates: tokens of answers, and prompts of one token. All
-    are in the event's order.
+    Return the token indices of each sequence with several tokens, which is a prompt, and the
+    indices of all other tokens. These are tokens of answers and prompts of one token.
     """
     sequences = event.sequences_array
     of = [np.flatnonzero(sequences == each) for each in sorted(set(sequences.tolist()))]
@@ -69,16 +70,17 @@ def by_sequence(event: RouteEvent) -> tuple[list[np.ndarray], np.ndarray]:
 
 
 def last_of_sequences(event: RouteEvent) -> np.ndarray:
-    """Return the row of each sequence's last token, in the event's order."""
+    """Return the index of the last token of each sequence in an event, in rising order."""
     last = {sequence: row for row, sequence in enumerate(event.sequences_array.tolist())}
     return np.array(sorted(last.values()), np.intp)
 
 
 def together(rankings: Sequence[Ranking], n_expert: int) -> Ranking:
-    """Merge the rankings of several sequences.
+    """Merge the rankings of a layer's experts by several sequences into one ranking.
 
-    An expert is critical if it is critical for one of them. Critical experts come first; then the
-    best rank of an expert in any ranking decides, then the index.
+    An expert is critical (requested in the high tier) if one of the rankings says so. Critical
+    experts come first. Within both groups, the order is by the best rank in any ranking, then by
+    index.
     """
     if len(rankings) == 1:
         return rankings[0]
@@ -97,18 +99,20 @@ Gated = Callable[[int, np.ndarray, np.ndarray, StoreView], np.ndarray]
 
 @dataclass
 class Prompts:
-    """Decisions for steps with prompt tokens.
+    """Chooses the tiers of experts in steps with prompt tokens.
 
-    The experts that a prompt uses most may fill three quarters of a layer's high slots. The others
-    are streamed through at most half of them. A step may have tokens of several prompts and of
-    answers. Each sequence is ranked separately, and an expert gets the best tier that one of them
-    requests. Experts of tokens that are ranked by gates are not streamed, as in a decode step.
+    The experts that a prompt uses most may fill three quarters of a layer's high slots. Its other
+    experts are streamed through at most half of the high slots, so that they do not evict all
+    others. A step may have tokens of several prompts and of answers. Experts are ranked for each
+    sequence, and each expert gets the best tier that one of the sequences requests. The experts of
+    answers are not streamed.
 
-    critical(layer, n_used): how many of the n_used experts of a prompt in a layer are requested in
-    tier 0; the others are requested in tier `low`. heavy_share: the share of a prompt's tokens that
-    are heavy hitters, if their importance is known. passes: stream the less used experts; otherwise
-    they may take all slots. gated: returns which experts tokens of answers need in tier 0; None for
-    all. room: the number of slots of each layer in each tier.
+    - critical: critical(layer, n_used) returns how many of the n_used experts of a prompt are
+      requested in tier 0. The others are requested in tier `low`.
+    - heavy_share: the fraction of a prompt's tokens that count as heavy hitters (important tokens).
+    - passes: whether less used experts are streamed. Otherwise they may take all slots.
+    - gated: a function that returns which experts of answers are needed in tier 0; None for all.
+    - room: the number of slots of each layer in each tier, indexed [layer][tier].
     """
 
     rules: Rules
@@ -120,7 +124,7 @@ class Prompts:
     room: Sequence[Sequence[int]] = ()
 
     def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer, ahead: bool) -> None:
-        """Choose the tiers of one layer's experts and, if `ahead`, prefetch for the next layer."""
+        """Choose the tiers of a layer's experts. If `ahead` is set, prefetch for the next layer."""
         layer, n_expert, ids = event.layer, len(out.tier), event.ids_array
         prompts, gated = by_sequence(event)
         scores = event.importance_array
@@ -156,12 +160,15 @@ class Prompts:
     def _ranked(
         self, layer: int, ids: np.ndarray, heavy: np.ndarray | None, first: np.ndarray
     ) -> Ranking:
-        """Return the ranking of a layer's experts for one prompt.
+        """Rank the experts of a layer for one prompt.
 
-        The importance of an expert is the number of heavy hitters routed to it (eq. 2). Ties are
-        broken by the number of all tokens, then by membership in `first` (bool [n_expert], such as
-        the resident experts), then by index. ids: int32 [T, k]. heavy: indices of the heavy
-        hitters, or None to treat all tokens equally.
+        The importance of an expert is the number of heavy hitters (important tokens) that use it
+        (eq. 2). Ties are broken by the number of all tokens that use the expert, then by `first`,
+        then by index.
+
+        - ids: the experts of each token, int32 [T, k].
+        - heavy: the indices of the heavy hitters. None means that all tokens are equally important.
+        - first: a mask of the experts that win ties, bool [n_expert], such as those in memory.
         """
         n_expert = len(first)
         score = load = np.bincount(ids.ravel(), minlength=n_expert)
@@ -172,9 +179,9 @@ class Prompts:
         return Ranking(order, self.critical(layer, n_used), n_used)
 
     def _by_gates(self, event: RouteEvent, view: StoreView, rows: np.ndarray) -> Ranking:
-        """Return the ranking of experts for tokens that are ranked by gates.
+        """Rank the experts of tokens of answers: those that they need in the high tier come first.
 
-        Experts needed in the high tier come first.
+        rows: the indices of these tokens in the event.
         """
         ids, weights = event.ids_array[rows], event.weights_array[rows]
         used = distinct(ids)
@@ -185,9 +192,10 @@ class Prompts:
         return Ranking(order, int(np.count_nonzero(high)), len(used))
 
     def _streamed(self, layer: int, order: np.ndarray) -> np.ndarray:
-        """Return the experts of an order that are streamed.
+        """Return the experts that a prompt streams: all except the most used ones of `order`.
 
-        Experts that a token ranked by gates needs are not streamed.
+        order: the indices of the experts, most used first. The most used ones may fill three
+        quarters of the layer's high slots.
         """
         stays = int(self.room[layer][0] * _STAYS_SHARE) if self.passes else len(order)
         return order[stays:]
@@ -200,13 +208,15 @@ class Prompts:
         view: StoreView,
         out: DecisionBuffer,
     ) -> None:
-        """Prefetch the experts of a layer that tokens are predicted to select.
+        """Prefetch the experts that the tokens of a step are predicted to use in a layer.
 
-        The order is that of the predicted importance (eq. 7).
+        The requests are in the order of the predicted importance (eq. 7). Critical experts are
+        requested in tier 0. The others are requested in tier `low`, or not at all if that is SKIP.
+        No more missing experts are requested than there are slots. Experts in memory are requested
+        too, so that no read evicts them.
 
-        Critical experts are requested in tier 0, the others in tier `low`, or not at all if it is
-        SKIP. passing: bool [n_expert], experts to stream. No more experts are read than there are
-        slots. Resident experts are requested too, so that no read evicts them.
+        - predicted: the ranking of the predicted experts.
+        - passing: the experts to stream, bool [n_expert].
         """
         resident, low = view.resident_array[layer], self.low
         order, n_high, n_used = predicted

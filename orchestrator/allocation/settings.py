@@ -13,17 +13,18 @@ USUAL_RATE = 128 << 20  # bytes a second
 
 @dataclass(frozen=True)
 class Background(Settings):
-    """Settings of policies that exchange tiers of experts during decoding by their usage."""
+    """Settings of policies that change the tiers of experts in the background during decoding."""
 
     profile: Path | None = setting(
         None,
-        "File that records the usage of experts. Default for a chat: a file in the user cache.",
+        "File that records how often each expert is used. Default for a chat: a file in the user "
+        "cache.",
         recorded=False,
     )
     transition_rate: int | None = setting(
         None,
-        "Bytes per second that exchanges of tiers may read during decoding, such as 64MiB; 0 for "
-        "no limit.",
+        "Bytes per second that may be read during decoding to change the precision of experts, "
+        "such as 64MiB; 0 for no limit.",
         within=(0, 2**48),
         unit=RATE,
         shown=f"{format_size(USUAL_RATE)}; no limit with context",
@@ -32,21 +33,21 @@ class Background(Settings):
 
 @dataclass(frozen=True)
 class Shared(Settings):
-    """Settings of otherwise unrelated policies.
+    """Declarations of settings that several unrelated policies have.
 
-    Each policy takes the ones it needs with `inherit`.
+    Each of these policies copies the declarations that it needs with `inherit`.
     """
 
     hot_experts: int | None = setting(
         None,
-        "Maximum number of high experts per layer.",
+        "Maximum number of experts per layer in the high precision.",
         within=(0, 65535),
         shown="as many as fit the budget",
     )
     losses: Path | None = setting(
         None,
-        "Loss table of moe-edge calibrate, used to choose precisions; with context, only for "
-        "--near-slots shared.",
+        "Loss table made by moe-edge calibrate, used to choose precisions. The policy context uses "
+        "it only with --near-slots shared.",
         shown="FILE.calib.json",
         recorded=False,
     )

@@ -1,5 +1,6 @@
-"""The slot sizes of a model, and the division of a budget into slots: in proportion, evenly over
-layers, or by depth.
+"""The slot sizes of a model, and functions that divide a memory budget into slots.
+
+A budget can be divided in proportion to weights, evenly over layers, or by depth.
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ COSINE, LINEAR, FLAT = SCHEDULES
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A model as policies see it, reduced to the tiers in use.
+    """The layers, experts and slot sizes of a model, for the tiers that are in use.
 
-    tiers: the names of these tiers. slots[layer][tier]: maps each matrix kind to its slot size in
-    bytes. bits: bits per weight of each tier, empty if unknown. shares_slots: a slot may hold any
-    tier that fits its size, as in host memory. host_slots: with a device, the slot sizes in host
-    memory.
+    - tiers: the names of these tiers, best first.
+    - n_expert, n_expert_used: the experts per layer, and the experts that a token uses.
+    - slots: slots[layer][tier] maps each matrix kind to its slot size in bytes.
+    - bits: the bits per weight of each tier; empty if unknown.
+    - shares_slots: whether a slot can hold any tier that fits its size, as in host memory.
+    - host_slots: like slots, but for host memory in a system with a GPU; empty without a GPU.
     """
 
     n_expert: int
@@ -48,21 +51,21 @@ class ModelShape:
         return len(self.slots)
 
     def expert_slot_bytes(self, layer: int, tier: int) -> int:
-        """Return the slot bytes of one expert with all its matrices."""
+        """Return the bytes of the slots of one expert, with all its matrices, in a tier."""
         return sum(self.slots[layer][tier].values())
 
     def all_slot_bytes(self, tier: int = 0) -> int:
-        """Return the slot bytes of every expert in one tier."""
+        """Return the bytes of the slots that hold every expert of the model in one tier."""
         return self.n_expert * sum(self.expert_slot_bytes(il, tier) for il in range(self.n_layers))
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Rules for every policy.
+    """Rules that the user's settings impose on every policy.
 
-    skip: experts may be skipped. renormalize: if experts of a token are skipped, its remaining
-    weights are scaled to the original sum. exact: decisions must not depend on which experts are
-    resident.
+    - skip: whether experts may be skipped.
+    - renormalize: whether the weights of a token's other experts are scaled up if some are skipped.
+    - exact: whether decisions must not depend on which experts are in memory.
     """
 
     skip: bool = False
@@ -74,8 +77,10 @@ class Rules:
 class SlotGroup:
     """Slots of one size that evict each other in least-recently-used order.
 
-    n_passing: the number of slots that streaming requests may take from the others. on_host: host
-    threads compute these experts.
+    - slot_bytes, n_slots: the size of a slot and the number of slots.
+    - n_passing: how many of the slots may be taken by streamed experts, which are evicted first.
+    - on_host: whether a system with a GPU keeps the slots in host memory, for experts that CPU
+      threads compute.
     """
 
     slot_bytes: int
@@ -86,9 +91,12 @@ class SlotGroup:
 
 @dataclass(frozen=True, slots=True)
 class SlotPlan:
-    """Slot groups, and the index of the group that holds each (layer, kind, tier).
+    """The groups of expert slots, and the group that each expert uses.
 
-    total_bytes does not include host_bytes, the slots in host memory next to a device.
+    - groups: each group has slots of one size.
+    - group_of: maps (layer, matrix kind, tier) to the index of the group.
+    - total_bytes: the bytes of all slots, without host_bytes.
+    - host_bytes: the bytes of slots in host memory in a system with a GPU.
     """
 
     groups: tuple[SlotGroup, ...]
@@ -105,7 +113,11 @@ class SlotPlan:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One claim on a budget: at least `floor` units, at most `full`, in proportion to `weight`."""
+    """A claim on a memory budget in units, such as slots of one size.
+
+    The claim gets at least `floor` and at most `full` units. Between these limits, the number of
+    units is in proportion to `weight`. unit_bytes: the bytes of one unit.
+    """
 
     unit_bytes: int
     floor: int
@@ -114,11 +126,11 @@ class Share:
 
 
 def divide(shares: Sequence[Share], budget_bytes: int) -> list[int]:
-    """Return the number of units of each share.
+    """Divide a memory budget among claims, and return the number of units for each claim.
 
-    Each share gets clamp(s * weight, floor, full) units, with the largest s whose sum fits the
-    budget. The rest after rounding goes, unit by unit, to the share furthest below its proportion.
-    If the budget is too small for the floors, returns the floors.
+    Each claim gets clamp(s * weight, floor, full) units. s is the same for all claims, and as large
+    as the budget allows. The bytes that rounding leaves are given out unit by unit, to the claim
+    furthest below its proportion. If the budget is too small, each claim gets its floor.
     """
     if sum(share.unit_bytes * share.floor for share in shares) > budget_bytes:
         return [share.floor for share in shares]
@@ -148,15 +160,16 @@ def divide(shares: Sequence[Share], budget_bytes: int) -> list[int]:
 
 
 def even_slots(shape: ModelShape, budget_bytes: int) -> list[int]:
-    """Return the number of tier-0 slots of each layer: the same in every layer, at least one."""
+    """Return the number of tier-0 slots of each layer, about the same in all, at least one."""
     n = shape.n_expert
     sizes = [shape.expert_slot_bytes(layer, 0) for layer in range(shape.n_layers)]
     return divide([Share(size, 1, n, n) for size in sizes], budget_bytes)
 
 
 def layer_groups(shape: ModelShape, counts: Sequence[Sequence[int]]) -> SlotPlan:
-    """Return one slot group per (layer, kind, tier) with counts[layer][tier] slots. Streaming may
-    use half of the slots of tier 0.
+    """Return a slot plan with one slot group for each layer, matrix kind and tier.
+
+    A group has counts[layer][tier] slots. Streamed experts may use half of the slots of tier 0.
     """
     groups: list[SlotGroup] = []
     group_of: dict[tuple[int, int, int], int] = {}
@@ -170,12 +183,15 @@ def layer_groups(shape: ModelShape, counts: Sequence[Sequence[int]]) -> SlotPlan
 
 
 def falling(schedule: str, n_layers: int) -> list[float]:
-    """Return c(l) for every layer, a schedule that falls from 1 in the first layer to 0 in the
-    last.
+    """Return a factor c(l) for every layer l, from 1 in the first layer to 0 in the last.
 
-    cosine: c(l) = (cos(pi * l / (L-1)) + 1) / 2 with L = n_layers, of eq. 4. For comparison:
-    linear, c(l) = 1 - l / (L-1); flat, 0 in all layers. A single layer gets 0. Raises ConfigError
-    for an unknown schedule.
+    L is n_layers. The factors depend on the schedule:
+
+    - cosine: c(l) = (cos(pi * l / (L-1)) + 1) / 2, which is eq. 4.
+    - linear: c(l) = 1 - l / (L-1).
+    - flat: c(l) = 0 in all layers.
+
+    If there is only one layer, its factor is 0. Raises ConfigError for an unknown schedule.
     """
     if schedule not in SCHEDULES:
         raise ConfigError(f"unknown schedule '{schedule}'; known: {', '.join(SCHEDULES)}")

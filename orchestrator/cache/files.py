@@ -27,9 +27,10 @@ _LARGEST_BYTES = 1 << 20
 
 
 def user_folder(kind: str) -> Path:
-    """Return our folder for files of a kind, "cache" or "state"; it may not exist yet.
+    """Return the folder of moe-edge for the user's files of this kind: "cache" or "state".
 
-    A relative path in the environment is ignored, as the XDG base directory specification requires.
+    The folder may not exist yet. XDG_CACHE_HOME or XDG_STATE_HOME names its parent folder. A
+    relative path in these variables is ignored, as the XDG base directory specification requires.
     """
     base = os.environ.get(f"XDG_{kind.upper()}_HOME", "")
     return (Path(base) if os.path.isabs(base) else Path.home() / _USUAL[kind]) / "moe-edge"
@@ -37,10 +38,10 @@ def user_folder(kind: str) -> Path:
 
 @contextmanager
 def whole_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
-    """Open a file for atomic writing.
+    """Open a file that appears under its name only when it is complete.
 
-    It gets its name when the block ends without an error, and is deleted otherwise. Also deletes
-    unfinished files of a killed writer. Raises OSError.
+    If the block ends without an error, the file gets its name. Otherwise it is deleted. Unfinished
+    files of earlier writers that were killed are deleted too. Raises OSError.
     """
     remove_abandoned(path)
     with _about(path):
@@ -55,10 +56,10 @@ def whole_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
 
 @contextmanager
 def whole_files(folder: Path, first: str) -> Iterator[Path]:
-    """Yield an empty folder whose files are moved to `folder` at the end of the block.
+    """Yield an empty folder, and move all its files to `folder` at the end of the block.
 
-    If the block ends without an error, all of them are moved, otherwise none. `first` is moved
-    first, so an interrupt before that leaves none. Raises OSError.
+    If the block ends with an error, no file is moved. The file named `first` is moved first, so an
+    interrupt before that leaves no file in `folder`. Raises OSError.
     """
     with TemporaryDirectory(prefix="moe-edge-") as made, ExitStack() as begun:
         yield Path(made)
@@ -78,14 +79,17 @@ def whole_files(folder: Path, first: str) -> Iterator[Path]:
 
 
 def check_target(path: Path) -> None:
-    """Raise OSError if whole_file cannot write to path, so that a long run fails at its start."""
+    """Raise OSError if a file cannot be written to this path.
+
+    Commands call this before a long computation, so that it does not fail at its end.
+    """
     with _about(path):
         UnfinishedFile(path).discard()
 
 
 @contextmanager
 def _about(path: Path) -> Iterator[None]:
-    """Make an OSError name `path`.
+    """Within this context, let each OSError name `path`.
 
     The error of a full disk names no file, and other errors may name a temporary file.
     """
@@ -99,9 +103,10 @@ def _about(path: Path) -> Iterator[None]:
 
 
 def read_object(path: Path, most_bytes: int) -> dict[str, Any] | None:
-    """Return the JSON object in a file; None for any other content or a larger file.
+    """Read a JSON object from a file.
 
-    Raises OSError.
+    Return None for a file with other content or with more than most_bytes bytes. Raises OSError if
+    the file cannot be read.
     """
     with open_file(path) as file:
         # read(n) would allocate n bytes even for a small file
@@ -114,21 +119,24 @@ def read_object(path: Path, most_bytes: int) -> dict[str, Any] | None:
 
 
 def write_whole(path: Path, text: str, *, private: bool = False) -> None:
-    """Write a text file atomically. private: only its owner may read it. Raises OSError."""
+    """Write a text file atomically. Raises OSError.
+
+    private: whether only the file's owner may read it.
+    """
     with whole_file(path, 0o600 if private else 0o666) as file:
         file.write(text.encode())
 
 
 def digest(*said: Any) -> str:
-    """Return a key of 24 hexadecimal digits for JSON-ready values, for names of cached files."""
+    """Return a hash of JSON-ready values, 24 hexadecimal digits, for names of cached files."""
     text = json.dumps(said, default=str, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 def recalled(path: Path, form: str, name: str) -> dict[str, Any]:
-    """Return what keep() stored under a name.
+    """Return the values that keep() stored under `name` in a cache file.
 
-    It is empty if the file is missing, damaged or of another format.
+    Return {} if the file is missing, damaged or of another format. form: the name of the format.
     """
     data: dict[str, Any] | None = None
     with suppress(OSError):
@@ -138,7 +146,10 @@ def recalled(path: Path, form: str, name: str) -> dict[str, Any]:
 
 
 def keep(path: Path, form: str, name: str, what: Mapping[str, Any]) -> None:
-    """Store values under a name in a cache file. Write errors are ignored."""
+    """Store the values `what` under `name` in a cache file. Write errors are ignored.
+
+    form: the name of the file's format, which readers check.
+    """
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps({"format": form, name: what}))
@@ -146,27 +157,30 @@ def keep(path: Path, form: str, name: str, what: Mapping[str, Any]) -> None:
 
 ALL = "all"
 KINDS = {
-    "bench": "models that `moe-edge bench` made, made again when it runs",
-    "build": "objects of the last builds, so that `make build` compiles what changed alone",
-    "calibrating": "passes that `moe-edge calibrate` made before it was interrupted, to go on from",
+    "bench": "models that `moe-edge bench` made; it makes them again if they are missing",
+    "build": "object files of the last builds, so that `make build` compiles only changed files",
+    "calibrating": "results of interrupted runs of `moe-edge calibrate`, from which it continues",
     "conversations": "the messages of the last chats on a terminal, for `moe-edge chat --resume`",
     "cuda": "libraries for builds with CUDA",
     "emulation": "objects of the tests that emulate a GPU",
-    "hotness": "which experts earlier chats used, of each model",
-    "plans": "which plan `--max-loss` took, of each model, so that it stays",
+    "hotness": "which experts earlier chats used, for each model",
+    "plans": "the plan that `--max-loss` chose for each model, so that later runs choose it again",
     "sdist": "the source of llama.cpp as it was downloaded",
-    "servers": "llama.cpp's server, as `moe-edge serve` compiled it",
-    "speed": "how fast this machine computes and reads, measured again when it is needed",
+    "servers": "llama.cpp's server, compiled by `moe-edge serve`",
+    "speed": "the measured speed of this machine; it is measured again if it is missing",
     "source": "the source of llama.cpp with our patches",
     "tuned": "settings that policies tuned, for each model",
     "usage": "how often earlier chats and servers used each expert of a model",
-    "wheels": "llama.cpp as it was built, for other environments",
+    "wheels": "built packages of llama.cpp, for other Python environments",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class CacheFolder:
-    """A folder of the user cache. nbytes: the disk space of its files."""
+    """One subfolder of the user cache.
+
+    nbytes: the disk space of its files.
+    """
 
     name: str
     path: Path
@@ -179,7 +193,7 @@ class CacheFolder:
 
 
 def user_cache() -> list[CacheFolder]:
-    """Return the folders of the user cache, largest first."""
+    """Return a description of each subfolder of the user cache, largest first."""
     folder = user_folder("cache")
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
@@ -190,9 +204,10 @@ def user_cache() -> list[CacheFolder]:
 
 
 def clear_cache(names: tuple[str, ...]) -> list[CacheFolder]:
-    """Delete the named folders, or all of them, and return their descriptions.
+    """Delete the named subfolders of the user cache, and return their descriptions.
 
-    Raises ConfigError for an unknown name before anything is deleted, and OSError.
+    The name "all" stands for all subfolders. Raises ConfigError for an unknown name before anything
+    is deleted. Raises OSError if a folder cannot be deleted.
     """
     here = {each.name: each for each in user_cache()}
     chosen = list(here.values()) if ALL in names else []

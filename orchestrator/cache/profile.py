@@ -32,14 +32,14 @@ _SAMPLES, _SAMPLE_BYTES = 256, 4096
 
 
 def identity(model: ExpertModel) -> str:
-    """Return a hash that identifies the files of a model, whatever their names are.
+    """Return a hash that identifies the contents of a model's files, whatever their names are.
 
-    It covers the size of each part, the bytes before the first tensor (metadata and tensor table),
-    and _SAMPLES pieces of the tensors' bytes, evenly over each part. Other weights or other
-    rounding differ in all of these pieces. Checksums find a damaged byte between two pieces.
+    The hash covers the size of each file, all bytes before the first tensor, and _SAMPLES pieces of
+    the tensors' bytes. Other weights or another quantization change all of these pieces. A damaged
+    byte between two pieces does not change the hash; checksums find such damage.
 
-    The result stays that of the files that were opened if it was computed before other files got
-    their names.
+    The hash is kept after the first call. So it stays that of the opened files even if other files
+    get their names later.
     """
     return _identity(tuple((part.path, part.data_offset) for part in model.parts), _stamps(model))
 
@@ -63,7 +63,7 @@ def _identity(parts: tuple[tuple[Path, int], ...], stamps: tuple[tuple[int, int]
 
 
 def cached_path(model: ExpertModel, kind: str = "hotness") -> Path:
-    """Return the user cache's file for one kind of record of a model.
+    """Return the path of a model's file in the user cache for one kind of record.
 
     The kinds are hotness, usage, plans and tuned.
     """
@@ -71,23 +71,25 @@ def cached_path(model: ExpertModel, kind: str = "hotness") -> Path:
 
 
 def load(path: Path, model: ExpertModel) -> np.ndarray:
-    """Return the counts of a profile, float64 [n_layers, n_expert], not negative.
+    """Read how often tokens used each expert from a profile, float64 [n_layers, n_expert].
 
-    Additional fields from older versions are ignored. Raises OSError, and ProfileError for a
-    profile that is damaged or belongs to another model.
+    Raises OSError if the file cannot be read. Raises ProfileError if the profile is damaged or
+    belongs to another model.
     """
-    damaged = ProfileError(f"{path}: not a profile, or damaged: name a new file")
+    damaged = ProfileError(
+        f"{path} is not a profile of expert usage, or is damaged: name a new file"
+    )
     data = read_object(path, _LARGEST_BYTES)
     if data is None or data.get("format") != _FORMAT:
         raise damaged
     if data.get("version") != _VERSION:
-        raise ProfileError(f"{path}: this profile has another format version: name a new file")
+        raise ProfileError(f"{path} is a profile with another format version: name a new file")
     if not isinstance(data.get("model"), str) or not isinstance(data.get("name"), str):
         raise damaged
     if data["model"] != identity(model):
         raise ProfileError(
-            f"{path}: this profile was made with another model ({one_line(data['name'])}): give "
-            f"the one of {model.path.name}, or a new file name"
+            f"{path} is a profile of another model ({one_line(data['name'])}): give the profile of "
+            f"{model.path.name}, or a new file name"
         )
     try:
         found = np.array(data.get("hotness"), np.float64)
@@ -100,7 +102,10 @@ def load(path: Path, model: ExpertModel) -> np.ndarray:
 
 
 def save(path: Path, model: ExpertModel, counts: np.ndarray) -> None:
-    """Write a profile with these counts [n_layers, n_expert], atomically. Raises OSError."""
+    """Write a profile of how often tokens used each expert, atomically. Raises OSError.
+
+    counts: the values to write, [n_layers, n_expert].
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     data = {
         "format": _FORMAT,
@@ -117,11 +122,11 @@ def _rounded(values: np.ndarray) -> list[list[float]]:
 
 
 class _Cached:
-    """A record of a model in the user cache, if config.remember is set.
+    """Base class of records of a model in the user cache that later runs read.
 
-    Read and write errors of the cache are ignored.
+    Without the setting `remember`, nothing is read or written. Read and write errors are ignored.
 
-    note: why the record of earlier runs is not used, or None.
+    note: the reason why the record of earlier runs is not used, or None.
     """
 
     kind: ClassVar[str]
@@ -136,9 +141,10 @@ class _Cached:
 
 
 class HotnessKeeper(_Cached):
-    """The hotness of a model's experts, from this run or an earlier one.
+    """Keeps the fraction of tokens that use each expert, as learned by a policy, for later runs.
 
-    The setting profile names a file that replaces the user cache; it may not exist yet.
+    The record is in the user cache, or in the file that the setting `profile` names. This file may
+    not exist yet.
     """
 
     kind = "hotness"
@@ -162,24 +168,32 @@ class HotnessKeeper(_Cached):
         except (ProfileError, OSError) as error:
             if self._named:
                 raise
-            self.note = f"The hotness of earlier runs is not used: {error}"
+            self.note = f"The expert usage of earlier runs is not used: {error}"
         return None
 
     def recall(self) -> np.ndarray | None:
-        """Return the hotness, float64 [n_layers, n_expert], or None if unknown.
+        """Return the fraction of tokens that used each expert, float64 [n_layers, n_expert].
 
-        The first call reads the file. Raises ProfileError or OSError if a named file cannot be
-        used.
+        The values are those of this run, if the policy learned any, else those of an earlier run.
+        Return None if both are unknown. Raises ProfileError or OSError if the file that the setting
+        `profile` names cannot be used.
         """
         return self._known if self._now is None else self._now
 
     def learn(self, hotness: np.ndarray) -> None:
-        """Replace the hotness by a policy's current one. An array of zeros is ignored."""
+        """Replace the record by the values that a policy learned, [n_layers, n_expert].
+
+        hotness: the fraction of tokens that use each expert. An array of zeros is ignored.
+        """
         if hotness.any():
             self._now = hotness
 
     def save(self) -> None:
-        """Write the hotness. Raises OSError for a named file; errors of the cache are ignored."""
+        """Write the values that a policy learned in this run to the record.
+
+        Raises OSError if the file that the setting `profile` names cannot be written. Write errors
+        of the user cache are ignored.
+        """
         if self._now is None or not (self._named or self._remember):
             return
         self._known, self._now = self._now, None
@@ -191,12 +205,10 @@ class HotnessKeeper(_Cached):
 
 
 class UsageKeeper(_Cached):
-    """The number of tokens that used each expert of a model.
+    """Counts the tokens that used each expert of a model, in earlier runs and this run.
 
-    It covers earlier runs under any policy and this one.
-
-    It uses the file format of profiles. Older runs count less: the record of all earlier runs is
-    scaled to at most _USED_TOKENS tokens.
+    The counts are those of all policies. When they are saved, they are scaled down to at most
+    _USED_TOKENS tokens, so that older runs count less.
     """
 
     kind = "usage"
@@ -208,24 +220,24 @@ class UsageKeeper(_Cached):
             try:
                 self._known = load(self._path, model)
             except ProfileError as error:
-                self.note = f"Expert usage is recorded from scratch: {error}"
+                self.note = f"The record of expert usage starts again: {error}"
             except OSError:
                 pass
 
     def recall(self) -> np.ndarray | None:
         """Return the number of tokens that used each expert, float64 [n_layers, n_expert].
 
-        Return None if it is unknown. Counts of stores freed in this run are included.
+        Return None if no use was counted.
         """
         used = self._known + self._now
         return used if used.any() else None
 
     def learn(self, used: np.ndarray) -> None:
-        """Add the counts of a store that is being freed, [n_layers, n_expert]."""
+        """Add the counts of an expert store that is being freed, [n_layers, n_expert]."""
         self._now = self._now + used
 
     def save(self) -> None:
-        """Write the counts if this run added any. Errors of the cache are ignored."""
+        """Write the counts to the user cache if this run added any. Write errors are ignored."""
         if not self._now.any() or not self._remember:
             return
         self._known, self._now = self._known + self._now, self._none
@@ -236,18 +248,18 @@ class UsageKeeper(_Cached):
 
 
 class TunedKeeper(_Cached):
-    """Settings that policies tuned on a model, by policy name, from this run or an earlier one."""
+    """Keeps the settings that policies tuned on a model, by policy name, for later runs."""
 
     kind = "tuned"
     _learned = False
 
     @cached_property
     def _known(self) -> dict[str, Any]:
-        """The tuned settings by policy, read at the first access."""
+        """The tuned settings by policy name, read from the user cache at the first access."""
         return recalled(self._path, _TUNED, "policies") if self._remember else {}
 
     def recall(self, policy: str) -> dict[str, Any] | None:
-        """Return the settings that the named policy tuned; None if unknown."""
+        """Return the settings that the policy tuned in this run or an earlier one, or None."""
         known = self._known.get(policy)
         return known if isinstance(known, dict) else None
 
@@ -256,7 +268,7 @@ class TunedKeeper(_Cached):
         self._known[policy], self._learned = dict(tuned), True
 
     def save(self) -> None:
-        """Write the settings if any were learned."""
+        """Write the tuned settings of all policies to the user cache if this run changed any."""
         if not self._learned or not self._remember:
             return
         keep(self._path, _TUNED, "policies", self._known)

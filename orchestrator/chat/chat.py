@@ -47,15 +47,15 @@ ALIASES = {
 QUOTES = '"""'
 # A file with more bytes for each token of the context does not fit, whatever is in it.
 _BYTES_PER_TOKEN = 64
-_BAR = 10  # of /memory, in characters
+_BAR = 10  # length of the bars of /memory, in characters
 
 
 def _follow(
     session: Session, console: Console, answer: Iterator[Piece], shown: bool
 ) -> tuple[str, str]:
-    """Show an answer as it comes if `shown` is set, until Ctrl-C stops it.
+    """Read an answer until its end or Ctrl-C, and show its pieces as they come if `shown` is True.
 
-    Returns the text of the answer, and that of the reasoning before it.
+    Returns the text of the answer, and the text of the reasoning before it.
     """
     pieces: dict[bool, list[str]] = {False: [], True: []}  # by whether they are thoughts
     try:
@@ -74,9 +74,10 @@ def _follow(
 
 
 def one_shot(session: Session, console: Console, prompt: str, as_json: bool) -> bool:
-    """Answer `prompt` on stdout, the answer alone or as one JSON object; False if it was stopped.
+    """Answer `prompt` on stdout. Return False if Ctrl-C stopped the answer.
 
-    Bars and the statistics line go to stderr, and only if it is a terminal.
+    The output is the answer alone, or one JSON object if as_json is True. If stderr is a terminal,
+    progress bars and a line of statistics are written to it.
     """
     answer = session.answer(prompt, console.prefill_bar)
     said, thought = _follow(session, console, answer, shown=not as_json)
@@ -99,7 +100,7 @@ def one_shot(session: Session, console: Console, prompt: str, as_json: bool) -> 
 
 
 class Chat:
-    """The interactive loop: read a line, run a command or answer it, until /quit."""
+    """An interactive chat on a terminal, which reads messages and commands until /quit."""
 
     def __init__(
         self,
@@ -108,16 +109,17 @@ class Chat:
         change_model: Callable[[str], None],
         tell: Callable[[], None],
     ) -> None:
-        """change_model: lets the model of that name continue the session.
+        """Prepare the commands of the chat.
 
-        tell: shows what the runtime had to say since the last answer.
+        `change_model` continues the session with the model of the given name. `tell` shows notes of
+        the runtime that came since the last answer.
         """
         self.session = session
         self.console = console
         self.tell = tell
         self._change_model = change_model
         self._settings = session.settings()
-        # Those of policies that may change between two tokens.
+        # Settings of policies that may change between two tokens.
         live = {name: declared for name, declared in policy_settings().items() if declared.live}
         self._changeable = self._settings | live
         temp, think = self._settings["temp"], self._settings["think"]
@@ -125,18 +127,18 @@ class Chat:
         self._groups: dict[str, dict[str, tuple[str, str, Callable[[str], None]]]] = {
             "The conversation": {
                 "/regen": ("", "replace the last answer by another answer", self._regen),
-                "/read": ("FILE", "put a text file before your next message", self._read),
-                "/system": ("TEXT", "set the system prompt and reset (- for none)", self._system),
+                "/read": ("FILE", "begin your next message with a text file", self._read),
+                "/system": ("TEXT", "set the system prompt (- for none), start anew", self._system),
                 "/reset": ("", "forget the conversation", self._reset),
                 "/save": ("FILE", "write the conversation as JSON lines", self._save),
-                "/load": ("FILE", "continue a file that /save wrote, or with a model", self._load),
+                "/load": ("FILE", "continue a saved conversation, or change the model", self._load),
             },
             "How it answers": {
                 "/temp": ("T", "change the temperature", partial(self._change, temp)),
                 "/think": ("on|off", "think before an answer", partial(self._change, think)),
-                "/set": ("NAME VALUE", "change another setting; alone: list them", self._set),
-                "/model": ("NAME", "change the model; alone: show it", self._model),
-                "/policy": ("NAME", "change the policy; alone: show it", self._policy),
+                "/set": ("NAME VALUE", "change another setting; without NAME: list", self._set),
+                "/model": ("NAME", "change the model; without NAME: show it", self._model),
+                "/policy": ("NAME", "change the policy; without NAME: show it", self._policy),
                 **{
                     "/" + name.replace("_", "-"): (
                         declared.metavar,
@@ -159,11 +161,11 @@ class Chat:
             name: command for group in self._groups.values() for name, command in group.items()
         }
         self._running = True
-        self._asks = False  # whether it waits for a line
+        self._asks = False  # whether the chat waits for a line
         self._file_text = ""
 
     def run(self) -> None:
-        """Talk until /quit or the end of the input."""
+        """Answer messages and run commands until /quit or the end of the input."""
         self._introduce()
         self.console.note("/help lists the commands, Ctrl-C stops an answer, /quit leaves\n")
         words = [name + " " if usage else name for name, (usage, _, _) in self.commands.items()]
@@ -176,7 +178,10 @@ class Chat:
                 self.console.note("\n/quit or Ctrl-D leaves" if self._asks else "\nstopped")
 
     def _turn(self) -> None:
-        """Read a line and act on it. The chat continues after a Ctrl-C at any moment of it."""
+        """Read one line, and run it as a command or answer it as a message.
+
+        The chat continues after a Ctrl-C at any moment.
+        """
         self._asks = True
         line = self.console.ask()
         if line is not None and line.lstrip().startswith(QUOTES):
@@ -196,7 +201,7 @@ class Chat:
                 self.console.error(str(error))
 
     def _introduce(self) -> None:
-        """Say which model answers, and how."""
+        """Show the name and the experts of the model, and the status line of the runtime."""
         model = self.session.runtime.model
         tiers = " ".join(tier.name for tier in model.tiers)
         self.console.note(
@@ -207,9 +212,10 @@ class Chat:
         self.console.note(self.session.runtime.mode)
 
     def _rest_of(self, line: str) -> str | None:
-        """Read the rest of a message that began with QUOTES and `line`, up to the next QUOTES.
+        """Read the rest of a message of several lines, up to the line that ends with QUOTES.
 
-        Returns None at the end of the input. The leading space keeps it from being a command.
+        `line` is its first line without QUOTES. Returns None at the end of the input. The result
+        begins with a space, so that it is never taken for a command.
         """
         lines = [line]
         while not lines[-1].rstrip().endswith(QUOTES):
@@ -280,7 +286,7 @@ class Chat:
         too_long = f"too long for the context of {n_ctx} tokens (--ctx)"
         self._file_text = read_text(path, _BYTES_PER_TOKEN * n_ctx, too_long).strip()
         length = len(self._file_text)
-        self.console.note(f"{length} characters of {path} stand before your next message.")
+        self.console.note(f"The {length} characters of {path} will begin your next message.")
 
     def _reset(self, _argument: str) -> None:
         self.session.reset()
@@ -343,14 +349,14 @@ class Chat:
         self._change(known[name], text.strip())
 
     def _value_of(self, declared: Setting) -> str:
-        """Return a setting's value in the form that /set takes; "-" for none."""
+        """Return a setting's value as text that /set accepts, or "-" if it has no value."""
         value = self.session.value(declared.name)
         if declared.repeated:
             return shlex.join(value) or "-"
         return "-" if value is None else str(value)
 
     def _change(self, declared: Setting, argument: str) -> None:
-        """Change a setting if there is an argument, and show its value."""
+        """Set a setting to the value `argument` unless it is empty, and show the current value."""
         if declared.name in self._settings:
             if argument:
                 self.session.set(declared.name, _read(declared, argument))
@@ -359,8 +365,10 @@ class Chat:
         if argument:
             value = declared.parse(argument)
             if not self.session.runtime.set(**{declared.name: value}):
-                having = " or ".join(owners(declared.name))
-                self.console.note(f"It has no effect under this policy: {having} would use it.")
+                name, policies = declared.name, " or ".join(owners(declared.name))
+                self.console.note(
+                    f"{name} has no effect under this policy: {policies} would use it."
+                )
         self.console.note(self.session.runtime.mode)
 
     def _save(self, argument: str) -> None:
@@ -386,7 +394,7 @@ class Chat:
 
 
 def _read(declared: Setting, text: str) -> Any:
-    """Return the value that a text means. "-" is none, for settings that may have none."""
+    """Return the value that a text means for a setting. "-" means None if the setting allows it."""
     return None if text == "-" and declared.optional else declared.parse(text)
 
 
@@ -399,10 +407,11 @@ ENDINGS = {
 
 
 def stats_fields(stats: GenerationStats, ram_bytes: int) -> list[str]:
-    """Return the fields of the dim line below an answer: its costs, within 80 columns.
+    """Return the fields of the statistics line below an answer, such as speed and memory.
 
-    The ending comes first if it is not the model's own. ram_bytes: the cap on all memory of the
-    model. On llama.cpp's own path no expert can be missing, so there is no hit rate.
+    Together they fit in 80 columns. If the answer was cut or stopped, the first field says so.
+    `ram_bytes` is the limit of all memory of the model. The hit rate is left out with `--policy
+    plain`, because all experts are then in memory.
     """
     fields = [ENDINGS[stats.finish]] if stats.finish in ENDINGS else []
     wait = f"{stats.ttft_ms:.0f} ms" if stats.ttft_ms < 1e3 else f"{stats.ttft_ms / 1e3:.1f} s"
@@ -421,7 +430,7 @@ def stats_fields(stats: GenerationStats, ram_bytes: int) -> list[str]:
 
 
 def stats_table(stats: GenerationStats) -> str:
-    """Return all statistics of an answer, one per line."""
+    """Return all measurements of an answer as text, with one measurement per line."""
     rows: list[tuple[str, str]] = []
     values = stats.as_dict()
     policy = values.pop("policy")

@@ -31,9 +31,10 @@ _TAB_COLUMNS = 8
 
 
 def _folded(line: str, width: int) -> str:
-    """Break a line of a note into lines of at most `width` columns; only a word may be longer.
+    """Break a line of text into lines of at most `width` columns. Only a single word may be longer.
 
-    Continuation lines are indented to the second column of a table if that is narrow enough.
+    The other lines are indented to the second column if the line is a row of a table. If that
+    column is too far right, they are indented by 2.
     """
     if len(line) <= width:
         return line
@@ -49,13 +50,14 @@ def _folded(line: str, width: int) -> str:
 
 
 class WordWrap:
-    """Lines of at most width() columns out of text that comes in pieces.
+    """Breaks text that comes in pieces into lines of at most width() columns.
 
-    A word is held back until it is whole. Code between two lines of ``` is not broken, so that it
-    can be copied. Text in wide characters, which has no spaces, may break anywhere.
+    A word is held back until it is complete. Code between two lines of ``` is not broken, so that
+    users can copy it. Text in wide characters, which has no spaces, may be broken anywhere.
     """
 
     def __init__(self, width: Callable[[], int]) -> None:
+        """Begin the first line. `width` returns the width of the terminal in columns."""
         self._width = width
         self._begin()
 
@@ -65,11 +67,14 @@ class WordWrap:
         self._in_code = self._too_long = False
 
     def feed(self, text: str) -> str:
-        """Return the text that can be shown after `text` has come."""
+        """Return the text that can be shown now that the piece `text` has come."""
         return "".join(map(self._next, text))
 
     def end(self) -> str:
-        """Return the text that was held back. The next text begins a new line."""
+        """Return the text that was held back, at the end of all text.
+
+        The next text begins a new line.
+        """
         rest = self._whole_word() + self._space
         self._begin()
         return rest
@@ -106,7 +111,7 @@ class WordWrap:
         return shown + "\n"
 
     def _whole_word(self) -> str:
-        """Return the complete word, after its space or on a new line."""
+        """Return the word that was held back, with its space or a line break before it."""
         if not self._word:
             return ""
         width, space, word = self._width(), self._space, self._word
@@ -152,14 +157,18 @@ _CONTROLS = dict.fromkeys(
 
 
 def strip_controls(text: str) -> str:
-    """Return a text without the characters that control a terminal; newline and tab stay."""
+    """Return a text without the characters that control a terminal. Newlines and tabs stay."""
     return text.translate(_CONTROLS)
 
 
 class Console:
-    """stdin, stdout and stderr of a conversation, and their abilities."""
+    """Writes the texts of a command to stdout and stderr, and reads lines from stdin.
+
+    Colours, progress bars and line breaks are used only on a terminal.
+    """
 
     def __init__(self) -> None:
+        """Find out which streams are terminals, and their abilities."""
         # A character that the terminal's encoding lacks must not end the answer.
         for stream in (sys.stdin, sys.stdout, sys.stderr):
             reconfigure = getattr(stream, "reconfigure", None)
@@ -199,7 +208,7 @@ class Console:
     def thought(self, text: str) -> None:
         """Write a piece of the model's reasoning, which comes before its answer.
 
-        It is dim on a terminal, and not shown elsewhere.
+        The text is dim. If stdout is not a terminal, nothing is written.
         """
         if self.out_tty:
             if not self._is_thinking and self._color:
@@ -216,26 +225,32 @@ class Console:
             self.write("\n")
 
     def end_answer(self) -> None:
-        """Write what answer held back of the last word."""
+        """Write the last word of the answer, and end its line breaking.
+
+        `answer` holds back each word until it is complete.
+        """
         self._end_thought()
         self.write(self._wrap.end())
 
     def write(self, text: str) -> None:
-        """Write to stdout as it is, without control characters on a terminal."""
+        """Write a text to stdout without breaking its lines.
+
+        On a terminal, control characters are removed.
+        """
         sys.stdout.write(strip_controls(text) if self.out_tty else text)
         sys.stdout.flush()
         self._is_in_line = not text.endswith("\n") if text else self._is_in_line
 
     def end_line(self) -> None:
-        """End the line on stdout, if something was written in it."""
+        """Write a newline to stdout, unless the last character written was a newline."""
         if self._is_in_line:
             self.write("\n")
 
     @contextmanager
     def quiet_keys(self) -> Iterator[None]:
-        """Hide typed characters on the terminal during the block.
+        """Hide the characters that the user types during the block.
 
-        They are kept for the next question. Ctrl-C still arrives.
+        They are kept for the next question. Ctrl-C still works.
         """
         before = self._tty_state()
         if before is None:
@@ -255,10 +270,10 @@ class Console:
             restore()
 
     def _tty_state(self) -> list[Any] | None:
-        """Return the modes of the terminal.
+        """Return the modes of the terminal, as termios has them.
 
-        Return None if stdin and stdout are no terminal, or if this process is in the background:
-        changing the modes would stop it.
+        Returns None if stdin or stdout is no terminal. Also returns None if this process is in the
+        background, because changing the modes would then stop it.
         """
         if not (self.in_tty and self.out_tty):
             return None
@@ -278,11 +293,14 @@ class Console:
         self.notes.flush()
 
     def explain(self, groups: Mapping[str, Sequence[tuple[str, str]]]) -> None:
-        """Write names and their meanings, in groups with a heading."""
+        """Write groups of names with their explanations, each group under its heading."""
         self.note(explained(groups, shutil.get_terminal_size().columns))
 
     def fields(self, fields: list[str]) -> None:
-        """Write fields as one dim line, broken between fields to the width of the terminal."""
+        """Write short texts (fields) as one dim line for the user.
+
+        A line that is too wide for the terminal is broken between fields.
+        """
         width = shutil.get_terminal_size().columns
         line = ""
         for field in fields:
@@ -300,20 +318,23 @@ class Console:
         sys.stderr.flush()
 
     def prefill_bar(self, done: Callable[[], float], total: int) -> None:
-        """Show how many of the prompt's tokens are read; `done` returns their number."""
+        """Show a progress bar while the `total` tokens of a prompt are read.
+
+        `done` returns how many tokens have been read.
+        """
         self.bar(f"Reading {total} tokens", lambda: done() / total if total else 1.0)
 
     def bar(
         self, label: str, fraction: float | Callable[[], float] | None, total_bytes: int = 0
     ) -> None:
-        """Show on a terminal what is being done and how much of it is done.
+        """Show a progress bar with the label `label`, or update it. `end_bar` removes it.
 
-        The bar appears after a moment, and counts the seconds while nothing new is reported;
-        end_bar removes it. The time left is shown as soon as it can be estimated.
+        `fraction` is the share of the work that is done, 0 to 1, or None if it is unknown. A
+        function as `fraction` is called each time that a thread redraws the bar. `total_bytes` is
+        the size of the whole work, which is shown too, or 0.
 
-        fraction: the share that is done, 0 to 1, or a function that returns it, which the bar's
-        thread calls each time that it draws; None if the share is not known. total_bytes: the
-        amount of the whole work, which is shown as well.
+        The bar appears after a moment, and then shows the seconds that have passed or, once known,
+        the time left. Without a terminal nothing is shown.
         """
         if not self._bars:
             return
@@ -328,7 +349,7 @@ class Console:
             self._draw_bar(now)
 
     def _tick(self, ended: threading.Event) -> None:
-        """Draw the bar until it has ended. The work of a thread."""
+        """Redraw the progress bar about once per second until `ended` is set. Runs on a thread."""
         wait_s = BAR_DELAY_S
         while not ended.wait(wait_s):
             with self._lock:
@@ -360,7 +381,7 @@ class Console:
         self._bar_shown = True
 
     def end_bar(self) -> None:
-        """Remove the bar, if one is shown."""
+        """Remove the progress bar if one is shown."""
         with self._lock:
             self._bar_ended.set()
             self._bar_label = ""
@@ -371,14 +392,14 @@ class Console:
 
     @contextmanager
     def bars(self) -> Iterator[Console]:
-        """Remove the bar at the end of the block."""
+        """Remove the progress bar at the end of the `with` block."""
         try:
             yield self
         finally:
             self.end_bar()
 
     def ask(self, mark: str = ">") -> str | None:
-        """Read the next line that the user types after `mark`; None at the end of the input.
+        """Show `mark`, and return the line that the user types, or None at the end of the input.
 
         Raises KeyboardInterrupt at Ctrl-C.
         """
@@ -399,16 +420,17 @@ class Console:
         return line.rstrip("\n")
 
     def open_history(self, words: list[str]) -> None:
-        """Give `ask` arrow keys over the lines of earlier sessions, and Tab over `words`.
+        """Let `ask` recall earlier lines with the arrow keys and complete `words` with Tab.
 
-        A note is written if readline is missing or if the folder cannot be written.
+        The lines are kept in a file for later sessions. A note is shown if Python has no readline
+        module or the file cannot be written.
         """
         if not (self.in_tty and self.out_tty):
             return
         try:
             import readline
         except ImportError:
-            self.note("This Python has no readline: no history, no arrow keys.")
+            self.note("This Python has no readline module: history and arrow keys do not work.")
             return
         path = user_folder("state") / "history"
         try:
@@ -448,7 +470,10 @@ class Console:
             self._history = None
 
     def _dim(self, text: str) -> str:
-        """Return a text in a dim style, without its leading and trailing newlines."""
+        """Return a text with the codes that make it dim on a terminal.
+
+        Leading and trailing newlines stay outside the codes.
+        """
         if not (self._color and text.strip()):
             return text
         start = len(text) - len(text.lstrip("\n"))
@@ -458,9 +483,10 @@ class Console:
 
 @dataclass
 class ProgressBar:
-    """A progress bar. Call it with the share that is done, 0 to 1, or None if that is not known.
+    """A progress bar on a terminal. Call it with the share of the work that is done, 0 to 1.
 
-    total_bytes: the whole amount in bytes, 0 if it is not known.
+    A share of None means that it is unknown. `total_bytes` is the size of the whole work, or 0 if
+    it is unknown.
     """
 
     console: Console
@@ -473,16 +499,16 @@ class ProgressBar:
 
 @contextmanager
 def progress_bar(label: str) -> Iterator[ProgressBar]:
-    """Show a bar on stderr, and remove it at the end of the block."""
+    """Return a context with a progress bar on stderr, which is removed at the end of the block."""
     with Console().bars() as console:
         yield ProgressBar(console, label)
 
 
 def _time_of(passed_s: float, fraction: float | None) -> str:
-    """Return the time left, such as ", 3 min left".
+    """Return the time left as text, such as ", 3 min left".
 
-    If the share is not known, return the time that has passed. Empty at first, when neither is
-    informative.
+    If the fraction is unknown, it returns the time that has passed. At first, when both times say
+    little, it returns "".
     """
     if fraction is None or fraction <= 0:
         return f", {passed_s:.0f} s" if passed_s >= BAR_TICK_S else ""
@@ -495,7 +521,10 @@ def _time_of(passed_s: float, fraction: float | None) -> str:
 
 
 def _fit(text: str, stream: TextIO) -> str:
-    """Fold a text to the width of a terminal; leave it unchanged if the stream is not one."""
+    """Return a text broken to the width of a terminal.
+
+    If the stream is not a terminal, the text is unchanged.
+    """
     if not _is_tty(stream):
         return text
     width = shutil.get_terminal_size().columns

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Message = dict[str, str]
 
 CHAT = "/v1/chat/completions"
-# The model's reasoning, as a message and as an event have it.
+# The name of the model's reasoning in messages and events.
 _THOUGHT = "reasoning_content"
 
 # How many chats new_conversation leaves in a folder.
@@ -40,10 +40,11 @@ _MOST_BYTES = 1 << 27
 
 
 def read_conversation(path: Path) -> list[Message]:
-    """The messages in a file: a system prompt or none, then a user's and the assistant's in turns.
+    """Return the messages in a file that `write_conversation` wrote.
 
-    A last message that was not answered is left out. Raises ConfigError for a file that cannot be
-    read, or that is something else.
+    The file may begin with a system prompt. Messages of the user and the assistant follow in turns.
+    A last message without an answer is left out. Raises ConfigError if the file cannot be read or
+    holds something else.
     """
     try:
         with open_file(path) as file:
@@ -66,15 +67,15 @@ def read_conversation(path: Path) -> list[Message]:
 
 
 def latest_conversation(folder: Path) -> Path | None:
-    """Return the file of new_conversation that was written last, or None if there is none."""
+    """Return the file in `folder` with the latest saved conversation, or None if there is none."""
     found = _conversations(folder)
     return found[-1] if found else None
 
 
 def new_conversation(folder: Path) -> Path:
-    """Return the name of a new file for the messages of one chat, in a folder for several chats.
+    """Return a new file name for a conversation in `folder`, which holds saved conversations.
 
-    The oldest files are deleted so that at most KEPT_CONVERSATIONS remain with the new one.
+    The oldest files are deleted, so that at most KEPT_CONVERSATIONS remain with the new one.
     """
     for path in _conversations(folder)[: -(KEPT_CONVERSATIONS - 1)]:
         with suppress(OSError):
@@ -83,7 +84,7 @@ def new_conversation(folder: Path) -> Path:
 
 
 def _conversations(folder: Path) -> list[Path]:
-    """The files of new_conversation in a folder, the one that was written last at the end."""
+    """Return the files of saved conversations in a folder, the latest last."""
     found = []
     for path in folder.glob("*.jsonl"):
         with suppress(OSError):
@@ -92,7 +93,7 @@ def _conversations(folder: Path) -> list[Path]:
 
 
 def goes_on(messages: Sequence[Message], path: Path) -> bool:
-    """Return whether messages begin with those of a file, so that it can be replaced."""
+    """Return whether a file holds the beginning of `messages`, so that it may be replaced."""
     try:
         before = read_conversation(path)
     except ConfigError:
@@ -106,9 +107,9 @@ def _is_message(data: Any) -> bool:
 
 
 def write_conversation(path: Path, messages: Sequence[Message]) -> None:
-    """Write messages as JSON lines, which only the owner of the file can read.
+    """Write messages to a file as JSON lines. Only the owner of the file can read it.
 
-    The file is written whole or not at all. Raises OSError.
+    The file is written whole or not at all. Raises OSError if it cannot be written.
     """
     lines = [json.dumps(message, ensure_ascii=False) + "\n" for message in messages]
     write_whole(path, "".join(lines), private=True)
@@ -120,26 +121,33 @@ Prefill = Callable[[Callable[[], float], int], None]
 
 
 class Piece(NamedTuple):
-    """A piece of an answer. is_thought: of the model's reasoning, which comes before the answer."""
+    """A piece of an answer's text.
+
+    `is_thought` tells whether it belongs to the model's reasoning, which comes before the answer.
+    """
 
     text: str
     is_thought: bool = False
 
 
 class Session(Closing):
-    """The messages of a conversation, and the runtime that answers them.
+    """A conversation with a model: its messages, its settings, and the runtime that answers.
 
-    `messages` is everything said. If that outgrows the context, the oldest exchanges are left out
-    of the prompt: `left_out` counts their messages. `last_stats`: what the latest answer
-    cost, or None. `constraint`: fields of a request that constrain the answers, a JSON schema or a
-    grammar.
+    `messages` holds all messages. If they become too long for the context, the oldest are left out
+    of the prompt, and `left_out` counts them. `last_stats` holds the measurements of the latest
+    answer, or None. `stopped` tells whether `stop` ended it.
     """
 
     def __init__(
         self, runtime: Runtime, config: Config, constraint: Mapping[str, Any] | None = None
     ) -> None:
+        """Start a conversation that `runtime` answers, with the system prompt in `config`.
+
+        `config` also holds the settings of the answers. `constraint` holds fields of a request that
+        constrain each answer, such as a JSON schema or a grammar.
+        """
         self.runtime = runtime
-        self._config = config  # of answers; the runtime may have changed its own
+        self._config = config  # settings of the answers; the runtime has its own, which may differ
         self._constraint = dict(constraint or {})
         self.messages: list[Message] = []
         self.left_out = 0
@@ -153,37 +161,43 @@ class Session(Closing):
 
     @property
     def n_ctx(self) -> int:
-        """Tokens that the conversation may have."""
+        """Length of the context in tokens."""
         return self.runtime.about.n_ctx
 
     @property
     def n_used(self) -> int:
-        """Tokens of the context that the conversation took, as of the latest answer."""
+        """Number of tokens in the context after the latest answer."""
         stats = self.last_stats
         return 0 if stats is None else stats.prompt_tokens + stats.tokens
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of the longest answer."""
+        """Maximum length of an answer in tokens."""
         return self._config.max_tokens or self.n_ctx
 
     @staticmethod
     def settings() -> dict[str, Setting]:
-        """Return what `set` can change: how an answer is drawn, and how long it may be."""
+        """Return the settings that `set` can change, by name.
+
+        They control how the tokens of an answer are sampled, and its maximum length.
+        """
         declared = Config.declared()
         return {name: declared[name] for name in ("max_tokens", "think", *Sampling.declared())}
 
     def value(self, name: str) -> Any:
-        """Return a setting's value: of answers, or of the runtime."""
+        """Return the current value of a setting of the answers or of the runtime."""
         config = self._config if name in self.settings() else self.runtime.config
         return config.given(name)
 
     def set(self, name: str, value: Any) -> None:
-        """Change a setting from the next answer on. Raises SettingError for a wrong value."""
+        """Change a setting of the answers. It takes effect at the next answer.
+
+        Raises SettingError for a wrong value.
+        """
         self._config = self._config.with_changes(**{name: value})
 
     def reset(self) -> None:
-        """Forget everything but the system prompt, and delete the file for `--resume`."""
+        """Remove all messages except the system prompt, and delete the file for `--resume`."""
         if self.kept is not None:
             with suppress(OSError):
                 self.kept.unlink(missing_ok=True)
@@ -191,10 +205,11 @@ class Session(Closing):
         self.left_out = 0
 
     def answer(self, text: str, on_prefill: Prefill | None = None) -> Iterator[Piece]:
-        """Yield the pieces of the answer to `text`; `stop` ends it early.
+        """Yield the pieces of the answer to the user's message `text`.
 
-        A message that failed (with any MoeEdgeError of the runtime) or that got no answer is
-        forgotten, so that user and assistant always alternate. What was said before a stop is kept.
+        `stop` ends the answer early; the text so far is kept as the answer. If the runtime fails or
+        gives no answer, the message is removed again, so that user and assistant always alternate.
+        `on_prefill` is called while the prompt is read.
         """
         self.stopped = False
         return self._answered(text, on_prefill)
@@ -220,7 +235,7 @@ class Session(Closing):
                 del self.messages[start:]
 
     def _pieces(self, messages: list[Message], on_prefill: Prefill | None) -> Iterator[Piece]:
-        """Answer messages; afterwards last_stats is set."""
+        """Yield the pieces of the answer to `messages`, and set last_stats at the end."""
         if self.stopped:  # before anything was computed
             return
         answer = self.runtime.submit(self._request(messages))
@@ -250,7 +265,7 @@ class Session(Closing):
             self.last_stats = answer.stats(stats.mode, stats.policy)
 
     def _request(self, messages: list[Message]) -> bytes:
-        """A request for a chat completion, in the server's form."""
+        """Return the request for a chat completion of these messages, as JSON."""
         config, sampling = self._config, self._config.sampling
         data: dict[str, Any] = {
             "messages": messages,
@@ -265,7 +280,7 @@ class Session(Closing):
         return json.dumps(data).encode()
 
     def _keep(self) -> None:
-        """Write the messages for `--resume`."""
+        """Write the messages to the file for `--resume`, if there is one."""
         if self.kept is not None:
             with suppress(OSError):
                 self.kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -274,7 +289,7 @@ class Session(Closing):
     def stop(self) -> None:
         """End the running answer soon, and set `stopped`.
 
-        Safe in a signal handler and from any thread.
+        Signal handlers and any thread may call this.
         """
         self.stopped = True
         answer = self._answer
@@ -282,9 +297,10 @@ class Session(Closing):
             answer.cancel()
 
     def answer_again(self, on_prefill: Prefill | None = None) -> Iterator[Piece]:
-        """Yield another answer in place of the last one, which stays if this one fails or is empty.
+        """Yield the pieces of a new answer that replaces the last one.
 
-        Raises ConfigError if nothing was answered yet.
+        If the new answer fails or is empty, the old one stays. Raises ConfigError if the
+        conversation has no answer yet.
         """
         if not self.messages or self.messages[-1]["role"] != "assistant":
             raise ConfigError("nothing was answered yet")
@@ -303,10 +319,11 @@ class Session(Closing):
                 self.left_out = left_out
 
     def _visible(self) -> list[Message]:
-        """Return the messages that the model sees; move `left_out` on if they are too long.
+        """Return the messages that the model gets, without the oldest if all would be too long.
 
-        It goes down to half of the context at once: if one exchange were left out at each turn, the
-        prefix would change at each turn, and all would be evaluated again.
+        If the messages are too long, they are cut to half of the context at once. Leaving out one
+        exchange in each turn would change the prefix in each turn, so all tokens would be evaluated
+        again.
         """
         head = self.messages[: 1 if self.system else 0]
         context = self.n_ctx
@@ -319,7 +336,7 @@ class Session(Closing):
             limit = context // 2
 
     def _n_tokens(self, messages: list[Message]) -> int:
-        """How many tokens messages have in the model's chat template."""
+        """Return the number of tokens of the messages in the model's chat template."""
         query = self.runtime.query(f"{CHAT}/input_tokens", self._request(messages))
         status, text = query.whole()
         found = json.loads(text)
@@ -328,24 +345,24 @@ class Session(Closing):
         return int(found["input_tokens"])
 
     def change_model(self, path: Path) -> None:
-        """Let another model continue the conversation, with the same settings.
+        """Continue the conversation with the model at `path`, with the same settings.
 
-        Raises what Runtime.set raises; the model before answers again then.
+        Raises the error of Runtime.set if the model cannot be loaded. The old model then stays.
         """
         self.runtime.set(model=path, low=None)
 
     def close(self) -> None:
-        """Free the runtime."""
+        """Close the runtime, and free the model."""
         self.runtime.close()
 
     def load(self, messages: list[Message]) -> None:
-        """Continue another conversation: its messages, as read_conversation returns them."""
+        """Replace the conversation by `messages`, which read_conversation returned."""
         self.system = messages[0]["content"] if messages[0]["role"] == "system" else None
         self.messages, self.left_out = list(messages), 0
 
 
 def _message_of(pieces: Sequence[Piece]) -> Message:
-    """The message of the model that came in these pieces."""
+    """Return the message of the assistant that consists of these pieces."""
     said, thought = (
         "".join(each.text for each in pieces if each.is_thought == of) for of in (0, 1)
     )
@@ -354,5 +371,8 @@ def _message_of(pieces: Sequence[Piece]) -> Message:
 
 
 def _read_by_now(answer: Answer, done: int) -> float:
-    """How many tokens of a prompt are read: those of earlier steps, and of the running one."""
+    """Return how many tokens of a prompt have been read.
+
+    These are the `done` tokens of complete steps, and the tokens of the step that runs.
+    """
     return done + answer.tokens_done()

@@ -65,8 +65,7 @@ _LONGEST_CONSTRAINT = 1 << 20
 @conversation_options
 @option(
     "--resume",
-    "Continue the latest conversation. It is that of --prompt-cache, or of the last chat on a "
-    "terminal.",
+    "Continue the latest conversation of --prompt-cache, or else of the last chat on a terminal.",
 )
 def chat(
     prompt: str | None,
@@ -147,9 +146,9 @@ def chat(
 
 
 def offer_table(error: NoLossTableError, config: Config, console: Console) -> None:
-    """Show the error, which names the command and its duration, and run it if the user agrees.
+    """Show an error about a missing loss table, and offer to run the command that makes the table.
 
-    Ends the command otherwise.
+    If the user declines, the process ends with exit status 1.
     """
     from orchestrator.cli.measure import make_table
     from orchestrator.cost.calibrating import TOKENS
@@ -163,15 +162,19 @@ def offer_table(error: NoLossTableError, config: Config, console: Console) -> No
 
 
 def _leave(runtime: Runtime) -> None:
-    """Save the usage history and exit without waiting for the running step."""
+    """Save the usage history of the experts, without waiting for the step that is running.
+
+    It is called when the process ends during a step.
+    """
     runtime.close(monotonic())
 
 
 def with_stdin(prompt: str | None, console: Console) -> str | None:
-    """Return the prompt: the text on stdin, if it is not a terminal, followed by that of -p.
+    """Return the prompt of the command: the text on stdin, followed by the text of -p.
 
-    Returns None if there is neither, for a conversation. Raises TextFileError if stdin is not
-    UTF-8.
+    Stdin is read only if it is not a terminal. The result is None if the user gave no prompt, which
+    starts a conversation. Raises UsageError for an empty or too long prompt, and TextFileError if
+    stdin is not UTF-8.
     """
     parts = [prompt or ""]
     try:
@@ -198,8 +201,9 @@ def with_stdin(prompt: str | None, console: Console) -> str | None:
 def constraint_of(schema: Path | None, grammar: Path | None) -> dict[str, Any]:
     """Return the request fields that make an answer follow a JSON schema or a grammar.
 
-    Raises ConfigError for a file that is not valid or that cannot be enforced, and TextFileError
-    for a file that cannot be read.
+    schema, grammar: files, of which at most one is given. The result is empty without a file.
+    Raises ConfigError if the constraint is not valid or cannot be enforced, and TextFileError if
+    the file cannot be read.
     """
     if schema is None and grammar is None:
         return {}
@@ -233,9 +237,10 @@ def constraint_of(schema: Path | None, grammar: Path | None) -> dict[str, Any]:
 
 
 def change_model(session: Session, console: Console, name: str) -> None:
-    """Continue the conversation with another model.
+    """Continue the conversation of a chat with another model.
 
-    The new model's file is opened first, so that a wrong name leaves the current model running.
+    The file of the new model is checked first, so that after a wrong name the current model
+    continues to run.
     """
     from gguf_tools.experts import ExpertModel
 

@@ -51,7 +51,7 @@ CANNOT_RUN = 3
 )
 @FORCE
 def inspect(file: Path, low: Path | None, as_json: bool, picture: Path | None) -> None:
-    """Show the contents of a model file, and which parts fit which budget."""
+    """Show the contents of a model file, and which of its parts fit in which memory budget."""
     from gguf_tools.experts import ExpertModel
     from gguf_tools.inspect import describe, render
     from orchestrator.cli import pictures
@@ -128,10 +128,10 @@ def verify(
 @click.command(cls=Command)
 @JSON
 def architectures(as_json: bool) -> None:
-    """List the architectures for which managed experts are tested, by their names in GGUF files.
+    """List the architectures that are tested with experts on disk, by their names in GGUF files.
 
-    Other architectures are managed if llama.cpp's graph allows it. The command inspect shows how
-    a file would run.
+    Other architectures also run with experts on disk if llama.cpp's graph allows it. The command
+    inspect shows how a file would run.
     """
     from gguf_tools.experts import PROVEN
 
@@ -182,7 +182,7 @@ def pull(repo: str, include: tuple[str, ...], revision: str | None) -> None:
 @click.command("list", cls=Command)
 @JSON
 def list_models(as_json: bool) -> None:
-    """List the downloaded models. -m accepts each of the names."""
+    """List the downloaded models. The option -m accepts each of the listed names."""
     from gguf_tools.hub import pulled, short_name
 
     models = pulled()

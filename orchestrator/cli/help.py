@@ -21,10 +21,10 @@ _MOST_COLUMNS = 80
 
 
 class Option(click.Option):
-    """An option with a group.
+    """A command-line option that is listed in a named group of the help.
 
-    `--help` shows the groups in COMMON and the options without a group, which come first.
-    `--help-all` shows the other groups too.
+    `--help` shows the options without a group, and then the groups in COMMON. `--help-all` shows
+    the other groups too.
     """
 
     def __init__(self, *args: Any, group: str = "", **said: Any) -> None:
@@ -59,7 +59,7 @@ class Command(click.Command):
         return super().get_help(ctx)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options in groups. The options --help and --help-all come last."""
+        """Write the options of a command in groups. The options --help and --help-all come last."""
         groups: dict[str, list[tuple[str, str]]] = {name: [] for name in ("", *COMMON, MORE)}
         of_help = []
         for param in self.get_params(ctx):
@@ -93,7 +93,10 @@ class Group(Command, click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find a command. For an unknown name, suggest the nearest one."""
+        """Return the command with the given name.
+
+        If the name is unknown, the error suggests the nearest name.
+        """
         known = self.list_commands(ctx)
         near = difflib.get_close_matches(args[0], known, 1)
         if near and args[0] not in known and not ctx.resilient_parsing:
@@ -102,7 +105,7 @@ class Group(Command, click.Group):
 
 
 def _in_short(text: str) -> str:
-    """Return the first sentence of an option's help, and its default."""
+    """Return the first sentence of an option's help, followed by the option's default."""
     default = re.search(r"  \[default: .*?\]", text)
     sentence, dot, _ = text.partition(". ")
     return sentence + dot.rstrip() + (default[0] if default else "")

@@ -30,17 +30,17 @@ def examine(
     begins: Callable[[str], None] = lambda _what: None,
     disk: Bandwidth | None = None,
 ) -> tuple[dict[str, Any], Frontier | None]:
-    """Measure this machine, and plan a model on it. Takes some seconds.
+    """Measure this machine, and plan a model on it. This takes some seconds.
 
-    begins: called with the name of each measurement. disk: speed of the disk that the model would
-    be on, if its file is not on this machine.
+    begins: called with the name of each measurement. disk: speed of the disk that would hold the
+    model, if its file is not on this machine.
 
-    Returns (facts as JSON values, plans). The plans are None on a GPU, and if no plan fits. Among
-    the facts: gpu_note says why there is no GPU, or that there are several. plan describes the
-    resolved plan; it is None if nothing fits, and plan_note says why. kl is the plan's quality
-    loss. notes has further messages.
+    Returns (facts as JSON values, plans). The plans are None on a GPU, or if no plan fits. In the
+    facts, `gpu_note` says why no GPU is used, or that the machine has several. `plan` describes the
+    plan with which the model would run. If no plan fits, `plan` is None and `plan_note` has the
+    reason. `kl` is the quality loss of the plan. `notes` has further messages for the user.
 
-    Raises MoeEdgeError for a model that cannot be read, and OSError if the disk fails.
+    Raises MoeEdgeError if the model cannot be read, and OSError if the disk cannot be measured.
     """
     bindings, config = Bindings.load(), request.config
     threads = config.n_threads
@@ -97,7 +97,10 @@ def examine(
 
 
 def plan_line(runs: ResolvedPlan) -> str:
-    """Return one line about the resolved plan: reason, quality loss, size and place."""
+    """Return one line about the plan with which a model runs.
+
+    The line has the reason for the plan, its quality loss, its memory and its context length.
+    """
     plan = runs.plan
     how = plan.reason if plan.managed else f"llama.cpp's own path: {plan.reason}"
     where = f"on {plan.device.name}" if plan.device else "in main memory"
@@ -108,9 +111,11 @@ def plan_line(runs: ResolvedPlan) -> str:
 def _planner(
     bindings: Bindings, request: PlanRequest, model: ExpertModel, disk: Bandwidth | None
 ) -> tuple[Planner, str]:
-    """Return (planner, why there is no GPU or that there are several).
+    """Return (planner, note about the GPU) for a model.
 
-    If the requested device is not available, the planner is for the CPU.
+    The note says why no GPU is used, or that the machine has several. If the requested device is
+    not available, the planner is for the CPU. disk: speed of the disk, for a model that is not
+    stored here.
     """
     try:
         planner = Planner(request, model, disk)
@@ -141,7 +146,7 @@ def memory_bandwidth(threads: int, most_bytes: int = _MEMORY_BYTES) -> float:
 
 
 def render(found: dict[str, Any]) -> str:
-    """Format the facts of `examine` as text."""
+    """Format the facts about the machine that `examine` returned as text."""
     size, usable = format_size(found["memory_bytes"]), format_size(found["usable_bytes"])
     disk, gpu, copies = found["disk"], found["gpu"], found["copies"]
     lines = [
@@ -167,9 +172,13 @@ def render(found: dict[str, Any]) -> str:
 
 
 def misses_line(copies: Bandwidths, expert_bytes: int) -> str:
-    """Describe the cost of an expert that is missing on the GPU, and --misses auto's choice."""
+    """Return a text about the time that a GPU takes to get a missing expert.
+
+    The text also says how --misses auto handles a miss. copies: measured speeds of copies to the
+    GPU and of the CPU.
+    """
     if not copies.pinned:
-        return "copied to the GPU: host memory cannot be pinned"
+        return "missing experts are copied to the GPU: host memory cannot be pinned"
     waits_s = 2 * copies.round_trip_us / 1e6  # seconds: for gate and up together, and for down
     ways = {"copied": copies.pinned, "computed on the CPU": copies.compute}
     took = {way: expert_bytes / speed for way, speed in ways.items() if speed}

@@ -21,7 +21,7 @@ from orchestrator.errors import MoeEdgeError
 
 
 class Where(NamedTuple):
-    """The module and the name of a command in this package, and its line in the list."""
+    """The module and the name of a command in this package, and its line in the help."""
 
     module: str
     name: str
@@ -29,7 +29,7 @@ class Where(NamedTuple):
 
 
 # Key in a click context: how many faults of installed policies were printed.
-_TOLD = "moe-edge.faults"
+_N_PRINTED = "moe-edge.faults"
 # {heading of `moe-edge --help`: {command: its place}}
 GROUPS = {
     "Use": {
@@ -65,13 +65,16 @@ COMMANDS = {name: where for commands in GROUPS.values() for name, where in comma
 
 
 class Commands(Group):
-    """The list of commands. It turns errors into one sentence and an exit status."""
+    """The top-level command. It turns errors into one sentence and an exit status."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import and return a command."""
+        """Import the module of a command, and return the command.
+
+        The result is None for an unknown name.
+        """
         if cmd_name not in COMMANDS:
             return None
         where = COMMANDS[cmd_name]
@@ -82,7 +85,7 @@ class Commands(Group):
         return found
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the list of commands, without importing them."""
+        """Write the list of commands, with one line for each, without importing their modules."""
         rows = {
             heading: [(name, where.help) for name, where in commands.items()]
             for heading, commands in GROUPS.items()
@@ -107,17 +110,23 @@ class Commands(Group):
 
 
 def _print_faults(ctx: click.Context) -> None:
-    """Print a sentence to stderr, once, about each installed policy that cannot be used."""
+    """Print a sentence to stderr about each installed policy that cannot be used.
+
+    Each sentence is printed once.
+    """
     policies = sys.modules.get("orchestrator.policy")
     if policies is not None:
-        faults, n_told = policies.POLICIES.faults, ctx.meta.get(_TOLD, 0)
-        ctx.meta[_TOLD] = len(faults)
-        for each in faults[n_told:]:
+        faults, n_printed = policies.POLICIES.faults, ctx.meta.get(_N_PRINTED, 0)
+        ctx.meta[_N_PRINTED] = len(faults)
+        for each in faults[n_printed:]:
             click.echo(strip_controls(f"Note: {each}"), err=True)
 
 
 def _sentence(text: str) -> click.ClickException:
-    """Return an error for the user. Control characters, for example of a file name, are removed."""
+    """Return an error that click prints as one sentence.
+
+    Control characters, for example of a file name, are removed.
+    """
     return click.ClickException(strip_controls(text))
 
 
@@ -135,7 +144,10 @@ def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> 
 
 
 def _llama_version() -> str:
-    """Return the version of the built llama.cpp and the CPU instruction set of the library."""
+    """Return the version of the built llama.cpp and the CPU instruction set of its library.
+
+    If llama.cpp was not built, return a sentence that says so.
+    """
     from gguf_tools import built
 
     try:
@@ -172,9 +184,10 @@ def main() -> None:
 
 
 def hold_closed_streams() -> None:
-    """Open /dev/null as stdin, stdout and stderr if the process was started without them.
+    """Open /dev/null as stdin, stdout or stderr if the process was started without this stream.
 
-    Otherwise a file that is opened later could get one of their numbers, and output would go there.
+    Otherwise a file that is opened later could get the number of the closed stream, and output
+    would be written to that file.
     """
     for fd in range(3):
         try:

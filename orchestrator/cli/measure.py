@@ -49,12 +49,15 @@ if TYPE_CHECKING:
 
 
 class Measurement(Command):
-    """The command of one benchmark."""
+    """The command that runs one benchmark.
+
+    experiment: the name of the benchmark.
+    """
 
     experiment = ""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """Return the benchmark's options. The benchmark is imported on the first call."""
+        """Return the options of the benchmark. The first call imports the benchmark's module."""
         if not self.params:
             experiment = load(self.experiment)
             for declared in experiment.options.declared().values():
@@ -65,7 +68,7 @@ class Measurement(Command):
 
 
 class Measurements(Measurement, Group):
-    """`moe-edge bench`: a benchmark itself, and the group of the other benchmarks."""
+    """The command `moe-edge bench`: a default benchmark, with other benchmarks as subcommands."""
 
 
 def _measure(name: str, as_json: bool, **options: Any) -> None:
@@ -119,7 +122,11 @@ for _name, _place in BENCHMARKS.items():
     "Multiple-choice questions, as JSON lines. The fields are question, choices and answer.",
 )
 @option("--kl", "Compare with the best precision of the file.")
-@option("--kl-from TIER", "Compare with this precision, as the best one in use.", group=MORE)
+@option(
+    "--kl-from TIER",
+    "Compare with this precision, such as the best one in use, instead of the file's best one.",
+    group=MORE,
+)
 @option("--max-tokens tokens N", "Use at most N tokens of the text.")
 # The old name of --max-tokens, for scripts.
 @option("--tokens as_before N", "", hidden=True)
@@ -134,25 +141,27 @@ for _name, _place in BENCHMARKS.items():
 @option("--prefill", "Score the text in prefill, instead of token by token.", group=MORE)
 @option(
     "--reuse",
-    "Compute a low request with a high copy if one is in memory, as a chat does. Results then "
-    "depend on the memory.",
+    "If a better copy of a requested expert is in memory, compute with this copy, as a chat does. "
+    "Results then depend on the memory.",
     group=MORE,
 )
 @option(
     "--bandwidth SIZE",
-    "Read bandwidth per second, such as 2GB, for the virtual time of policies that decide by the "
+    "Disk bandwidth per second, such as 2GB, in the simulation for policies that decide by the "
     "contents of memory.  [default: measured]",
     group=MORE,
 )
 @option(
     "--latency-us N",
-    "Latency of a read in that time, in microseconds.  [default: measured]",
+    "Latency of a disk read in the simulation of --bandwidth, in microseconds.  "
+    "[default: measured]",
     type=click.IntRange(0, 10**7),
     group=MORE,
 )
 @option(
     "--compute-ms MS",
-    "Compute time of a token in that time, without waits, in milliseconds.  [default: measured]",
+    "Compute time of a token in the simulation of --bandwidth, without waits, in milliseconds.  "
+    "[default: measured]",
     type=Number(0, 10**6),
     group=MORE,
 )
@@ -214,7 +223,7 @@ def evaluate(as_json: bool, **options: Any) -> None:
 def calibrate(
     file: Path, reference: Path | None, out: Path | None, save_imatrix: Path | None, **options: Any
 ) -> None:
-    """Measure what each expert loses in each precision, on a text.
+    """Measure on a text how much quality each expert loses in each precision.
 
     The loss table is written next to the model, where --max-loss finds it. An interrupted run
     continues when the command is repeated.
@@ -231,7 +240,10 @@ def calibrate(
         raise click.UsageError("--save-imatrix needs a long text: give --calib TEXT")
     if save_imatrix is not None and (out is not None or options["method"] is not None):
         unused = "--method" if out is None else "--out"
-        raise click.UsageError(f"{unused} is for the loss table, which --save-imatrix omits")
+        raise click.UsageError(
+            f"{unused} has no effect with --save-imatrix, which writes no loss table: leave one of "
+            "them out"
+        )
     if save_imatrix is None:
         options["calib_tokens"] = options["calib_tokens"] or TOKENS
     method = chosen_method(options, has_text=True)
@@ -258,9 +270,11 @@ def make_table(
     reference: Path | None = None,
     types: Sequence[str] = (),
 ) -> LossTable:
-    """Measure a model's loss table and write it, by default next to the model. Shows the progress.
+    """Measure a model's loss table, write it to a file, and return it.
 
-    Raises ConfigError if the model's folder cannot be written.
+    The progress is shown on the console. out: the file to write, by default a file next to the
+    model. reference: the model in full precision. types: further precisions to measure. Raises
+    ConfigError if the model's folder cannot be written.
     """
     from orchestrator.cache.files import check_target
     from orchestrator.cost.losses import default_path
@@ -298,9 +312,9 @@ def check(
 ) -> None:
     """Test a model, and write a report.
 
-    Tests its file, tokenizer and chat template; whether the output equals llama.cpp's own; its
-    memory use at three budgets; and its speed. The report names the file and this machine's
-    processor. The exit status is 0 if all tests pass.
+    The tests cover its file, tokenizer and chat template, its memory use at three budgets, and its
+    speed. They also compare its output with llama.cpp's own. The report names the file and this
+    machine's processor. The exit status is 0 if all tests pass.
     """
     from orchestrator.cache.files import check_target, write_whole
     from orchestrator.lab.check import CheckOptions, examine, render

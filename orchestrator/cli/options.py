@@ -34,7 +34,10 @@ _FORCE = "moe-edge.force"
 
 
 class NamedPath(click.Path):
-    """A path that is not empty. An empty path would mean the current folder."""
+    """The type of an option or argument whose value is a path.
+
+    An empty path is refused, because it would mean the current folder.
+    """
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         if value == "":
@@ -43,9 +46,10 @@ class NamedPath(click.Path):
 
 
 class NewPath(NamedPath):
-    """The path of an output. An existing file is refused, unless --force was given.
+    """The type of an option or argument that names an output file.
 
-    The output is registered with `interrupts`: an interrupt after it is written ends the program.
+    An existing file is refused, unless --force was given. After the output is written, an interrupt
+    (Ctrl-C) ends the program.
     """
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
@@ -59,7 +63,7 @@ class NewPath(NamedPath):
 
 
 def _taken(path: Path, ctx: click.Context) -> str | None:
-    """Return why an output may not be written to this path, or None."""
+    """Return why an output must not be written to this path, or None if it may be written."""
     from gguf_tools.file.unfinished import irregular
 
     complaint = irregular(path)
@@ -72,7 +76,11 @@ def _taken(path: Path, ctx: click.Context) -> str | None:
 
 
 def refuse_taken(path: Path) -> None:
-    """Check an output that is named after an input, like NewPath. Raises UsageError."""
+    """Raise UsageError if an output must not be written to this path.
+
+    An existing file is refused, unless --force was given. Commands call this function for outputs
+    that are named after an input.
+    """
     complaint = _taken(path, click.get_current_context())
     if complaint:
         raise click.UsageError(complaint)
@@ -83,7 +91,7 @@ def _remember_force(ctx: click.Context, _param: click.Parameter, given: bool) ->
 
 
 class Number(click.FloatRange):
-    """A number in a range. nan is refused."""
+    """The type of an option whose value is a number in a range. NaN is refused."""
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         number = super().convert(value, param, ctx)
@@ -123,10 +131,12 @@ _VALUES: dict[str, dict[str, Any]] = {
 
 
 def option(said: str, help: str, **more: Any) -> Decorator:
-    """Return an option, declared as in the help: `-p --prompt TEXT`.
+    """Return a decorator that adds an option to a command.
 
-    Without a word for its value and without a type, it is a flag. A word in lower case names the
-    parameter. more: arguments of click.option, and the group of the help.
+    said: the option as in the help, such as `-p --prompt TEXT`. A last word in capitals stands for
+    the value. A last word in lower case is the name of the parameter. Without a value and without a
+    type, the option is a flag. more: arguments of click.option, and the group of the option in the
+    help.
     """
     names = said.split()
     if names[-1][0].isupper():
@@ -151,9 +161,9 @@ _NAMED = click.argument("named", metavar="[MODEL]", required=False)
 
 
 def one_name(named: str | None, model: str | Path | None) -> str | None:
-    """Return the model that is given as an argument or with -m; None if neither is given.
+    """Return the model that the user named as an argument or with -m; None if no model was named.
 
-    Raises UsageError if both are given.
+    Raises UsageError if the user named a model in both ways.
     """
     if named is not None and model is not None:
         raise click.UsageError(
@@ -163,9 +173,9 @@ def one_name(named: str | None, model: str | Path | None) -> str | None:
 
 
 def model_argument(function: Any) -> Any:
-    """Decorate a command on one model file, given as an argument or with -m.
+    """Decorate a command that works on one model file.
 
-    The command gets the path as `file`.
+    The user names the model as an argument or with -m. The command gets its path as `file`.
     """
 
     @_NAMED
@@ -184,7 +194,7 @@ JSON = option("--json as_json", "Print one JSON object.")
 
 
 def _note_capped(threads: int | None) -> int | None:
-    """Return `threads`. If there are fewer cores, tell the user that it is capped."""
+    """Return `threads` unchanged, and print a note if there are fewer cores than threads."""
     if threads is not None and compute_threads(threads) < threads:
         cores = compute_threads(threads)
         note(
@@ -202,7 +212,7 @@ LOW = option("--low LOW", "Second GGUF of the same model in a lower precision.",
 
 
 def together(*options: Setting | Decorator) -> Decorator:
-    """Return one decorator for several options, in the order of the help."""
+    """Return one decorator that adds several options to a command, in the order of the help."""
 
     def apply(function: Any) -> Any:
         for each in reversed(options):
@@ -213,7 +223,7 @@ def together(*options: Setting | Decorator) -> Decorator:
 
 
 def option_of(declared: Setting) -> Decorator:
-    """Return the decorator that adds the option of a setting."""
+    """Return the decorator that adds a setting to a command as an option."""
     shown = declared.default_text
     text = f"{declared.help}  [default: {shown}]" if shown else declared.help
     more: dict[str, Any] = {"help": text, "cls": Option, "group": declared.group}
@@ -235,9 +245,10 @@ def option_of(declared: Setting) -> Decorator:
 
 
 def policy_options(recorded: bool = False) -> list[Setting]:
-    """Return the settings of all policies that have options, grouped by policy.
+    """Return the settings of all policies that can be given as options, grouped by policy.
 
-    recorded: only those that a trace records, with the recorded values as defaults.
+    recorded: return only the settings that a routing trace records. The help then shows "as
+    recorded" as their default.
     """
     made = []
     for name, declared in policy_settings().items():
@@ -249,7 +260,7 @@ def policy_options(recorded: bool = False) -> list[Setting]:
 
 
 def of_policies(names: Sequence[str]) -> str:
-    """Return the heading of the settings that these policies share."""
+    """Return the heading in the help for settings that the named policies share."""
     return f"{'Policies' if len(names) > 1 else 'Policy'} {', '.join(names)}"
 
 
@@ -258,7 +269,10 @@ _MODEL = [each for each in _OWN if not (each.answer or each.conversation)]
 
 
 def options_of_model(none: str | None = None) -> Decorator:
-    """Return the options that choose a model and how it runs. none: default of the model."""
+    """Return the decorator that adds the options that choose a model and how the model runs.
+
+    none: what the command does without a model, as the help shows it.
+    """
     own = [
         replace(each, shown=none or each.shown) if each.name == "model" else each for each in _MODEL
     ]
@@ -271,7 +285,8 @@ conversation_options = together(*(each for each in _OWN if each.conversation))
 
 
 CALIB_TOKENS = option(
-    "--calib-tokens N", "Use at most N tokens of it.  [default: 65536, or 8192 for a loss table]"
+    "--calib-tokens N",
+    "Use at most N tokens of the calibration text.  [default: 65536, or 8192 for a loss table]",
 )
 RAM = option_of(
     replace(
@@ -301,7 +316,10 @@ method_options = together(
 
 
 def make_config(options: dict[str, Any]) -> Config:
-    """Return the config for the given options. Without a model, it is the demo model."""
+    """Return the configuration for the options of a command.
+
+    If the user named no model, the configuration has the demo model.
+    """
     chosen = given(options)
     asked = one_name(chosen.pop("named", None), chosen.get("model"))
     chosen["model"] = demo_model() if asked is None else asked
@@ -314,15 +332,16 @@ def make_config(options: dict[str, Any]) -> Config:
 
 
 def chat_config(options: dict[str, Any]) -> Config:
-    """Return the config that `moe-edge chat` would use with these options. Commands that plan or
-    test a model use it too.
+    """Return the configuration that `moe-edge chat` would use with these options.
+
+    Commands that plan or test a model use the same configuration.
     """
     return make_config({"remember": True, **given(options)})
 
 
 @contextmanager
 def as_options() -> Iterator[None]:
-    """Turn a SettingError into a usage error that names the option."""
+    """Turn a SettingError in the block into a usage error that names the option."""
     try:
         yield
     except SettingError as error:
@@ -331,12 +350,15 @@ def as_options() -> Iterator[None]:
 
 
 def given(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that are not None."""
+    """Return the options that the user gave, which are those that are not None."""
     return {name: value for name, value in options.items() if value is not None}
 
 
 def demo_model() -> Path:
-    """Return the path of the demo model, of a wheel or a checkout. Raises MoeEdgeError."""
+    """Return the path of the demo model, which comes with the package.
+
+    Raises MoeEdgeError if the file is missing.
+    """
     here = Path(__file__).resolve()
     for folder in (here.parents[1], here.parents[2], Path.cwd()):
         if (folder / DEMO).is_file():
@@ -346,9 +368,10 @@ def demo_model() -> Path:
 
 @contextmanager
 def quantizer(source: Path, options: dict[str, Any]) -> Iterator[ExpertQuantizer | None]:
-    """Yield the quantizer that `method_options` and THREADS ask for; None for plain rounding.
+    """Yield the quantizer that the options of a command request; None for plain rounding.
 
-    Reads the calibration text, if one is given. Prints notes.
+    source: the model whose experts are quantized. The quantizer reads the calibration text first,
+    if the user gave one. Notes for the user are printed.
     """
     from orchestrator.lab.calibrate.methods import open_quantizer
 
@@ -364,9 +387,10 @@ def quantizer(source: Path, options: dict[str, Any]) -> Iterator[ExpertQuantizer
 
 
 def chosen_method(options: dict[str, Any], has_text: bool = False) -> Method:
-    """Return the quantization method of the options.
+    """Return the quantization method that the options of a command request.
 
-    has_text: there is a default text. Raises UsageError.
+    has_text: the command has a default calibration text. Raises UsageError for options that need a
+    text if no text was given.
     """
     from orchestrator.lab.calibrate.methods import Method
 
@@ -383,7 +407,10 @@ def chosen_method(options: dict[str, Any], has_text: bool = False) -> Method:
 def open_runtime(
     config: Config, console: Console, answering: Answering | None = None, **more: Any
 ) -> Runtime:
-    """Open a model and show the progress. more: further parameters of Runtime.open."""
+    """Open a model, and show the progress and notes on the console.
+
+    more: further parameters of Runtime.open.
+    """
     from orchestrator.cache.files import check_target
     from orchestrator.runtime.runtime import Runtime
 
@@ -398,7 +425,7 @@ def open_runtime(
 
 
 def say(text: str) -> None:
-    """Print lines to stdout."""
+    """Print text to stdout, without control characters."""
     click.echo(strip_controls(text))
 
 
@@ -408,18 +435,18 @@ def say_result(found: Any, render: Callable[[Any], str], as_json: bool) -> None:
 
 
 def print_notes(sentences: Iterable[str]) -> None:
-    """Print notes about a result to stderr."""
+    """Print sentences to stderr, each as a line that begins with "Note: "."""
     for sentence in sentences:
         note(f"Note: {sentence}")
 
 
 def names_of(text: str) -> list[str]:
-    """Return the names in a list such as q8_0,q4_k, in lower case."""
+    """Split a list such as "q8_0,q4_k" at its commas, and return the names in lower case."""
     return [name.strip().lower() for name in text.split(",") if name.strip()]
 
 
 def tier_names(text: str) -> list[str]:
-    """Return the names in a --tiers option. Raises UsageError if there are none."""
+    """Return the precisions in the value of --tiers. Raises UsageError if the value has none."""
     names = names_of(text)
     if not names:
         raise click.UsageError("--tiers is empty: give precisions, such as q8_0,q4_k,q2_k")
@@ -427,12 +454,15 @@ def tier_names(text: str) -> list[str]:
 
 
 def model_path(text: str) -> Path:
-    """Return the local path of a model, as find_model does, with a progress bar for a download."""
+    """Return the local path of a model. A model that the user named on the Hub is downloaded.
+
+    The download shows a progress bar.
+    """
     from orchestrator.library.models import find_model
 
     return find_model(text, note, lambda: progress_bar("Downloading"))
 
 
 def note(text: str) -> None:
-    """Print lines to stderr."""
+    """Print text to stderr, without control characters."""
     click.echo(strip_controls(text), err=True)

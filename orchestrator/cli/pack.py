@@ -74,7 +74,10 @@ def _pack(
 
 
 def _names_for(source: Path, ram_bytes: int) -> list[str]:
-    """Return the precisions for this much memory, and print the reason for the choice."""
+    """Choose the precisions of a packed file for a memory size, and return their names.
+
+    The reason for the choice is printed.
+    """
     from gguf_tools.experts import ExpertModel
     from orchestrator.plan.tiers_for import tiers_for
 
@@ -145,9 +148,10 @@ def convert(source: str, target: Path, tiers: str, **options: Any) -> None:
 
 
 def say_support(header: Path) -> None:
-    """Print how a model with this header will run, before its weights are written.
+    """Print how llama.cpp will run a model, which is known from its header file alone.
 
-    Raises ConvertError if llama.cpp cannot run it.
+    It is called before the model's weights are written. Raises ConvertError if llama.cpp cannot run
+    the model.
     """
     from gguf_tools.errors import ConvertError
     from orchestrator.runtime.support import NOT, support_of

@@ -39,7 +39,10 @@ _MARKERS = "os^DvP"
 
 
 def prepare(path: Path) -> None:
-    """Check that a plot can be written to this path, before any work. Raises ConfigError."""
+    """Raise ConfigError if a plot cannot be written to this path.
+
+    A command calls this function before it does any work.
+    """
     require_matplotlib("--plot")
     if path.suffix.lower() not in _FORMATS:
         raise ConfigError(f"--plot {path}: the name must end in {' or '.join(_FORMATS)}")
@@ -49,7 +52,10 @@ def prepare(path: Path) -> None:
 
 @contextmanager
 def _picture(path: Path, width: float, height: float) -> Iterator[tuple[Any, Any]]:
-    """Yield a figure and its axes, and save the figure at the end. Raises OSError."""
+    """Yield a new figure and its axes, and save the figure to `path` when the block ends.
+
+    width, height: size in inches. Raises OSError if the file cannot be written.
+    """
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -63,9 +69,9 @@ def _picture(path: Path, width: float, height: float) -> Iterator[tuple[Any, Any
 
 
 def draw_layers(facts: dict[str, Any], path: Path) -> None:
-    """Draw the bytes of each layer as stacked bars.
+    """Draw a bar for each layer of a model that shows the bytes of its dense weights and experts.
 
-    facts: from gguf_tools.inspect.describe. Raises OSError if the file cannot be written.
+    facts: the result of gguf_tools.inspect.describe. Raises OSError if the file cannot be written.
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -106,10 +112,10 @@ def draw_layers(facts: dict[str, Any], path: Path) -> None:
 
 
 def draw_plans(found: Frontier, title: str, path: Path) -> None:
-    """Draw plans as points: milliseconds per token against KL divergence.
+    """Draw the plans of a model as points: milliseconds per token against KL divergence.
 
-    Plans with an unknown KL are hollow and on a line above the others. Raises OSError if the file
-    cannot be written.
+    Plans with an unknown KL divergence are hollow points on a line above the others. Raises OSError
+    if the file cannot be written.
     """
     with _picture(path, 9.0, 5.2) as (_, axes):
         shown = found.candidates

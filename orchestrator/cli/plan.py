@@ -62,7 +62,10 @@ _USUAL = (
 
 
 def render(found: Frontier, best: str) -> str:
-    """Format the plans as a table, the fastest first. best: the tier that KL is measured from."""
+    """Format the plans of a model as a table, the fastest first.
+
+    best: name of the precision against which quality loss (KL) is measured.
+    """
     from orchestrator.cost.plans import behind_text
     from orchestrator.cost.speeds import DISTURBED
     from orchestrator.cost.time import PROMPT_TOKENS
@@ -85,7 +88,8 @@ def render(found: Frontier, best: str) -> str:
         [
             *aligned([_HEAD, *rows]),
             f"Prompts have {PROMPT_TOKENS} tokens. The loss is the mean KL from {best} per token; "
-            "0 is lossless. +: no other plan is both faster and more exact; *: chosen.",
+            "0 is lossless. The plan marked * is chosen. A plan is marked + if no other plan is "
+            "both faster and less lossy.",
             _USUAL,
             *([_UNKNOWN] if any(each.token_ms_skewed for each in found.candidates) else []),
             f"`chat` and `serve` use {found.why}",
@@ -96,14 +100,14 @@ def render(found: Frontier, best: str) -> str:
 
 
 def _kl(each: Candidate) -> str:
-    """Format a plan's quality loss; "?" if it is unknown."""
+    """Format a plan's quality loss; "?" if the loss is unknown."""
     if each.kl is None:
         return "?"
     return "<= " * each.kl_at_most + (f"{each.kl:.2g}" if each.kl else "0")
 
 
 def render_known(known: Known) -> str:
-    """Format the table of known models on this machine."""
+    """Format the table of known models on this machine as text."""
     rows = [_KNOWN_HEAD, *(_known_row(row, known.runs(row)) for row in known.best())]
     slow = "" if known.disk_bytes_per_s >= SLOW_DISK else ", which is slow"
     machine = (
@@ -113,12 +117,13 @@ def render_known(known: Known) -> str:
     )
     legend = (
         f"Each model is shown in the best precision with at least {WELL:g} tokens per second, or "
-        f"else in the fastest one; --json lists all. Here: {FITS}, all of it in memory; {STREAMS}, "
-        f"experts are read from disk as needed; {NO_ROOM}, larger than the free disk space. "
-        f"At 8k: tokens per second after {LONG} tokens. First: seconds until the answer to a first "
-        f"prompt of {known.first_tokens} tokens starts. Speeds of models that stream assume "
-        "uniform expert usage, the slowest case; the upper end of a range assumes that few "
-        f"experts get most of the tokens."
+        f"else in the fastest one; --json lists all. The column 'here' is '{FITS}' if the model "
+        f"fits in memory, and '{STREAMS}' if its experts are read from disk as needed. It is "
+        f"'{NO_ROOM}' if the model is larger than the free disk space. The column 'at 8k' has the "
+        f"tokens per second after {LONG} tokens. The column 'first' has the seconds until the "
+        f"answer to a first prompt of {known.first_tokens} tokens starts. Speeds of models that "
+        "stream assume uniform expert usage, the slowest case; the upper end of a range assumes "
+        "that few experts get most of the tokens."
     )
     return "\n".join(
         [
@@ -138,7 +143,7 @@ def _number(value: float | None) -> str:
 
 
 def _up_to(least: float | None, most: float | None) -> str:
-    """Format a number, or a range if the two differ by more than the error of a prediction."""
+    """Format a predicted number, or a range if the two numbers differ clearly."""
     if least is None or most is None or most < _DIFFER * least:
         return _number(least)
     return f"{_number(least)}-{_number(most)}"
@@ -159,7 +164,10 @@ def _known_row(row: Row, runs: str) -> tuple[str, ...]:
 
 
 def _print_known_models(as_json: bool, options: dict[str, Any]) -> None:
-    """Print the table of known models."""
+    """Print the table of known models on this machine.
+
+    options: the options of the command `moe-edge plan`.
+    """
     chosen = {"remember": True, **given(options), "model": os.devnull}
     config = make_config(chosen)  # the model is a placeholder
     with Console().bars() as console:
@@ -181,12 +189,13 @@ def _print_known_models(as_json: bool, options: dict[str, Any]) -> None:
 def plan(named: str | None, as_json: bool, picture: Path | None, **options: Any) -> None:
     """Show which models this machine can run, or how it would run one model.
 
-    Without a model, it prints a table of known models. MODEL may be a file, hf:OWNER/NAME/FILE or a
-    URL; only the header of a remote file is read. Then it prints the plans for the model by speed
-    and quality loss, and the chosen one. Predictions: milliseconds per token, seconds until the
-    first token, and the KL divergence from the file's best precision in nats per token, if the
-    model has a loss table. The option --max-loss makes `chat` and `serve` use the fastest plan
-    within that loss.
+    Without a model, the command prints a table of known models. With a model, it prints the plans
+    for this model by speed and quality loss, and the chosen plan. MODEL may be a file,
+    hf:OWNER/NAME/FILE or a URL; only the header of a remote file is read.
+
+    A plan has predictions of the milliseconds per token and the seconds until the first token. If
+    the model has a loss table, it also has the KL divergence from the file's best precision in nats
+    per token. The option --max-loss makes `chat` and `serve` use the fastest plan within that loss.
     """
     asked = one_name(named, options["model"])
     if asked is not None:
@@ -198,7 +207,11 @@ def plan(named: str | None, as_json: bool, picture: Path | None, **options: Any)
 
 
 def _print_plans(asked: str, as_json: bool, picture: Path | None, options: dict[str, Any]) -> None:
-    """Print the plans of one model: a file, a file on the Hub, or a URL."""
+    """Print the plans of one model.
+
+    asked: a file, a model on the Hugging Face Hub, or a URL. picture: the file for a plot, or None.
+    options: the options of the command `moe-edge plan`.
+    """
     from gguf_tools.hub import fetch_headers, find_pulled, is_remote
     from orchestrator.cli import pictures
     from orchestrator.cli.machine import examine

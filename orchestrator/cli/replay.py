@@ -63,8 +63,8 @@ def trace(
 ) -> None:
     """Record the routing of a run, for `moe-edge replay`.
 
-    Without --policy it uses the default policy for models that do not fit in memory, which
-    prefetches, within all of the memory.
+    Without --policy, the run uses the default policy for models that do not fit in memory. This
+    policy prefetches experts, and may use all of the memory.
     """
     from orchestrator.lab.eval.text import read_text
     from orchestrator.lab.replay.file import check_trace_target, write_trace
@@ -76,7 +76,10 @@ def trace(
     if prompt is not None and not prompt.strip():
         raise click.UsageError("the prompt is empty")
     if prefill and text is None:
-        raise click.UsageError("--prefill is for --text: a prompt is a prefill already")
+        raise click.UsageError(
+            "--prefill is for --text, because the prompt of -p is always read in prefill: "
+            "leave --prefill out"
+        )
     check_trace_target(out)
     options["policy"] = options["policy"] or DEFAULT
     config = make_config(options)
@@ -100,7 +103,8 @@ def trace(
 def replay(file: Path, as_json: bool, **options: Any) -> None:
     """Replay a trace with another policy, memory size or disk, without a model.
 
-    The result is compared with lru, with the bound for any cache, and with the recorded run.
+    The result is compared with the policy lru, with an upper bound for any cache, and with the
+    recorded run.
     """
     from orchestrator.native.llama import Bindings
 

@@ -38,12 +38,12 @@ _TEST_SIZE, _TEST_RUNS = 768, 4
 
 
 class CalibrationTime(NamedTuple):
-    """Seconds of the parts of a calibration.
+    """The predicted seconds of the parts of `moe-edge calibrate`.
 
-    - read_s: reading the text, and the squares of the experts' outputs.
-    - measure_s: the errors of all experts in each precision.
-    - pass_s: one pass that fits the factors.
-    - n_passes: number of these passes.
+    - read_s: one pass over the text, which also measures the squares of the experts' outputs.
+    - measure_s: measuring the errors of all experts in each precision.
+    - pass_s: one pass over the text to fit the conversion from errors to nats.
+    - n_passes: number of these fitting passes.
     """
 
     read_s: float
@@ -53,14 +53,15 @@ class CalibrationTime(NamedTuple):
 
     @property
     def total_s(self) -> float:
-        """The seconds of all parts."""
+        """The predicted seconds of the whole calibration."""
         return self.read_s + self.measure_s + self.n_passes * self.pass_s
 
     @classmethod
     def of(cls, model: ExpertModel, config: Config, n_tokens: int = TOKENS) -> CalibrationTime:
-        """Predict the duration for a text of n_tokens.
+        """Predict the duration of a calibration with a text of n_tokens tokens.
 
-        The config names the threads and the disk. Takes some milliseconds to test the processor.
+        config: sets the number of threads, and selects the saved speed of the disk. The function
+        takes some milliseconds to test the processor.
         """
         threads = config.n_threads
         flops = _processor_flops() * threads / max(threads, usable_cores())
@@ -93,10 +94,9 @@ def format_duration(seconds: float) -> str:
 
 
 def _dense_weights(model: ExpertModel) -> tuple[int, int, int]:
-    """Return the sizes of the dense matrices.
+    """Return (vocabulary size, weights of the output matrix, weights of other dense matrices).
 
-    They are tokens of the vocabulary, weights of the output product, and weights of all other dense
-    matrices.
+    Matrices of experts are not counted.
     """
     n_vocab = output = dense = 0
     for part in model.parts:

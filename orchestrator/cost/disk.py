@@ -73,14 +73,16 @@ _LEAST_S = 1e-9
 
 
 class Bandwidth(NamedTuple):
-    """The measured speed of a disk.
+    """The measured read speed of a disk.
 
-    bytes_per_s: speed of `direct` (O_DIRECT) or buffered reads of slice_bytes on average; large
-    experts are read in parts. core_s_per_byte: processor time per byte read, taken from a core on
-    which a compute thread runs; the other threads wait for that thread at the next barrier.
-    latency_s: additional time of an expert that is read alone. first_bytes_per_s: speed for bytes
-    that have not been read for a long time, 0 if no difference is known. A virtual machine's host
-    may have cached what was read before, as most of an answer's reads are.
+    direct: the reads used O_DIRECT; otherwise they were buffered. slice_bytes: mean size of the
+    reads. core_s_per_byte: processor time per byte read that is taken from compute threads. It is
+    taken from a core on which a compute thread runs, and the other compute threads wait for that
+    thread. latency_s: additional seconds for an expert that is read alone.
+
+    first_bytes_per_s: speed for bytes that have not been read for a long time, or 0 if it is
+    unknown. This speed can be lower, because a virtual machine's host may cache bytes that were
+    read before.
     """
 
     bytes_per_s: float
@@ -92,13 +94,13 @@ class Bandwidth(NamedTuple):
 
     @property
     def at_first(self) -> Bandwidth:
-        """The speed for bytes that have not been read for a long time."""
+        """A copy of this bandwidth for bytes that have not been read for a long time."""
         return self._replace(bytes_per_s=self.first_bytes_per_s or self.bytes_per_s)
 
-    def beside(self, config: Config) -> Bandwidth:
-        """Return the speed with compute threads running.
+    def with_compute_threads(self, config: Config) -> Bandwidth:
+        """Return the bandwidth for reads that run at the same time as compute threads.
 
-        If they leave a core free, reading takes no time from them.
+        If the compute threads leave a core free, reading takes no processor time from them.
         """
         shares_cores = (config.n_threads) >= usable_cores()
         return self._replace(core_s_per_byte=self.core_s_per_byte if shares_cores else 0.0)
@@ -108,9 +110,10 @@ class Bandwidth(NamedTuple):
         return n_bytes / self.bytes_per_s + self.latency_s if n_bytes > 0 else 0.0
 
     def disturbs_s(self, n_bytes: float, waited_s: float) -> float:
-        """Return by how many seconds reading n_bytes delays computation.
+        """Return by how many seconds reading n_bytes from disk delays the compute threads.
 
-        Reading takes nothing from threads while they wait for a read, which they do for waited_s.
+        waited_s: the seconds for which the compute threads wait for a read anyway. Reading does not
+        delay them during that time.
         """
         seconds = self.seconds(n_bytes)
         busy = max(0.0, 1.0 - waited_s / seconds) if seconds else 0.0
@@ -124,7 +127,11 @@ class _Read(NamedTuple):
 
 
 def _parts(path: Path, start: int, expert_bytes: int) -> list[_Read]:
-    """Return the block-aligned reads of one expert matrix, in parts as the store reads them."""
+    """Return the reads of one expert's matrix, split into parts as the expert store splits them.
+
+    start: byte offset of the matrix in the file. The reads begin and end at multiples of the disk's
+    block size.
+    """
     first = start // IO_BLOCK_BYTES * IO_BLOCK_BYTES
     end = pad(start + expert_bytes, IO_BLOCK_BYTES)
     parts = max(1, (expert_bytes + PART_BYTES // 2) // PART_BYTES)
@@ -133,10 +140,10 @@ def _parts(path: Path, start: int, expert_bytes: int) -> list[_Read]:
 
 
 def _missed(model: ExpertModel, tier: int, rng: random.Random) -> Iterator[_Read]:
-    """Yield the reads of successive tokens if nothing were resident.
+    """Yield the reads of successive tokens as if no expert were in memory.
 
-    The order is layer by layer, randomly chosen experts, and matrix by matrix in the order of the
-    graph.
+    Each token reads the layers in order, with randomly chosen experts in each layer. Within a
+    layer, the matrix kinds are read in the order of computation.
     """
     for layer in cycle(model.slices):
         experts = rng.sample(range(model.n_expert), model.n_expert_used)
@@ -146,7 +153,11 @@ def _missed(model: ExpertModel, tier: int, rng: random.Random) -> Iterator[_Read
 
 
 def _matrix(model: ExpertModel, piece: Slice | None, expert: int) -> list[_Read]:
-    """Return the reads of one expert's matrix; none if the layer has no matrix of this kind."""
+    """Return the reads of one matrix of an expert.
+
+    piece: the matrix of all experts of the layer, or None if the layer has no matrix of this kind.
+    The result is then empty.
+    """
     if piece is None:
         return []
     start = piece.offset + expert * piece.expert_bytes
@@ -166,12 +177,12 @@ def _open_direct(path: Path) -> tuple[int, bool]:
 def read_bandwidth(
     model: ExpertModel, *, tier: int = 0, threads: int = 4, seconds: float = 1.5, seed: int = 0
 ) -> Bandwidth:
-    """Measure the bandwidth by reading experts of a tier for some seconds.
+    """Measure the bandwidth of the disk by reading experts of one tier for some seconds.
 
-    It reads as the store would with every expert missing: the same parts of the same files in the
-    same order, from one queue with `threads` threads, into huge pages. The reads of the first round
-    are repeated in further rounds. The result is an upper bound for a store with as many I/O
-    threads, because nothing else runs meanwhile. Raises OSError.
+    The reads are those of an expert store in which every expert misses: the same parts of the same
+    files, in the same order. The given number of threads takes them from one queue. Further rounds
+    repeat the reads of the first round. The result is an upper bound for a store with as many I/O
+    threads, because nothing else runs at the same time. Raises OSError if a read fails.
     """
     files = {path: _open_direct(path) for path in set(model.files)}
     direct = all(is_direct for _, is_direct in files.values())
@@ -212,9 +223,11 @@ def read_bandwidth(
 def _latency_s(
     model: ExpertModel, tier: int, files: dict[Path, int], threads: int, speed: float, seed: int
 ) -> float:
-    """Return Bandwidth.latency_s: the median over some experts that were read just before.
+    """Return the additional seconds for an expert that is read alone (Bandwidth.latency_s).
 
-    A single expert has too few parts to keep a disk busy, and the disk was idle before.
+    files: maps each path to an open file descriptor. speed: bytes per second of the disk. The
+    result is the median over some experts that were read just before. A single expert has too few
+    parts to keep a disk busy, and the disk was idle before.
     """
     rng, late, end = random.Random(seed), list[float](), perf_counter() + _ALONE_S
 
@@ -243,9 +256,9 @@ def _latency_s(
 
 @contextmanager
 def _slots() -> Iterator[memoryview]:
-    """Yield memory like the store's slots, in huge pages if the system supports them.
+    """Yield a buffer like the slots of the expert store, in huge pages if the system supports them.
 
-    It is private memory, because mmap's default, shared memory, does not get huge pages.
+    The buffer is private memory, because shared memory (the default of mmap) gets no huge pages.
     """
     private = mmap.mmap(-1, _SLOTS_BYTES, flags=mmap.MAP_PRIVATE)
     with private as memory, memoryview(memory) as view:
@@ -258,11 +271,12 @@ def _slots() -> Iterator[memoryview]:
 def bytes_per_s(
     work: Callable[[int, Callable[[], bool]], int], threads: int, seconds: float
 ) -> float:
-    """Return the bytes per second that `threads` threads move together.
+    """Run `work` in several threads, and return the bytes per second that they move together.
 
-    work: gets its thread index and a function that tells whether time is left, and returns the
-    bytes that it moved. Each thread may move at least once, because on a busy machine it may start
-    after the time is over. Raises what work raises.
+    work gets the index of its thread and a function in_time, and returns the bytes that it moved.
+    It should continue as long as in_time() returns True. The first call of in_time() returns True
+    in each thread, because on a busy machine a thread may start after the time is over. An
+    exception of `work` is raised again.
     """
     start = perf_counter()
 
@@ -283,20 +297,22 @@ def bytes_per_s(
 
 
 def device_of(path: Path) -> int:
-    """Return the device number of a file's file system.
+    """Return the number of the device whose file system holds a file.
 
-    Another device may be mounted at the same path later.
+    The number tells devices apart that are mounted at the same path at different times.
     """
     return path.stat().st_dev
 
 
 def kept_bandwidth(model: ExpertModel, config: Config, measures: bool = True) -> Bandwidth:
-    """Return the bandwidth for this file with compute threads running, from the user cache.
+    """Return the bandwidth of the disk for this model file, from the user cache.
 
-    It is the best of MOST_MOMENTS measurements, because other reads slow a disk down. Nothing shows
-    whether a disk was idle, so two equal measurements may both have been disturbed, and all
-    MOST_MOMENTS are taken. A measurement that is due takes one or two seconds. Raises OSError; with
-    measures=False also if the disk was not measured before.
+    The bandwidth is for reads while compute threads run. It is the best of several measurements at
+    different times, because other programs slow a disk down. If a measurement is due, this function
+    measures for one or two seconds. measures: if False, nothing is measured.
+
+    Raises OSError if a read fails. With measures=False, also raises OSError if the disk was never
+    measured.
     """
     place = [str(model.path.resolve()), device_of(model.path), identity(model)]
     measure = partial(read_bandwidth, model, threads=config.io_threads) if measures else None
@@ -306,10 +322,11 @@ def kept_bandwidth(model: ExpertModel, config: Config, measures: bool = True) ->
 
 
 def machine_bandwidth(config: Config) -> Bandwidth:
-    """Return the bandwidth of the disk with the user cache.
+    """Return the bandwidth of the disk that holds the user cache.
 
-    It serves for a model that is not on this machine. A measurement that is due writes a file of
-    random bytes there and deletes it. Raises OSError.
+    It stands for the disk of a model that is not on this machine yet. If a measurement is due, this
+    function writes a file of random bytes to the cache and deletes it. Raises OSError if that
+    fails.
     """
     folder = user_folder("cache") / "speed"
     folder.mkdir(parents=True, exist_ok=True)
@@ -322,9 +339,9 @@ def machine_bandwidth(config: Config) -> Bandwidth:
 
 
 def _noise(path: Path) -> ExpertModel:
-    """Return a model of random bytes in the form of experts, in a new file.
+    """Write a model file whose experts are random bytes, and return the opened model.
 
-    No disk can compress it.
+    Random bytes are used because no disk can compress them.
     """
     rng, kind = random.Random(0), GGMLType.Q8_0
     with GGUFWriter(path) as writer:
@@ -344,13 +361,16 @@ def _noise(path: Path) -> ExpertModel:
 def _kept(
     place: list[object], config: Config, measure: Callable[[], Bandwidth] | None
 ) -> Bandwidth:
-    """Return the kept bandwidth of a place with compute threads running; measured first if due.
+    """Return the saved bandwidth of a disk, for reads while compute threads run.
 
-    Raises OSError.
+    place: identifies the disk. measure: called if a measurement is due; None if nothing may be
+    measured. Raises OSError if the measurement fails or if there is none.
     """
     path = user_folder("cache") / "speed" / f"disk-{digest(*place, config.io_threads)}.json"
     timings = Timings.load(path, _FORMAT, time())
     keys = ("read", "core", "latency", "first")
+    # No sign shows whether the disk was idle, so even two equal measurements may both have been
+    # disturbed. All MOST_MOMENTS measurements are therefore made.
     if measure is not None and any(timings.is_due(each, MOST_MOMENTS) for each in keys):
         disk = measure()
         took = (
@@ -369,11 +389,14 @@ def _kept(
         latency_s=latency,
         first_bytes_per_s=_MIB / first,
     )
-    return found.beside(config)
+    return found.with_compute_threads(config)
 
 
 def slow_kind(path: Path, sysfs: Path = Path("/sys")) -> str | None:
-    """Return a description of the disk of a file if it is usually slow; None for any other disk."""
+    """Return a description of the disk that holds a file, if such disks are usually slow.
+
+    The result is None for any other disk.
+    """
     here = path.resolve()
     mounts = [
         each for each in psutil.disk_partitions(all=True) if here.is_relative_to(each.mountpoint)
@@ -401,7 +424,8 @@ def slow_kind(path: Path, sysfs: Path = Path("/sys")) -> str | None:
 def slow_disk(model: ExpertModel, config: Config) -> str | None:
     """Return a note with the measured speed if a model is on a disk that is usually slow.
 
-    See kept_bandwidth for the time that the measurement takes.
+    The result is None for any other disk. If a measurement is due, this function measures for one
+    or two seconds.
     """
     kind = slow_kind(model.path)
     if kind is None:

@@ -43,12 +43,15 @@ _MOST = 8
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One model in one precision.
+    """One row of the table of known models: a model in one precision.
 
-    tokens_s, tokens_s_long: tokens per second after a short context and after LONG tokens, None if
-    the context is shorter. first_s: seconds until the first token of the answer to the first
-    prompt. ram_bytes: the memory that it takes, or the minimum that it needs. Usage of experts is
-    assumed to be uniform; tokens_s_skewed assumes that few experts get most uses.
+    runs: whether the model fits in memory, streams experts from disk, or does not run. ram_bytes:
+    the memory that the model takes, or the minimum if it does not run.
+
+    tokens_s: tokens per second after a short context, with uniform usage of experts.
+    tokens_s_skewed: the same if few experts get most of the tokens. tokens_s_long: tokens per
+    second after 8192 tokens (LONG), or None if the context is shorter. first_s: seconds until the
+    answer to the first prompt begins.
     """
 
     model: str
@@ -67,11 +70,12 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """The rows of all models in all precisions, and the machine that they are for.
+    """The table of known models for this machine.
 
-    ram_bytes: memory for a model. free_bytes: free space on the disk of the user cache.
-    disk_bytes_per_s: its speed. first_tokens: length of the prompts of first_s. disturbed: a note
-    if other programs ran during measurements, otherwise empty.
+    rows: all models in all precisions. ram_bytes: memory for a model. free_bytes: free space on the
+    disk of the user cache. disk_bytes_per_s: read speed of that disk. first_tokens: prompt length
+    that first_s of the rows assumes. disturbed: a note if other programs ran during measurements,
+    otherwise empty.
     """
 
     rows: tuple[Row, ...]
@@ -84,17 +88,20 @@ class Known:
     disturbed: str
 
     def runs(self, row: Row) -> str:
-        """Return how a row runs here, or NO_ROOM if the disk has too little free space."""
+        """Return how a model runs here: it fits in memory, streams experts, or does not run.
+
+        If the disk has too little free space for the model, the result is NO_ROOM.
+        """
         return row.runs if row.disk_bytes <= self.free_bytes else NO_ROOM
 
     def best(self) -> list[Row]:
-        """Return one row per model.
+        """Return one row for each model: the precision that suits this machine best.
 
-        It is the best precision that runs well; otherwise the fastest that runs; otherwise the
-        smallest.
+        This is the best precision that is fast enough (WELL, in tokens per second). If no precision
+        is fast enough, it is the fastest one that runs, or else the smallest.
 
-        Models that run well come first, largest first; then those that run, fastest first; then the
-        others, smallest first.
+        Models that are fast enough come first, by falling size. They are followed by slower models,
+        by falling speed, and by models that do not run, by rising size.
         """
 
         def order(row: Row) -> tuple[int, float]:
@@ -112,20 +119,21 @@ class Known:
 
 
 def known_here(request: PlanRequest, begins: Callable[[str, float | None], None]) -> Known:
-    """Return the table for this machine, from the user cache or computed in some seconds.
+    """Return the table of known models for this machine.
 
-    begins: called with the current activity and its progress. Raises ConfigError for settings of a
-    single file, OSError for a disk that cannot be measured, NativeError without the library.
+    The table is read from the user cache, or computed in some seconds. begins: called with the name
+    of the current activity and its progress. Raises ConfigError for settings of a single model,
+    OSError if the disk cannot be measured, and NativeError without the library.
     """
     config = request.config
     of_one = ("low", "high_tier", "low_tier")
     named = [*(name for name in of_one if config.given(name) is not None), *config.of_policies]
     if named:
         flag = flag_of(named[0])
-        raise ConfigError(f"{flag} is of one model: name it with -m, or leave {flag} out")
+        raise ConfigError(f"{flag} needs a model: name one with -m, or leave {flag} out")
     if config.vram is not None or config.device not in (AUTO, CPU):
         raise ConfigError(
-            "known models are predicted for the CPU alone: leave --device and --vram out"
+            "the table of known models covers only the CPU: leave --device and --vram out"
         )
     machine = probe()
     ram = min(config.ram, machine.memory_bytes) if config.ram else machine.usable_bytes
@@ -142,7 +150,7 @@ def known_here(request: PlanRequest, begins: Callable[[str, float | None], None]
 
 
 def _key(request: PlanRequest) -> str:
-    """Return a key for everything that the table depends on, except free memory."""
+    """Return the cache key of a table, which covers everything except free memory."""
     from importlib.metadata import version
 
     machine = processor_name(), default_threads()
@@ -150,7 +158,12 @@ def _key(request: PlanRequest) -> str:
 
 
 def _read(found: Mapping[str, Any], ram: int) -> Known | None:
-    """Return the cached table if it is still valid."""
+    """Return the cached table if it is still valid, otherwise None.
+
+    found: the cached JSON object. ram: bytes of memory for a model now. The table is valid while
+    free memory stays about the same. A table that other programs disturbed is valid for only some
+    minutes.
+    """
     with suppress(TypeError, ValueError, KeyError):
         kept = {name: value for name, value in found.items() if name != "at"}
         rows = tuple(Row(**row) for row in kept["rows"])

@@ -60,7 +60,11 @@ SUFFIX = ".calib.json"
 
 
 class TablePrecision(NamedTuple):
-    """A precision: bits per weight over all its matrices, and whether it is a tier of the file."""
+    """A precision in a loss table.
+
+    bits: bits per weight over all matrices of an expert. stored: the precision is a tier of the
+    model file, not only measured.
+    """
 
     name: str
     bits: float
@@ -68,13 +72,15 @@ class TablePrecision(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """The conversion of losses into nats (see orchestrator.allocation.estimate).
+    """The conversion of errors of experts' outputs into quality loss in nats.
 
-    factors: one per layer. tiers: the tiers used for the fit. text: a description of the text.
-    error: the standard error of the logarithm of all factors together. scales: multipliers of the
-    factors for each tier; empty for 1. spread: the tenth and ninetieth percentile of a window's
-    loss relative to the factors. routing: the range of the mean surprise of a use per window, with
-    a margin.
+    factors: one factor for each layer. tiers: the precisions used for the fit. text: a description
+    of the text used for the fit. error: standard error of the logarithm of all factors together.
+    scales: multipliers of the factors for each tier, or empty if all are 1.
+
+    spread: percentiles 10 and 90 of the loss of a window of the text, relative to the factors.
+    routing: the range of the mean surprise of an expert use in these windows, with a margin (see
+    orchestrator.allocation.estimate).
     """
 
     factors: tuple[float, ...]
@@ -88,17 +94,17 @@ class Fit(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LossTable:
-    """L[l, e](b) of the near-data paper's section 4.2, over MoE layers.
+    """The error of each expert's output in each precision, measured by `moe-edge calibrate`.
 
-    Candidates are ordered best first.
+    candidates: the precisions, best first. loss: the mean of (y_b - y)^2 over tokens and output
+    elements, float64 [n_layers, n_expert, n_candidates]. Here y is an element of the expert's
+    output in full precision, and y_b is the same element in precision b. Outputs are not weighted
+    by gates. power: the mean of y^2, float64 [n_layers, n_expert].
 
-    loss: the mean over tokens and outputs of (y_b - y)^2, float64 [n_layers, n_expert,
-    n_candidates], where y is an expert's output in full precision, not weighted by its gate; NaN
-    for an expert without tokens. power: the mean of y^2, float64 [n_layers, n_expert]. counts:
-    tokens of the text that were routed to each expert, int64 [n_layers, n_expert]. gates: the mean
-    squared gate weight of these tokens, float64 [n_layers, n_expert], NaN without tokens; None if
-    it was not measured. fit: None if the effect of the losses on the model's answers was not
-    measured.
+    counts: tokens of the text that were routed to each expert, int64 [n_layers, n_expert]. gates:
+    the mean squared gate weight of these tokens, or None if it was not measured. fit: converts the
+    errors into nats, or None if the conversion was not fitted. Values of an expert without tokens
+    are NaN.
     """
 
     candidates: list[TablePrecision]
@@ -113,16 +119,17 @@ class LossTable:
     fit: Fit | None = None
 
     def filled(self) -> np.ndarray:
-        """Return the losses without NaN, float64 [n_layers, n_expert, n_candidates].
+        """Return the mean squared errors with values for experts without tokens instead of NaN.
 
-        An expert without tokens gets the mean over the tokens of its layer.
+        The result is float64 [n_layers, n_expert, n_candidates]. An expert without tokens gets the
+        mean over the tokens of its layer.
         """
         return self._filled(self.loss)
 
     def _filled(self, values: np.ndarray) -> np.ndarray:
-        """Return values [n_layers, n_expert, n].
+        """Return the values with a mean instead of NaN for experts without tokens.
 
-        An expert without tokens has the mean of its layer.
+        values: float64 [n_layers, n_expert, n]. The mean is over the tokens of the expert's layer.
         """
         seen = self.counts[:, :, None] > 0
         total = np.maximum(self.counts.sum(axis=1, dtype=np.float64), 1)
@@ -132,12 +139,12 @@ class LossTable:
         return filled
 
     def costs(self, names: Sequence[str]) -> np.ndarray | None:
-        """Return the cost of an expert for a token against full precision, in nats.
+        """Return the quality loss of one use of each expert with gate weight 1, in nats.
 
-        The gate weight of the expert is 1.
-
-        The result has the named tiers and, last, skipping: float64 [n_layers, n_expert, n_names +
-        1], as KlEstimate.nats. None if the table has no fit or lacks one of the tiers.
+        The loss is against full precision. The result is float64 [n_layers, n_expert, n_names + 1].
+        It has one value for each of the named tiers (precisions), and a last one for skipping the
+        expert. The result is None if the table has no conversion to nats (`fit`), or lacks one of
+        the tiers.
         """
         lost = self.of_tiers(names)
         if self.fit is None or lost is None:
@@ -149,10 +156,10 @@ class LossTable:
         return costs
 
     def _scales(self, fit: Fit, names: Sequence[str]) -> np.ndarray:
-        """Return the multipliers of the factors, float64 [n_names + 1].
+        """Return the multipliers of the fitted factors for the named tiers and for skipping.
 
-        They are for the named tiers and, last, for skipping. A tier that was not fitted uses the
-        scale of the tier with the nearest number of bits.
+        The result is float64 [n_names + 1], and the last value is for skipping. A tier that was not
+        fitted gets the multiplier of the fitted tier with the nearest number of bits.
         """
         if not fit.scales:
             return np.ones(len(names) + 1)
@@ -167,9 +174,11 @@ class LossTable:
         return np.array([*scales, known[SKIP_TIER]])
 
     def estimate(self, names: Sequence[str], base: str | None = None) -> KlEstimate | None:
-        """Return the estimate for the named tiers, best first, against the tier base.
+        """Return an estimator of the quality loss of the named tiers, which are given best first.
 
-        The default of base is the first. Return None if the table has no fit or lacks one of them.
+        The loss is against the tier `base`, by default the first named tier. The result is None if
+        the table has no conversion to nats (`fit`), no gate weights, or no errors for one of the
+        tiers.
         """
         base = names[0] if base is None else base
         costs = self.costs([*names, base])
@@ -181,9 +190,10 @@ class LossTable:
         return KlEstimate.of_costs(costs, names, base, gates, low / high, routing)
 
     def of_tiers(self, names: Sequence[str]) -> np.ndarray | None:
-        """Return the losses of the named tiers, float64 [n_layers, n_expert, n_names].
+        """Return the mean squared error of each expert's output in the named tiers (precisions).
 
-        They have no NaN. Return None if one of the tiers was not measured.
+        The result is float64 [n_layers, n_expert, n_names] without NaN. It is None if one of the
+        tiers was not measured.
         """
         known = [each.name for each in self.candidates]
         if not set(names) <= set(known):
@@ -192,12 +202,11 @@ class LossTable:
         return of_names
 
     def per_use(self, names: Sequence[str]) -> np.ndarray | None:
-        """Return the loss per use of an expert, float64 [n_layers, n_expert, n_names].
+        """Return the loss per use of each expert in the named tiers, at its usual gate weights.
 
-        The expert has its usual gate weights and is in one of the named tiers.
-
-        In nats if the table has a fit, so that layers are comparable; otherwise the plain losses.
-        None if one of the tiers was not measured.
+        The result is float64 [n_layers, n_expert, n_names]. If the table has a conversion to nats
+        (`fit`), the unit is nats, so that layers are comparable. Otherwise the result is the mean
+        squared errors. It is None if one of the tiers was not measured.
         """
         costs, lost = self.costs(names), self.of_tiers(names)
         if costs is None or self.gates is None:
@@ -206,10 +215,10 @@ class LossTable:
         return nats
 
     def render(self) -> str:
-        """Return a text table.
+        """Return the table as text for people.
 
-        It has for each precision the mean squared error relative to the outputs' mean square, over
-        all tokens and for the best and the worst expert.
+        Each precision has a line with its mean squared error relative to the outputs' mean square.
+        The line gives this error over all tokens, and for the best and the worst expert.
         """
         lines = [f"  {'precision':>9} {'':>8}   bits     error       of the experts"]
         seen = self.counts > 0
@@ -226,13 +235,13 @@ class LossTable:
         if self.fit is not None:
             low, high = (math.exp(side * 1.96 * self.fit.error) for side in (-1, 1))
             lines.append(
-                f"  KL is estimated by {self.fit.text.split(', sha')[0]}: its mean is {low:.2f} to "
-                f"{high:.2f} of the fitted one (95 %)"
+                f"  KL is estimated by {self.fit.text.split(', sha')[0]}: its true mean is "
+                f"{low:.2f} to {high:.2f} times the fitted mean (95 % confidence)"
             )
             low, high = self.fit.spread
             lines.append(
-                f"  Windows of the text lose {low:.2f} (10th percentile) to {high:.2f} (90th) of "
-                f"that; estimates use {high:.2f}"
+                f"  Windows of the text lose {low:.2f} (10th percentile) to {high:.2f} (90th) "
+                f"times their fitted loss; estimates use the factor {high:.2f}"
             )
         if not seen.all():
             lines.append(f"  {np.count_nonzero(~seen)} of {seen.size} experts saw no token")
@@ -240,12 +249,12 @@ class LossTable:
 
 
 def default_path(model: Path) -> Path:
-    """Return the path of a model's loss table."""
+    """Return the path of a model's loss table, which is in the folder of the model."""
     return model.with_name(model.name + SUFFIX)
 
 
 def save(path: Path, model: ExpertModel, table: LossTable) -> None:
-    """Write a table atomically. Raises OSError."""
+    """Write a loss table to a file atomically. Raises OSError if the file cannot be written."""
     data = {
         "format": _FORMAT,
         "version": _VERSION,
@@ -268,7 +277,7 @@ def save(path: Path, model: ExpertModel, table: LossTable) -> None:
 
 
 def _numbers(values: Any) -> Any:
-    """Round nested lists of numbers to six digits, with None for NaN."""
+    """Round the numbers in nested lists to six significant digits, and replace NaN by None."""
     if isinstance(values, list):
         return [_numbers(each) for each in values]
     return None if math.isnan(values) else float(f"{values:.6g}")
@@ -326,7 +335,10 @@ def load(path: Path, model: ExpertModel | None) -> LossTable:
 
 
 def _fit(data: Any) -> Fit | None:
-    """Parse a fit. Raises KeyError, TypeError or ValueError for data that save did not write."""
+    """Parse the conversion to nats in the JSON of a loss table; return None for None.
+
+    Raises KeyError, TypeError or ValueError for data that `save` cannot have written.
+    """
     if data is None:
         return None
     found = Fit(
@@ -352,7 +364,7 @@ def _fit(data: Any) -> Fit | None:
 
 
 def _pair(data: Any) -> tuple[float, float]:
-    """Parse two finite numbers. Raises TypeError or ValueError for anything else."""
+    """Parse a list of two finite numbers. Raises TypeError or ValueError for anything else."""
     low, high = (float(each) for each in data)
     if not (math.isfinite(low) and math.isfinite(high)):
         raise ValueError("kl: not finite")
@@ -360,7 +372,11 @@ def _pair(data: Any) -> tuple[float, float]:
 
 
 def _parse(path: Path, again: str) -> dict[str, Any]:
-    """Read the JSON of a table. again: the remedy for a table that cannot be used."""
+    """Read the JSON object of a loss table.
+
+    again: the remedy that an error names, such as a command. Raises LossTableError if the file
+    cannot be read, is no loss table, or has another format version.
+    """
     try:
         data = read_object(path, _LARGEST_BYTES)
     except OSError as error:
@@ -377,7 +393,10 @@ def _damaged(path: Path, again: str) -> LossTableError:
 
 
 def calibrate_command(model: Path | str | None) -> str:
-    """Return the command that makes a model's loss table, or replaces it."""
+    """Return the command that makes a model's loss table.
+
+    If the table exists already, the command replaces it.
+    """
     if model is None:
         return "`moe-edge calibrate -m MODEL`"
     replaces = " --force" if default_path(Path(model)).exists() else ""
@@ -385,9 +404,10 @@ def calibrate_command(model: Path | str | None) -> str:
 
 
 def no_losses(reason: str, is_missing: bool = False) -> ConfigError:
-    """Return the error for a loss budget or a policy that needs a loss table.
+    """Return the error that a loss budget or a policy cannot be used, because losses are unknown.
 
-    is_missing: the model has no usable table, so `moe-edge calibrate` makes the missing one.
+    reason: why the losses are unknown. is_missing: the model has no usable loss table, so `moe-edge
+    calibrate` can make one. The error is then a NoLossTableError.
     """
     spending = [name for name in POLICIES if spends_loss(name)]
     options = [policy_settings()[ALLOWED_LOSS].flag, *(f"--policy {name}" for name in spending)]
@@ -396,10 +416,10 @@ def no_losses(reason: str, is_missing: bool = False) -> ConfigError:
 
 
 class Skips(NamedTuple):
-    """The loss budget of a policy that may skip experts.
+    """The quality loss that a policy may cause by skipping experts.
 
-    nats: the mean cost of skipping one use of each expert, float64 [n_layers, n_expert]. allowed:
-    nats per token.
+    nats: the mean loss of skipping one use of each expert, float64 [n_layers, n_expert]. allowed:
+    the loss budget in nats per token.
     """
 
     nats: np.ndarray
@@ -410,8 +430,8 @@ class Skips(NamedTuple):
 class Foreseen:
     """The predicted quality loss of a plan.
 
-    kl: mean KL divergence from the tier `base`, the best of the file, in nats per token; an upper
-    bound if at_most; None if no loss table covers it.
+    kl: mean KL divergence from the best precision of the file, in nats per token. It is None if no
+    loss table covers the plan. at_most: kl is an upper bound. base: name of the best precision.
     """
 
     kl: float | None
@@ -420,7 +440,7 @@ class Foreseen:
 
     @property
     def text(self) -> str:
-        """A phrase for the status line; empty if the plan is lossless."""
+        """A phrase for the status line about the predicted loss; empty if the plan is lossless."""
         if self.kl is None:
             return f", quality loss from {self.base} unknown (run `moe-edge calibrate`)"
         if not self.kl:
@@ -429,10 +449,10 @@ class Foreseen:
 
 
 def started(placement: Placement, uses: np.ndarray | None = None) -> np.ndarray:
-    """Return the tier in which each expert starts, [n_layers, n_expert].
+    """Return the tier in which a policy starts each expert, int [n_layers, n_expert].
 
-    It is an index among the tiers in use, for policies that keep every expert resident. uses:
-    replaces the usage learned by earlier runs.
+    A tier is an index among the precisions in use. The policy must keep every expert resident.
+    uses: how often a token uses each expert; None for the usage in earlier runs.
     """
     shape = placement.shape
     found = np.full((shape.n_layers, shape.n_expert), len(shape.tiers) - 1)
@@ -444,11 +464,12 @@ def started(placement: Placement, uses: np.ndarray | None = None) -> np.ndarray:
 def foreseen(plan: Plan, uses: np.ndarray, estimate: KlEstimate | None, base: str) -> Foreseen:
     """Predict the quality loss of a plan.
 
-    uses: how often a token uses each expert, [n_layers, n_expert]. estimate: the costs of all tiers
-    of the file, best first, or None.
+    uses: how often a token uses each expert, [n_layers, n_expert]. estimate: the losses of all
+    precisions of the file, best first, or None if they are unknown. base: name of the best
+    precision.
 
     A policy that decides during decoding lowers the experts with the smallest gates, so the mean
-    gate gives an upper bound. A policy with a loss budget is assumed to spend all of it.
+    gate gives an upper bound. A policy with a loss budget is assumed to use the whole budget.
     """
     placement = plan.placement
     if placement is not None and placement.wants.all_resident:
@@ -472,12 +493,10 @@ def foreseen(plan: Plan, uses: np.ndarray, estimate: KlEstimate | None, base: st
 
 
 class LossModel:
-    """The losses of one model.
+    """Reads the loss table of one model and answers questions about losses.
 
-    They are from the table that the setting `losses` names, or else from the table next to the
-    model.
-
-    note: why no table is used, or None.
+    The table is the one that the setting `losses` names, or else the one next to the model. note: a
+    sentence for the user why no table is used, or None.
     """
 
     def __init__(self, config: Config, model: ExpertModel) -> None:
@@ -486,37 +505,52 @@ class LossModel:
         self.note: str | None = None
 
     def recall(self, tiers: Sequence[str], per_use: bool = False) -> np.ndarray | None:
-        """Return the losses in these tiers, float64 [n_layers, n_expert, n_tiers].
+        """Return the loss of each expert in these tiers, float64 [n_layers, n_expert, n_tiers].
 
-        Return None if they are unknown. per_use: as LossTable.per_use. Raises ConfigError if a
-        named table cannot be used.
+        The loss is the mean squared error of the expert's output. With per_use, the result is
+        instead the loss per use with the expert's usual gate weights, in nats if the table can
+        convert errors to nats. The result is None if the losses are unknown. Raises ConfigError if
+        a table that the user named cannot be used.
         """
         table, why = self._loaded
-        self.note = None if why is None else f"Nominal losses are used: {why}: {self._remedy}"
+        self.note = None
+        if why is not None:
+            self.note = f"Nominal losses are used instead of measured ones: {why}: {self._remedy}"
         of = LossTable.per_use if per_use else LossTable.of_tiers
         losses = None if table is None else of(table, tiers)
         if losses is None and table is not None:
             missing = f"lacks one of {', '.join(tiers)}"
             if self._named is not None:
                 raise ConfigError(f"--losses {self._named} {missing}: calibrate with all of them")
-            self.note = f"The model's loss table {missing}: nominal losses are used."
+            self.note = (
+                f"The model's loss table {missing}: nominal losses are used instead of measured "
+                f"ones."
+            )
         return losses
 
     def estimate(self, tiers: Sequence[str], base: str | None = None) -> KlEstimate | None:
-        """Return LossTable.estimate; None without a table."""
+        """Return an estimator of the quality loss of these tiers, which are given best first.
+
+        The loss is against the tier `base`, by default the first tier. The result is None if the
+        model has no loss table, or if the table does not cover the tiers.
+        """
         table, _ = self._loaded
         return None if table is None else table.estimate(tiers, base)
 
     def costs(self, tiers: Sequence[str]) -> np.ndarray | None:
-        """Return LossTable.costs; None without a table."""
+        """Return the quality loss of one use of each expert with gate weight 1, in nats.
+
+        The result is float64 [n_layers, n_expert, n_tiers + 1], with skipping last. It is None if
+        the model has no loss table, or if the table does not cover the tiers.
+        """
         table, _ = self._loaded
         return None if table is None else table.costs(tiers)
 
     def needed(self, tiers: Sequence[str]) -> KlEstimate:
-        """Return the estimate.
+        """Return an estimator of the quality loss of these tiers, which are given best first.
 
-        Raises ConfigError if the losses are unknown, with the command that measures them; it is a
-        NoLossTableError if the model has no usable table.
+        Raises ConfigError if the losses are unknown. The error names the command that measures
+        them. It is a NoLossTableError if the model has no usable table.
         """
         found = self.estimate(tiers)
         if found is None:
@@ -524,9 +558,9 @@ class LossModel:
         return found
 
     def unknown(self, tiers: Sequence[str]) -> str:
-        """Return why the losses of these tiers are unknown, with the remedy.
+        """Return why the losses of these tiers are unknown, and the remedy for the user.
 
-        Return an empty text if they are known.
+        The text is empty if the losses are known.
         """
         table, why = self._loaded
         if table is None:
@@ -534,14 +568,14 @@ class LossModel:
         if self.estimate(tiers) is not None:
             return ""
         if table.fit is None:
-            return f"{self._path} has no factors that make KL of its losses: {self._remedy}"
+            return f"{self._path} has no conversion of its errors to KL: {self._remedy}"
         return f"{self._path} lacks one of {', '.join(tiers)}: {self._remedy}"
 
     @property
     def _remedy(self) -> str:
-        """The command that makes the table, with an estimate of its duration.
+        """The advice to run the command that makes the loss table, with the time that it takes.
 
-        Takes some milliseconds to test the processor.
+        Predicting that time takes some milliseconds, because it tests the processor.
         """
         command = calibrate_command(self._model.path)
         seconds = CalibrationTime.of(self._model, self._config).total_s
@@ -549,17 +583,20 @@ class LossModel:
 
     @cached_property
     def of_file(self) -> tuple[KlEstimate | None, str]:
-        """The estimate for all tiers of the file, best first, and the reason if it is unknown."""
+        """An estimator of the quality loss of all tiers of the file, and why it is unknown.
+
+        The estimator is None if the losses are unknown. The reason is empty if they are known.
+        """
         names = [tier.name for tier in self._model.tiers]
         return self._of_all, self.unknown(names)
 
     @property
     def _of_all(self) -> KlEstimate | None:
-        """The estimate for all tiers of the file."""
+        """An estimator of the quality loss of all tiers of the file, or None if it is unknown."""
         return self.estimate([tier.name for tier in self._model.tiers])
 
     def foreseen(self, plan: Plan, uses: np.ndarray) -> Foreseen:
-        """Predict the quality loss of a plan with its policy's current settings.
+        """Predict the quality loss of a plan with the current settings of its policy.
 
         uses: how often a token uses each expert, [n_layers, n_expert].
         """
@@ -570,9 +607,9 @@ class LossModel:
         return foreseen(plan, uses, estimate, best)
 
     def skips(self, plan: Plan) -> Skips | None:
-        """Return the loss budget of a plan's policy; None if it has none.
+        """Return the loss budget of a plan's policy, or None if the policy has no loss budget.
 
-        Raises what `needed` raises.
+        Raises ConfigError if the losses of the plan's tiers are unknown.
         """
         allowed = plan.placement.spends if plan.placement else None
         if allowed is None:
@@ -586,9 +623,9 @@ class LossModel:
 
     @cached_property
     def _loaded(self) -> tuple[LossTable | None, str | None]:
-        """The table, or None and the reason without a remedy.
+        """The loss table, or None and the reason why there is none.
 
-        Raises ConfigError if a named table cannot be used.
+        Raises ConfigError if a table that the user named cannot be used.
         """
         path = self._path
         if self._named is None and not path.exists():

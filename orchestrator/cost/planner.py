@@ -51,10 +51,10 @@ _WORTH_SAYING = 1.1
 
 
 class ResolvedPlan(NamedTuple):
-    """A resolved plan.
+    """The plan with which a model runs on this machine.
 
-    request: with the settings of the plan that the allowed loss chose. plan: its memory plan.
-    loses: its predicted quality loss.
+    request: the request, with the settings of the plan that the allowed loss chose. plan: the
+    memory plan. loses: the predicted quality loss.
     """
 
     request: PlanRequest
@@ -63,20 +63,22 @@ class ResolvedPlan(NamedTuple):
 
     @property
     def config(self) -> Config:
-        """The settings of the plan."""
+        """The configuration with the settings of this plan."""
         return self.request.config
 
 
 class Planner:
-    """Plans a model on this machine, with the records of earlier runs."""
+    """Plans a model on this machine, and uses the records of earlier runs."""
 
     def __init__(
         self, request: PlanRequest, model: ExpertModel, disk: Bandwidth | None = None
     ) -> None:
-        """request: the front end's needs, and the configuration at start, whose memory cap also
-        limits measurements of this machine. disk: bandwidth of the disk for a model that is not
-        stored here. Raises ConfigError if the device does not exist, and NativeError without the
-        library.
+        """Prepare the planning of a model. Nothing is measured yet.
+
+        request: the configuration and the needs of the front end. The configuration's memory cap
+        also limits measurements of this machine. disk: bandwidth of the disk, for a model that is
+        not stored here. Raises ConfigError if the device does not exist, and NativeError without
+        the library.
         """
         config = request.config
         self.bindings = Bindings.load()
@@ -98,7 +100,7 @@ class Planner:
 
     @property
     def note(self) -> str | None:
-        """Notes about ignored options and about slow hardware."""
+        """Notes for the user, for example about ignored options and slow hardware, or None."""
         notes = (
             self.chosen,
             self.brings,
@@ -115,24 +117,28 @@ class Planner:
 
     @cached_property
     def slow_disk(self) -> str | None:
-        """The note of orchestrator.cost.disk.slow_disk. It is measured once, because a loaded model
-        leaves no memory to measure a disk.
+        """A note if the model is on a slow disk, or None.
+
+        The disk is measured at the first access only, because a loaded model leaves no memory for
+        the measurement.
         """
         return slow_disk(self._model, self.request.config)
 
     def runs(self, config: Config) -> ResolvedPlan:
-        """Return the resolved plan for these settings.
+        """Return the plan with which the model runs under these settings.
 
-        Raises what `plan` and `frontier` raise, and ConfigError for an option that has no effect
-        with the policy, or for an allowed loss without a loss table.
+        Raises ConfigError for an option that has no effect with the policy, and for an allowed loss
+        without a loss table. Raises BudgetError if the model does not fit.
         """
         check_unused(config)
         return self.compared(config)
 
     def compared(self, config: Config) -> ResolvedPlan:
-        """Return the resolved plan as runs does, but ignore options without effect.
+        """Return the plan with which the model runs under these settings.
 
-        Such options are not used by the policy.
+        Options that have no effect with the policy are ignored, so that a command can compare
+        policies. Raises BudgetError if the model does not fit, and ConfigError for an allowed loss
+        without a loss table.
         """
         if config.policy is None and config.given(ALLOWED_LOSS) is not None:
             found = self._frontier(config)
@@ -144,10 +150,10 @@ class Planner:
         return runs
 
     def _may_switch(self, config: Config, plan: Plan) -> bool:
-        """Whether another lossless policy than the default may be chosen.
+        """Return whether another lossless policy may replace the default policy.
 
-        That is so in a conversation whose experts are not all resident and whose options leave the
-        policy open. With a seed the policy is fixed, because the known speed of this machine would
+        This is the case in a conversation whose experts are not all in memory, if the options leave
+        the policy open. A seed fixes the policy, because the known speed of this machine would
         change the choice.
         """
         left_open = config.policy is None and not config.of_policies and config.seed is None
@@ -155,9 +161,10 @@ class Planner:
         return left_open and converses and plan.absent_bytes > 0 and self.gpu is None
 
     def _faster(self, runs: ResolvedPlan) -> ResolvedPlan:
-        """Return the resolved plan of another lossless policy if it is known to be clearly faster.
+        """Return the plan of another lossless policy if it is known to be clearly faster.
 
-        Otherwise return `runs`. Measures nothing.
+        Otherwise, or if the default may not be replaced, return the given plan. Nothing is
+        measured.
         """
         if not self._may_switch(runs.config, runs.plan) or runs.loses.kl != 0.0:
             return runs
@@ -174,10 +181,10 @@ class Planner:
         return runs
 
     def _loss_note(self, runs: ResolvedPlan) -> str | None:
-        """Return a note on the speed-up of the default allowed loss for a lossless conversation.
+        """Return a note that the default allowed loss would make a lossless conversation faster.
 
-        Return None if a policy was named, or if the speed-up is small or not known without
-        measuring.
+        The result is None if the user named a policy or an allowed loss. It is also None if the
+        speed-up is small, or cannot be predicted without measuring.
         """
         config, plan = runs.config, runs.plan
         asked = config.policy or config.given(ALLOWED_LOSS) is not None or config.exact
@@ -212,13 +219,13 @@ class Planner:
         return ResolvedPlan(self._asked(config), found, self.loses(found))
 
     def _asked(self, config: Config) -> PlanRequest:
-        """Return the front end's request with these settings."""
+        """Return the front end's request with this configuration."""
         return replace(self.request, config=config)
 
     def _possible(self, config: Config) -> ResolvedPlan | None:
-        """Return the resolved plan for these settings.
+        """Return the plan for these settings.
 
-        Return None if they do not fit the memory or the model.
+        The result is None if the settings do not suit the memory or the model.
         """
         with suppress(PolicyError, ConfigError):
             found = self._try(config)
@@ -229,15 +236,17 @@ class Planner:
     def plan(self, config: Config, more_scratch: int = 0) -> Plan:
         """Return the memory plan for these settings.
 
-        Raises what orchestrator.plan.planning.plan raises, and BudgetError for a refusal.
+        more_scratch: scratch bytes that llama.cpp took beyond an earlier estimate. Raises
+        BudgetError if the model does not fit. Raises PolicyError or ConfigError if the settings do
+        not suit the model.
         """
         with self._probe:
             return self._plan(config, more_scratch)
 
     def least(self, config: Config) -> int:
-        """Return the smallest cap in bytes that works with these settings.
+        """Return the smallest value of --ram that works with these settings, in bytes.
 
-        The cap is --ram, or --vram of a GPU. Raises BudgetError if none works.
+        With a GPU, the result is the smallest --vram instead. Raises BudgetError if no value works.
         """
         with self._probe:
             request, model = self._asked(config), self._model
@@ -256,10 +265,11 @@ class Planner:
         return plan(self._counted(request), *asked)
 
     def _counted(self, request: PlanRequest, whether_all_fits: bool = False) -> PlanRequest:
-        """Return the request with memory counted by llama.cpp.
+        """Return the request with memory sizes that llama.cpp counted.
 
-        whether_all_fits: count only the sizes needed to decide whether everything fits. With a GPU,
-        memory is estimated, and measured when the model is loaded.
+        whether_all_fits: count only the sizes that decide whether the whole model fits in memory.
+        With a GPU, nothing is counted, because memory is estimated first, and measured when the
+        model is loaded.
         """
         if self.gpu:
             return request
@@ -268,23 +278,27 @@ class Planner:
         return replace(request, counted=counted)
 
     def loses(self, plan: Plan) -> Foreseen:
-        """Predict the quality loss of a plan.
+        """Return the predicted quality loss of a plan.
 
-        If every expert is resident, it is the loss at the start.
+        If the policy keeps every expert in memory, the result is the loss at the start.
         """
         return self.losses.foreseen(plan, self._uses)
 
     @cached_property
     def _uses(self) -> np.ndarray:
-        """The number of uses of each expert per token, [n_layers, n_expert]."""
+        """How often a token uses each expert, [n_layers, n_expert], as known from earlier runs."""
         return known_uses(self.request.config, self._model)[0]
 
     def frontier(self, config: Config) -> Frontier:
-        """Return the plans for a configuration; if it names a policy, only the plan of that policy.
+        """Return all plans for a configuration, with their predicted speed and quality loss.
 
-        Raises what `times` raises; BudgetError if no plan fits; ConfigError for an option without
-        effect, for a loss that no plan meets, and for an allowed loss if the loss table does not
-        cover the plans.
+        If the configuration names a policy, the result has only the plan of that policy. Missing
+        timings of this machine are measured. Raises BudgetError if no plan fits, and OSError if the
+        disk cannot be measured.
+
+        Raises ConfigError for a GPU, for an option without effect, and for an allowed loss that no
+        plan meets. An allowed loss also raises ConfigError if the loss table does not cover the
+        plans.
         """
         if config.policy is not None:
             runs = self.runs(config)
@@ -319,9 +333,10 @@ class Planner:
         return replace(shown, why_not=why_not, disturbed=disturbed)
 
     def _left(self, allowed: float) -> list[float]:
-        """Return how much of the allowed loss each tier of the file leaves, in nats.
+        """Return how much of the allowed loss is left if all experts are in a tier, in nats.
 
-        If the table lacks a tier, only the best tier leaves any.
+        The result has one value for each tier of the file. A policy may spend this rest on top of
+        the tier. If the loss table lacks a tier, only the best tier leaves any.
         """
         estimate = self.losses.of_file[0]
         size, n = self._uses.shape, len(self._model.tiers)
@@ -332,9 +347,10 @@ class Planner:
     def candidate(
         self, times: TimeModel, runs: ResolvedPlan, asked: Mapping[str, Any] | None = None
     ) -> Candidate:
-        """Predict the speed and the loss of a plan.
+        """Predict the speed and the quality loss of a plan.
 
-        asked: the settings that select it. Raises NativeError.
+        asked: the settings that select this plan among others. Raises NativeError if a timing
+        fails, or is missing and must not be measured.
         """
         plan, skips = runs.plan, self.losses.skips(runs.plan)
         short = times.of_plan(plan, runs.config, skips)
@@ -366,11 +382,11 @@ class Planner:
 
     @contextmanager
     def times(self, measures: bool = True) -> Iterator[TimeModel]:
-        """Yield the time model of this machine.
+        """Yield the model that predicts the times of plans on this machine.
 
-        Raises ConfigError with a GPU, and OSError for a disk that cannot be measured. With
-        measures=False, it raises OSError if the disk was not measured before; missing processor
-        timings raise NativeError when they are used.
+        Raises ConfigError with a GPU, and OSError if the disk cannot be measured. measures: if
+        False, nothing is measured. It then raises OSError if the disk was not measured before. A
+        missing timing of the processor raises NativeError when it is used.
         """
         if self.gpu:
             raise ConfigError(
@@ -390,17 +406,26 @@ class KnownHistory(History):
         self._hotness, self._losses, self._tuned = hotness, losses, tuned
 
     def hotness(self) -> np.ndarray | None:
-        """Return the hotness. Raises ProfileError or OSError if a named profile cannot be used."""
+        """Return how often tokens of earlier runs used each expert, or None if it is unknown.
+
+        Raises ProfileError or OSError if a profile that the user named cannot be used.
+        """
         return self._hotness.recall()
 
     def losses(self, tiers: Sequence[str], per_use: bool = False) -> np.ndarray | None:
-        """Return the losses. Raises ConfigError if a named table cannot be used."""
+        """Return the loss of each expert in these tiers, or None if it is unknown.
+
+        The result is float64 [n_layers, n_expert, n_tiers]. per_use: the loss is per use with the
+        expert's usual gate weights. Raises ConfigError if a loss table that the user named cannot
+        be used.
+        """
         return self._losses.recall(tiers, per_use)
 
     def estimate(self, tiers: Sequence[str]) -> KlEstimate:
-        """Return the estimate.
+        """Return an estimator of the quality loss of these tiers, which are given best first.
 
-        Raises ConfigError if the losses are unknown, with the command that measures them.
+        Raises ConfigError if the losses are unknown. The error names the command that measures
+        them.
         """
         return self._losses.needed(tiers)
 

@@ -36,18 +36,19 @@ _MOST = 64
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One plan, as in --json output.
+    """One plan with its predicted speed and quality loss, as in the output of --json.
 
-    policy: its name. settings: the settings that select it. token_ms: milliseconds per token of an
-    answer after PROMPT_TOKENS tokens. first_prompt_ms, prompt_ms: milliseconds until the answer to
-    a prompt of that length begins, for the first prompt after the start and for a later one.
-    hit_rate, read_bytes: per token of an answer.
+    policy: name of the policy. settings: the settings that select this plan. token_ms: milliseconds
+    per token of an answer to a prompt of 512 tokens (PROMPT_TOKENS). first_prompt_ms: milliseconds
+    until the answer begins, for the first such prompt after the start. prompt_ms: the same for a
+    later prompt. hit_rate, read_bytes: averages per token of an answer.
 
-    kl: mean KL divergence from the file's best tier, in nats per token; an upper bound if
-    kl_at_most; None if unknown. token_ms_behind: milliseconds per token by tokens of context in
-    use, for LENGTHS up to the context size. token_ms_skewed: token_ms if few experts get most uses;
-    only if the usage is unknown and token_ms assumes uniform usage, otherwise None. best: no other
-    plan is both faster and closer.
+    kl: mean KL divergence from the file's best tier, in nats per token, or None if it is unknown.
+    kl_at_most: kl is an upper bound. best: no other plan is both faster and less lossy.
+
+    token_ms_behind: maps numbers of context tokens in use (LENGTHS) to milliseconds per token.
+    token_ms_skewed: token_ms if few experts get most uses. It is given only if the usage of experts
+    is unknown, because token_ms then assumes uniform usage.
     """
 
     policy: str
@@ -68,7 +69,7 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """The plan in the words of its options, with numbers rounded to three digits."""
+        """The policy and the settings of the plan in a few words, for tables."""
 
         def text(value: Any) -> str:
             return f"{value:.3g}" if isinstance(value, float) else str(value)
@@ -79,23 +80,23 @@ class Candidate:
         return ", ".join([self.policy, *more])
 
     def is_like(self, other: Candidate) -> bool:
-        """Whether the other plan has the same policy, tiers and loss."""
+        """Return whether another plan has the same policy, tiers and predicted loss."""
         return (self.policy, self.tiers, self.kl) == (other.policy, other.tiers, other.kl)
 
     def is_asked_by(self, settings: Mapping[str, Any] | None) -> bool:
-        """Whether these are its settings, apart from the loss that they spend.
+        """Return whether this plan has the given settings, apart from its loss budget.
 
-        The loss depends on the usage in earlier runs.
+        The loss budget is ignored, because it depends on the expert usage in earlier runs.
         """
         mine = {name: value for name, value in self.settings.items() if name != ALLOWED_LOSS}
         return mine == settings
 
     @property
     def is_redundant(self) -> bool:
-        """Whether it duplicates the baseline, or allows a loss without need.
+        """Whether the list of plans should omit this plan.
 
-        A duplicate is the baseline under another name. A loss is not needed if no expert is
-        missing.
+        A plan is omitted if it has every expert in memory and equals the baseline under another
+        name. It is also omitted if it allows a loss although no expert is missing.
         """
         alone = len(self.tiers) == 1 and self.policy not in (PLAIN, BASELINE)
         return self.resident and (alone or ALLOWED_LOSS in self.settings)
@@ -103,11 +104,11 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Frontier:
-    """Every plan that fits, fastest first.
+    """All plans that fit in memory, fastest first, and the chosen plan.
 
-    taken: the plan that runs if no policy is named. why: a sentence that explains the choice.
-    why_not: why the losses are unknown, empty if they are known. disturbed: other programs ran
-    while this machine was measured.
+    taken: the plan that runs if the user names no policy. why: a sentence that explains this
+    choice. why_not: the reason if the losses are unknown, otherwise empty. disturbed: other
+    programs ran while this machine was measured.
     """
 
     candidates: tuple[Candidate, ...]
@@ -126,11 +127,14 @@ class Frontier:
         before: Mapping[str, Any] | None = None,
         may_switch: bool = False,
     ) -> Frontier:
-        """Make a frontier from plans in any order.
+        """Sort plans, omit redundant ones, and choose the plan that runs.
 
-        usual: the plan without an allowed loss; it is replaced only by a clearly faster lossless
-        plan. allowed: in nats per token. before: the settings chosen the last time. Raises
-        ConfigError if no plan meets the allowed loss.
+        usual: the plan that runs without an allowed loss. best_tier: name of the file's best
+        precision. allowed: the allowed loss in nats per token, or None. before: settings of the
+        plan that was chosen the last time. may_switch: a clearly faster lossless plan replaces
+        `usual`.
+
+        Raises ConfigError if no plan meets the allowed loss.
         """
         shown: list[Candidate] = []
         for each in found:
@@ -163,7 +167,7 @@ class Frontier:
 
 
 def _equals(usual: Candidate, found: Sequence[Candidate]) -> list[Candidate]:
-    """Return `usual` and the lossless plans that compute the same."""
+    """Return `usual` and all lossless plans that compute the same result."""
     same = [each for each in found if each.kl == usual.kl == 0.0 and each.tiers == usual.tiers]
     return [usual, *same]
 
@@ -173,18 +177,19 @@ def _ahead(faster: Candidate, slower: Candidate) -> str:
 
 
 def faster_lossless(usual: Candidate, found: Sequence[Candidate]) -> Candidate:
-    """Return the fastest lossless plan that computes the same as `usual`.
+    """Return the fastest lossless plan that computes the same result as `usual`.
 
-    Return `usual` if that plan is not CLEARLY_FASTER.
+    The result is `usual` itself unless the other plan is clearly faster (CLEARLY_FASTER).
     """
     first = min(_equals(usual, found), key=lambda each: each.token_ms)
     return first if usual.token_ms > CLEARLY_FASTER * first.token_ms else usual
 
 
 def behind_text(token_ms: Mapping[str, float]) -> str:
-    """Return a sentence about a plan's speed as its context fills; empty without figures.
+    """Return a sentence about the speed of a plan as its context fills.
 
-    token_ms: Candidate.token_ms_behind.
+    token_ms: maps numbers of context tokens in use to milliseconds per token. The sentence is empty
+    if the map is empty.
     """
     said = [f"{1e3 / took:.1f} after {n}" for n, took in token_ms.items()]
     return f"Tokens/s as the context fills: {', '.join(said)} tokens." if said else ""
@@ -193,19 +198,18 @@ def behind_text(token_ms: Mapping[str, float]) -> str:
 def choose(
     found: Sequence[Candidate], allowed: float, before: Mapping[str, Any] | None = None
 ) -> Candidate:
-    """Return the fastest plan within the allowed loss.
+    """Return the fastest plan whose quality loss is within the allowed loss.
 
-    Among plans that are AS_FAST, return the one with the least loss.
-
-    The previous choice stays unless another plan is faster by more than the variation of timings.
-    Raises ConfigError if no plan qualifies.
+    If several plans are about equally fast (AS_FAST), the least lossy of them is chosen. The plan
+    with the settings `before` stays chosen unless another plan is faster by more than the variation
+    of timings. Raises ConfigError if no plan is within the allowed loss.
     """
     within = [each for each in found if each.kl is not None and each.kl <= allowed * _ROUNDING]
     if not within:
         least = min(each.kl for each in found if each.kl is not None)
         raise ConfigError(
-            f"no plan in this memory keeps to {allowed:g} nats: the closest has {least:.2g}; allow "
-            f"more, or give more memory"
+            f"no plan in this memory loses at most {allowed:g} nats per token: the closest loses "
+            f"{least:.2g}. Allow a larger loss, or give more memory"
         )
     fastest = min(each.token_ms for each in within)
     near = (each for each in within if each.token_ms <= AS_FAST * fastest)
@@ -215,7 +219,10 @@ def choose(
 
 
 def _marked(found: Sequence[Candidate]) -> list[Candidate]:
-    """Mark the plans that no other plan beats in both speed and loss. found: by rising time."""
+    """Return the plans with `best` set if no other plan is both faster and less lossy.
+
+    found: the plans in the order of rising time per token.
+    """
     least, marked = float("inf"), []
     for each in found:
         best = each.kl is not None and each.kl < least
@@ -227,10 +234,10 @@ def _marked(found: Sequence[Candidate]) -> list[Candidate]:
 def settings_of_plans(
     config: Config, model: ExpertModel, left: Mapping[str, float] | None
 ) -> list[dict[str, Any]]:
-    """Return the settings of every plan that the registered policies and the file's tiers offer.
+    """Return the settings of every plan that the installed policies and the file's tiers offer.
 
-    left: the rest of the allowed loss in nats by name of the file's tiers; None if no loss is
-    allowed.
+    left: maps the name of each tier to the part of the allowed loss, in nats, that a policy may
+    spend on top of this tier. It is None if no loss is allowed.
     """
     every = [tier.name for tier in model.tiers]
     names = every
@@ -259,9 +266,12 @@ def _settings_of(
 ) -> Iterator[dict[str, Any]]:
     """Yield the settings of one policy's plans.
 
-    A policy with a lossless form yields that form in each of the tiers `names`. It also yields each
-    of these tiers with the requested low tier, or with the next lower tier and with skipping.
-    Another policy chooses its own tiers, if the file has several.
+    names: precisions (tiers) that may be the high tier. every: all tiers of the file, best first.
+
+    A policy with a lossless form yields this form for each high tier. It also yields each high tier
+    with the low tier that the user requested. Without such a request, it yields the next lower tier
+    and skipping as low tiers. A policy without a lossless form chooses its tiers itself, and yields
+    one plan.
     """
     mixes = policy.precisions.most > 1
     if policy.precisions.lossless is None:
@@ -277,10 +287,10 @@ def _settings_of(
 
 
 class TakenPlans:
-    """The settings of the plan chosen for a request, for this model on this processor.
+    """Remembers which plan was chosen for a request, for this model on this processor.
 
-    They are kept in the user cache, so that the same command runs the same plan later. Read and
-    write errors are ignored.
+    The settings are kept in the user cache, so that the same command runs the same plan later. Read
+    and write errors are ignored.
     """
 
     def __init__(self, request: PlanRequest, model: ExpertModel) -> None:
@@ -288,15 +298,15 @@ class TakenPlans:
         self._path = cached_path(model, "plans")
 
     def recall(self) -> Mapping[str, Any] | None:
-        """Return the settings, without the loss that they spend.
+        """Return the settings of the plan that was chosen before, without its loss budget.
 
-        Return None if no plan was chosen before.
+        The result is None if no plan was chosen for this request.
         """
         found = recalled(self._path, _FORMAT, "taken").get(self._key)
         return found if isinstance(found, dict) else None
 
     def keep(self, settings: Mapping[str, Any]) -> None:
-        """Store the settings of the chosen plan."""
+        """Store the settings of the chosen plan, without its loss budget."""
         known = recalled(self._path, _FORMAT, "taken")
         known.pop(self._key, None)
         known[self._key] = {k: v for k, v in settings.items() if k != ALLOWED_LOSS}

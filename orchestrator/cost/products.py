@@ -38,11 +38,14 @@ _SUCCESS = 0
 
 
 class Product(NamedTuple):
-    """One weight matrix times some rows of activations.
+    """A matrix product whose time is measured: one weight matrix times some rows of activations.
 
-    type: the ggml type. n_in, n_out: length of a row, and rows of the matrix. rows: rows of
-    activations. repacked: in llama.cpp's repacked layout. routed: as one of several experts in one
-    operation. in_slots: the weights are in huge pages, as in slots.
+    type: the ggml type of the weights. n_in: length of a row of the matrix. n_out: number of rows
+    of the matrix. rows: number of rows of activations.
+
+    repacked: the weights are in llama.cpp's repacked layout. routed: the matrix is an expert's, and
+    one operation multiplies several experts. in_slots: the weights are in huge pages, as in expert
+    slots.
     """
 
     type: GGMLType
@@ -55,21 +58,21 @@ class Product(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the weights."""
+        """The size of the weight matrix in bytes."""
         return row_bytes(self.type, self.n_in) * self.n_out
 
 
 class Small(NamedTuple):
-    """An operation without weights, such as a norm, over `rows` rows of `n` numbers."""
+    """An operation without weights, such as a norm, over `rows` rows of `n` numbers each."""
 
     n: int
     rows: int
 
 
 class Attention(NamedTuple):
-    """Attention of one layer: `rows` queries over `cells` keys and values in 16 bits.
+    """The attention of one layer: `rows` queries over `cells` keys and values in 16 bits.
 
-    They are laid out as in llama.cpp's KV cache, with all heads of a cell adjacent.
+    Keys and values are laid out as in llama.cpp's KV cache, with all heads of a cell adjacent.
     """
 
     n_head: int
@@ -85,7 +88,7 @@ _CONTEXT_BYTES = 4 * 2**20
 
 
 class Timer(GgmlFunctions, Closing):
-    """Times products with a number of threads. Close it after use."""
+    """Times matrix products and other operations with ggml. Close it after use."""
 
     def __init__(
         self,
@@ -94,9 +97,11 @@ class Timer(GgmlFunctions, Closing):
         pool_bytes: int = POOL_BYTES,
         seconds: float = TIMING_S,
     ) -> None:
-        """pool_bytes: weights of one timing; if they fit a processor cache, products seem too fast.
+        """Prepare timings with a number of threads.
 
-        seconds: duration of one timing, unless enough runs take less. Raises NativeError.
+        pool_bytes: weights of one timing. If they fit in a processor cache, products seem too fast.
+        seconds: maximum duration of one timing. Raises NativeError if ggml's CPU backend cannot be
+        opened.
         """
         super().__init__(lib)
         self._pool_bytes, self._seconds = pool_bytes, seconds
@@ -108,7 +113,10 @@ class Timer(GgmlFunctions, Closing):
         self._repack = self._repacked_type()
 
     def _repacked_type(self) -> int | None:
-        """Return llama.cpp's buffer type of repacked weights, or None if the processor has none."""
+        """Return the handle of llama.cpp's buffer type for repacked weights.
+
+        The result is None if the processor has no repacked layout.
+        """
         reg = self.backend_cpu_reg()
         address = self.backend_reg_get_proc_address(reg, b"ggml_backend_dev_get_extra_bufts")
         if not address:
@@ -124,10 +132,10 @@ class Timer(GgmlFunctions, Closing):
         return None
 
     def seconds(self, what: Product | Small | Attention) -> float:
-        """Return the seconds of one product, operation or attention.
+        """Return the seconds that one product, operation or attention takes.
 
-        Takes pool_bytes and some MiB of memory meanwhile. Raises NativeError if it cannot be
-        computed.
+        The measurement temporarily allocates pool_bytes and some MiB of memory. Raises NativeError
+        if ggml cannot compute the operation.
         """
         if isinstance(what, Small):
             return self._small(what)
@@ -181,10 +189,10 @@ class Timer(GgmlFunctions, Closing):
             return self._time(context, ops[1:])
 
     def _attention(self, what: Attention) -> float:
-        """Time one query in each of several layers.
+        """Return the seconds of the attention of one layer.
 
-        There are so many layers that no cache holds their keys and values. During a real token, the
-        weights evict them from the caches between layers.
+        With one query, several layers are timed, so that no cache holds all their keys and values.
+        During a real token, the weights evict them from the caches between layers.
         """
         lengths = what.key_length, what.value_length
         layer_bytes = what.cells * what.n_head_kv * sum(lengths) * _F16_BYTES
@@ -200,7 +208,10 @@ class Timer(GgmlFunctions, Closing):
             return self._time(context, ops)
 
     def _cached(self, context: int, length: int, what: Attention) -> int:
-        """Return keys or values with `length` numbers per head, as a view by heads."""
+        """Return a tensor of keys or values as in llama.cpp's KV cache, viewed by heads.
+
+        length: numbers per head and cell.
+        """
         head, n = length * _F16_BYTES, what.n_head_kv
         whole = self.new_tensor_2d(context, GGMLType.F16, length * n, what.cells)
         found: int = self.view_3d(context, whole, length, what.cells, n, n * head, head, 0)
@@ -226,10 +237,10 @@ class Timer(GgmlFunctions, Closing):
         self.backend_buffer_clear(buffer, _FILL)
 
     def _time(self, context: int, ops: list[int]) -> float:
-        """Return the seconds of one of these operations, which form one graph.
+        """Return the seconds of one of several equal operations, which form one graph.
 
-        It is the median of the runs; on a busy machine the tenth percentile, because nine of ten
-        runs may have been interrupted there.
+        The result is the median over several runs of the graph. On a busy machine it is the tenth
+        percentile, because nine of ten runs may have been interrupted.
         """
         graph = self.new_graph(context)
         for op in ops:
@@ -254,7 +265,10 @@ class Timer(GgmlFunctions, Closing):
 
 
 def _ask_for_huge_pages(base: int, n_bytes: int) -> None:
-    """Request huge pages for memory that has not been written yet, as the store does for slots."""
+    """Request huge pages for memory that has not been written yet.
+
+    base: address of the memory. The expert store requests them for slots in the same way.
+    """
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return
     first = -(-base // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -91,9 +91,9 @@ _ROUGH_ROWS, _ROUGH_S = 64, 0.04
 
 
 class Timing(NamedTuple):
-    """One timing.
+    """One timing of an operation.
 
-    seconds: of the product. at: system time in seconds. quiet: hardly any other program ran.
+    at: system time of the timing, in seconds. quiet: hardly any other program ran meanwhile.
     """
 
     seconds: float
@@ -102,10 +102,14 @@ class Timing(NamedTuple):
 
 
 class Timings:
-    """The timings of each product, by its key, at the time `now`."""
+    """The stored timings of many operations, each under its key, as of the time `now`."""
 
     def __init__(self, now: float, of: Mapping[str, Iterable[Timing]] | None = None) -> None:
-        """of: stored timings. Expired timings and those from the future are dropped."""
+        """Keep the stored timings that are still valid.
+
+        now: system time in seconds. of: maps the key of an operation to its stored timings. Expired
+        timings and timings from the future are dropped.
+        """
         self._now = now
         self.of: dict[str, list[Timing]] = {}
         for key, kept in (of or {}).items():
@@ -115,9 +119,10 @@ class Timings:
 
     @classmethod
     def load(cls, path: Path, form: str, now: float) -> Timings:
-        """Read the timings that save() stored in this format.
+        """Read the timings that save() stored in a file.
 
-        They are empty if the file is missing or damaged.
+        form: name of the file's format. The result has no timings if the file is missing, damaged
+        or in another format.
         """
         known = recalled(path, form, "timings")
         with suppress(TypeError, ValueError):
@@ -125,19 +130,20 @@ class Timings:
         return cls(now)
 
     def save(self, path: Path, form: str) -> None:
-        """Store the timings in a file. Write errors are ignored."""
+        """Store the timings in a file, with the format name `form`. Write errors are ignored."""
         keep(path, form, "timings", self.of)
 
     def least(self, key: str) -> float | None:
-        """Return the minimum seconds of a product; None if it was never timed."""
+        """Return the minimum seconds of an operation; None if the operation was never timed."""
         kept = self.of.get(key)
         return min(each.seconds for each in kept) if kept else None
 
     def is_due(self, key: str, n_needed: int = 2) -> bool:
-        """Whether to time a product now.
+        """Return whether to time an operation now.
 
-        A product is due if it has no timing on a quiet machine, or if fewer than `n_needed` timings
-        agree and the last one is at least APART_S seconds ago.
+        A timing is due if no timing of the operation was made on a quiet machine. A timing is also
+        due if fewer than `n_needed` timings agree, and the last one is at least ten minutes old
+        (APART_S). No more timings are due after six (MOST_MOMENTS) on a quiet machine.
         """
         kept = self.of.get(key, [])
         another = not kept or self._now - kept[-1].at >= APART_S
@@ -149,11 +155,14 @@ class Timings:
         return another and agreeing < n_needed and quiet < MOST_MOMENTS
 
     def was_quiet(self, key: str) -> bool:
-        """Whether any timing of a product was on a quiet machine."""
+        """Return whether any timing of an operation was made on a quiet machine."""
         return any(each.quiet for each in self.of.get(key, ()))
 
     def add(self, key: str, seconds: float, quiet: bool) -> None:
-        """Add a timing made now. Of two timings of the same moment, the smaller one stays."""
+        """Add a timing of an operation that was made now.
+
+        Of two timings within ten minutes (APART_S), only the smaller one is kept.
+        """
         kept = self.of.setdefault(key, [])
         if kept and self._now - kept[-1].at < APART_S:
             last = kept.pop()
@@ -166,7 +175,7 @@ class Timings:
 
 
 def _read(seconds: object, at: object, quiet: object) -> Timing:
-    """Parse a timing. Raises ValueError for invalid values."""
+    """Parse one stored timing. Raises ValueError for invalid values."""
     times = isinstance(seconds, float) and isinstance(at, float) and isinstance(quiet, bool)
     if not (times and 0.0 < seconds < 1e6):  # type: ignore[operator]
         raise ValueError
@@ -175,14 +184,16 @@ def _read(seconds: object, at: object, quiet: object) -> Timing:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds that the parts of a model take on one machine, for each number in ROWS.
+    """The seconds that the parts of a model take to compute on one machine.
 
-    expert_s: one expert with that many rows, float64 [n_layers, n_tiers, len(ROWS)]. expert_bytes:
-    the bytes of one read, int64 [n_layers, n_tiers]. dense_s: all other weights and small
-    operations for that many tokens, without output_s, float64 [len(ROWS)]. output_s: the product
-    with the vocabulary for one token. attention_s: all layers, per token and KV cell, for a single
-    token and among many tokens. step_s: the rest of a step: batch, sampling and text. asked_s: a
-    policy's decision for a layer.
+    expert_s: one expert for each number of input rows in ROWS, float64 [n_layers, n_tiers,
+    len(ROWS)]. expert_bytes: bytes to read one expert, int64 [n_layers, n_tiers]. dense_s:
+    everything outside the experts except the output matrix, for each number of tokens in ROWS,
+    float64 [len(ROWS)]. output_s: the output matrix for one token.
+
+    attention_s: attention of all layers, per token and KV cell. The first value is for a single
+    token, the second for many tokens. step_s: the rest of a step, such as sampling. asked_s: one
+    decision of a policy for a layer.
     """
 
     expert_s: np.ndarray
@@ -199,10 +210,11 @@ class Costs:
 
 
 class Speeds(Closing):
-    """Seconds of products and operations on this machine, measured or from the user cache.
+    """The seconds of matrix products and other operations on this machine.
 
-    The cached value is the minimum of timings at several moments (see `Timings`). Until timings
-    agree, each use at a new moment measures again.
+    An operation is measured, or its time is read from the user cache. The cached time is the
+    minimum of timings at several moments. Until these timings agree, the first use at a new moment
+    measures again.
     """
 
     def __init__(
@@ -213,12 +225,14 @@ class Speeds(Closing):
         measures: bool = True,
         rough: bool = False,
     ) -> None:
-        """Prepare timings on this machine.
+        """Prepare timings on this machine with a number of threads.
 
-        pool_bytes: weights that a timing may take, at most POOL_BYTES; results with fewer are not
-        kept. measures: if False, a product that was not measured before raises NativeError. rough:
-        the model is not on this machine. One product of each type and layout, with up to
-        _ROUGH_ROWS rows, is timed once, and stands for all others, scaled by bytes.
+        pool_bytes: memory that a timing may take, at most POOL_BYTES. Results with less memory are
+        not stored. measures: if False, an operation without a stored timing raises NativeError.
+
+        rough: measure fewer operations, for models that are not on this machine. Only one product
+        of each type and layout is timed, and only once. It stands for all other products, scaled by
+        bytes.
         """
         self._bindings, self._threads = bindings, threads
         self._pool_bytes = min(POOL_BYTES, pool_bytes)
@@ -238,9 +252,10 @@ class Speeds(Closing):
         return user_folder("cache") / "speed" / f"{name}.json"
 
     def seconds(self, what: Product | Small | Attention) -> float:
-        """Return the seconds of a product or operation.
+        """Return the seconds of a product or another operation.
 
-        Each is timed at most once, apart from `time_again`. Raises NativeError.
+        Each operation is timed at most once, until `time_again` is called. Raises NativeError if
+        the operation cannot be timed.
         """
         what, scale = _stands_for(what) if self._rough else (what, 1.0)
         key = f"{type(what).__name__} {' '.join(map(str, map(int, what)))}"
@@ -257,9 +272,10 @@ class Speeds(Closing):
         return self._used[key] * scale
 
     def time_again(self) -> bool:
-        """Time all single-token operations since the last call in further rounds.
+        """Time all single-token operations that were timed since the last call once more.
 
-        Returns whether there were any. Raises NativeError.
+        They are timed in turns for several rounds. The result is False if there were no such
+        operations. Raises NativeError if an operation cannot be timed.
         """
         once, self._once = self._once, {}
         for _ in range(_ROUNDS - 1):
@@ -269,18 +285,19 @@ class Speeds(Closing):
         return bool(once)
 
     def _standing(self, key: str) -> float:
-        """Return the value of a timed operation.
+        """Return the seconds of an operation that was timed in this process.
 
-        It is the minimum over the stored timings and the median of the current rounds.
+        The result is the minimum of the stored timings and the median of the current rounds.
         """
         known = self._kept.least(key)
         now, _ = _middle(self._measured[key])
         return now if known is None else min(now, known)
 
     def _timed(self, what: Product | Small | Attention) -> tuple[float, bool]:
-        """Return (seconds, whether the machine was quiet) of one operation.
+        """Time one operation, and return (seconds, whether the machine was quiet).
 
-        This is the first timing on a quiet machine, or the minimum of several others.
+        If other programs disturb a timing, it is repeated a few times. The result is the first
+        timing on a quiet machine, or else the minimum.
         """
         if not self._measures:
             raise NativeError(f"{what} was not measured on this machine yet")
@@ -305,30 +322,35 @@ class Speeds(Closing):
 
     @property
     def disturbed(self) -> bool:
-        """Whether some operation was timed only while other programs ran."""
+        """Whether other programs ran during every timing of some operation."""
         now = {key for key, rounds in self._measured.items() if _middle(rounds)[1]}
         before = set(filter(self._kept.was_quiet, self._used))
         return not self._used.keys() <= now | before
 
     def costs(self, model: ExpertModel, tiers: tuple[int, ...], layout: str) -> Costs:
-        """Return the costs of a model's parts with its experts in these tiers and one layout.
+        """Return the seconds of a model's parts, with its experts in these tiers and this layout.
 
-        The layout is FILE, OWN or UPSTREAM. Measures missing timings, for some seconds. Raises
-        NativeError.
+        layout: FILE for the layout of the file, OWN for interleaved rows in slots, or UPSTREAM for
+        llama.cpp's repacked layout. Missing timings are measured, which takes some seconds. Raises
+        NativeError if an operation cannot be timed.
         """
         found = self._costs(model, tiers, layout)
         return self._costs(model, tiers, layout) if self.time_again() else found
 
     def _costs(self, model: ExpertModel, tiers: tuple[int, ...], layout: str) -> Costs:
-        """Return the costs with each operation timed once."""
+        """Return the seconds of a model's parts, with each operation timed at most once.
+
+        tiers: indices of the file's precisions. layout: FILE for the layout of the file, OWN for
+        interleaved rows in slots, or UPSTREAM for llama.cpp's repacked layout.
+        """
         interleaves = self._bindings.library().interleaves
 
         def product(info: Product) -> float:
-            """Return the seconds of an expert's product in its layout.
+            """Return the seconds of one expert's matrix product in the requested layout.
 
-            All products are timed in huge pages, as in slots. On llama.cpp's own path, small pages
-            cost about as much as the slot tables do here; neither is counted, so the two paths are
-            comparable.
+            All products are timed in huge pages, as in slots. Without an expert store, small pages
+            cost about as much as the tables of slots do with a store. Neither cost is counted, so
+            that predictions with and without a store are comparable.
             """
             kind, n_in, n_out, rows = info[:4]
             plain = info._replace(routed=True, in_slots=True)
@@ -355,14 +377,16 @@ class Speeds(Closing):
                     expert_bytes[layer, at] += piece.expert_bytes
                     expert_s[layer, at] += curve(piece.type, shape)
         dense_s, output_s = self._dense_seconds(model, layout)
-        step_s, asked_s = self._besides_seconds(model)
+        step_s, asked_s = self._overhead_seconds(model)
         attention_s = self._attention_seconds(model)
         return Costs(expert_s, expert_bytes, dense_s, output_s, attention_s, step_s, asked_s)
 
     def _dense_seconds(self, model: ExpertModel, layout: str) -> tuple[np.ndarray, float]:
-        """Return (dense_s, output_s) of Costs, from one matrix of each type scaled by bytes.
+        """Return (dense_s, output_s) of Costs: the seconds of everything outside the experts.
 
-        Dense weights are repacked unless the layout is FILE.
+        The largest matrix of each type is timed, and its time is scaled by bytes. layout: FILE for
+        plain rows. With the layouts OWN and UPSTREAM, dense weights are in llama.cpp's repacked
+        layout.
         """
         interleaves = self._bindings.library().interleaves
         tensors = _dense_matrices(model)
@@ -395,14 +419,14 @@ class Speeds(Closing):
         output_s = seconds(output.type, output.nbytes, 1) if output else 0.0
         return np.array(dense) + nodes * small, output_s
 
-    def _besides_seconds(self, model: ExpertModel) -> tuple[float, float]:
-        """Return (step_s, asked_s) of Costs."""
+    def _overhead_seconds(self, model: ExpertModel) -> tuple[float, float]:
+        """Return (step_s, asked_s) of Costs: the overheads of a step and of a policy's decision."""
         small = self.seconds(Small(model.hparams.embedding_length, 1))
         choice = self.seconds(Small(max(1, vocabulary_size(model)), 1))
         return _STEP_NODES * small + _CHOICE_NODES * choice, _ASKED_NODES * small
 
     def _attention_seconds(self, model: ExpertModel) -> tuple[float, float]:
-        """Return attention_s of Costs."""
+        """Return attention_s of Costs: the seconds of attention per token and KV cell."""
         hparams = model.hparams
         found = []
         for rows in (1, 64):
@@ -429,9 +453,9 @@ class Speeds(Closing):
 
 
 def _stands_for(what: Product | Small | Attention) -> tuple[Product | Small | Attention, float]:
-    """Return the operation that is timed instead of this one.
+    """Return (the operation that is timed instead of this one, the factor between their times).
 
-    Also return the factor between their times.
+    Rough timings use one operation of each kind to predict all operations of this kind.
     """
     if what.rows > _ROUGH_ROWS:
         stands, scale = _stands_for(what._replace(rows=_ROUGH_ROWS))
@@ -449,9 +473,10 @@ def _stands_for(what: Product | Small | Attention) -> tuple[Product | Small | At
 
 
 def _middle(rounds: list[tuple[float, bool]]) -> tuple[float, bool]:
-    """Return (seconds, quiet) of several rounds.
+    """Return (seconds, whether the machine was quiet) for several rounds of one operation.
 
-    The seconds are the median of the rounds on a quiet machine, or else the minimum of all rounds.
+    The seconds are the median of the rounds on a quiet machine. If there was no such round, they
+    are the minimum of all rounds.
     """
     quiet = [seconds for seconds, was_quiet in rounds if was_quiet]
     if quiet:
@@ -460,9 +485,9 @@ def _middle(rounds: list[tuple[float, bool]]) -> tuple[float, bool]:
 
 
 def _dense_matrices(model: ExpertModel) -> dict[str, TensorInfo]:
-    """Return all matrices of the model except the experts, by name.
+    """Return the descriptions of all matrices of the model except the experts, by name.
 
-    Further files of a model repeat them.
+    A matrix that several files of the model contain is returned once.
     """
     found: dict[str, TensorInfo] = {}
     for part in model.parts:

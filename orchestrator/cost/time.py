@@ -51,14 +51,16 @@ _LEAST_SPARE_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class Residency:
-    """The use of experts by tokens, and the share that is resident.
+    """How often tokens use each expert, and how often the expert is then in memory (resident).
 
-    uses: the probability that a token uses an expert, float64 [n_layers, n_expert]; rows sum to k.
-    mix: the shares of these uses that are computed in each tier, float64 [n_layers, n_expert,
-    n_tiers]; the rest to 1 is skipped. present: the share of these uses that finds the expert
-    resident, [n_layers, n_expert]. scanned: the share of a prompt's experts that the first part of
-    the prompt finds resident, and that each later part does. loaded: experts are loaded before the
-    first token. foreseen: f above, in the layers after the first.
+    uses: the probability that a token uses an expert, float64 [n_layers, n_expert]. Each row sums
+    to the number of experts per token. mix: the shares of these uses in each tier (precision),
+    float64 [n_layers, n_expert, n_tiers]. The rest to 1 is skipped. present: the share of these
+    uses that finds the expert resident, [n_layers, n_expert].
+
+    scanned: the share of experts that a micro-batch of a prompt finds resident. The first value is
+    for the first micro-batch, the second for each later one. loaded: experts are loaded before the
+    first token. foreseen: the share of misses that is predicted one layer ahead.
     """
 
     uses: np.ndarray
@@ -70,16 +72,18 @@ class Residency:
 
     @property
     def hit_rate(self) -> float:
-        """The share of computed experts that are resident when they are requested."""
+        """The share of the requested experts that are in memory (resident) at the request."""
         asked = self.uses * self.mix.sum(axis=2)
         return float((asked * self.present).sum() / max(asked.sum(), 1e-300))
 
 
 @dataclass(frozen=True, slots=True)
 class PlanTime:
-    """The predicted time of one plan.
+    """Predicts the time of tokens and prompts under one plan.
 
-    n_ubatch: micro-batch size in tokens. asked: the policy is called for each layer of a token.
+    costs: the seconds of the model's parts. residency: which experts are in memory. disk: read
+    speed. n_ubatch: micro-batch size in tokens. asked: the policy is called for each layer of a
+    token.
     """
 
     costs: Costs
@@ -90,13 +94,13 @@ class PlanTime:
 
     @property
     def read_bytes(self) -> float:
-        """Bytes that a token of an answer reads."""
+        """The mean number of bytes that a token of an answer reads from disk."""
         layers = range(self.costs.n_layers)
         missed = zip(layers, map(self._missed, layers), strict=True)
         return float(sum(n * each * self._read(layer) for layer, (_, n, each) in missed))
 
     def token_s(self, cells: int = 0) -> float:
-        """Return the seconds per token of an answer after `cells` tokens of context."""
+        """Return the predicted seconds per token of an answer after `cells` tokens of context."""
         costs = self.costs
         dense = float(costs.dense_s[0]) / costs.n_layers
         layers = sum(self._layer_s(layer, dense) for layer in range(costs.n_layers))
@@ -104,10 +108,11 @@ class PlanTime:
         return costs.step_s + asked + layers + costs.output_s + cells * costs.attention_s[0]
 
     def prompt_s(self, n_tokens: int, first: bool = False) -> float:
-        """Return the seconds until the first token of the answer to a prompt of n_tokens.
+        """Return the predicted seconds until the answer to a prompt of n_tokens tokens begins.
 
-        first: the first prompt after the start finds only experts loaded at the start, and its
-        first part reads bytes that have not been read for a long time.
+        first: the prompt is the first one after the start. It then finds only the experts that were
+        loaded at the start. Its first micro-batch reads bytes that have not been read for a long
+        time.
         """
         cold = first and not self.residency.loaded
         early = replace(self, disk=self.disk.at_first)
@@ -122,7 +127,7 @@ class PlanTime:
         return total
 
     def _missed(self, layer: int) -> tuple[float, float, float]:
-        """Return (experts that a token computes, number of misses, bytes of a missing expert)."""
+        """Return (computed experts, misses, bytes per miss) of one token in a layer, as means."""
         known = self.residency
         asked = known.uses[layer, :, None] * known.mix[layer]
         missing = asked * (1.0 - known.present[layer, :, None])
@@ -131,11 +136,17 @@ class PlanTime:
         return float(asked.sum()), n, moved / n if n else 0.0
 
     def _unforeseen(self, layer: int) -> float:
-        """Return 1 - f. No prediction exists for the first layer's experts."""
+        """Return the share of a layer's misses that look-ahead does not predict.
+
+        The experts of the first layer are never predicted.
+        """
         return 1.0 - self.residency.foreseen if layer else 1.0
 
     def _read(self, layer: int) -> float:
-        """Return 1 + w."""
+        """Return the number of experts that are read for each miss in a layer.
+
+        The number exceeds 1 with look-ahead, which also reads experts that are then not used.
+        """
         wrong = self._unforeseen(layer)
         return 1.0 + (wrong if wrong < 1.0 else 0.0)
 
@@ -157,9 +168,11 @@ class PlanTime:
         return total
 
     def _part_s(self, n_tokens: int, done: int, found: float, last: bool) -> float:
-        """Return the seconds of one part of a prompt after `done` tokens.
+        """Return the predicted seconds of one micro-batch of a prompt.
 
-        The last layer computes only the experts of the prompt's last token.
+        done: prompt tokens before this micro-batch. found: the share of its experts that is in
+        memory. last: the micro-batch ends the prompt. In the last layer, only the last token of the
+        prompt uses experts.
         """
         costs, known = self.costs, self.residency
         dense = float(interpolated(costs.dense_s, n_tokens)) / costs.n_layers
@@ -181,9 +194,11 @@ class PlanTime:
 
 
 def interpolated(curve: np.ndarray, rows: float | np.ndarray) -> np.ndarray:
-    """Return the seconds for `rows` rows from a curve over ROWS.
+    """Return the seconds for a number of rows of activations, from measured seconds.
 
-    Below the first point the curve is constant; beyond the last one it is proportional to the rows.
+    curve: the measured seconds for each number of rows in ROWS. The seconds are interpolated
+    between these numbers. Below the first number they are constant, and beyond the last one
+    proportional to the rows.
     """
     beyond = np.maximum(1.0, np.asarray(rows) / ROWS[-1])
     return np.asarray(np.interp(rows, ROWS, curve) * beyond)
@@ -194,9 +209,11 @@ def _binomial(n: int, p: float) -> list[float]:
 
 
 def chances(counts: np.ndarray, n_used: int) -> np.ndarray:
-    """Return uses as in Residency from counts or any hotness, [n_layers, n_expert].
+    """Return the probability that a token uses each expert, float64 [n_layers, n_expert].
 
-    Uses are proportional to counts, at most 1 each. A layer without counts has uniform usage.
+    counts: how often each expert was used, in any unit, [n_layers, n_expert]. n_used: experts per
+    token in each layer. The probabilities are proportional to the counts, at most 1, and sum to
+    n_used in each layer. A layer without counts has equal probabilities.
     """
     counts = np.asarray(counts, np.float64)
     counts = np.where(counts.sum(axis=1, keepdims=True) > 0, counts, 1.0)
@@ -214,10 +231,10 @@ def chances(counts: np.ndarray, n_used: int) -> np.ndarray:
 
 
 def resident(tiers: np.ndarray, uses: np.ndarray, n_tiers: int) -> Residency:
-    """Return the residency if every expert is resident.
+    """Return how tokens use experts (Residency) if every expert is always in memory.
 
-    tiers: the tier of each expert, [n_layers, n_expert], an index of the costs' tiers, or SKIP for
-    an expert that is always skipped.
+    tiers: the tier (precision) of each expert, [n_layers, n_expert], an index below n_tiers. SKIP
+    is the tier of an expert that is always skipped. uses: how often a token uses each expert.
     """
     mix = (tiers[:, :, None] == np.arange(n_tiers)) * 1.0
     present = np.where(tiers == SKIP, 0.0, 1.0)
@@ -231,12 +248,15 @@ def cached(
     mix: np.ndarray,
     foreseen: float = 0.0,
 ) -> Residency:
-    """Return the residency of experts in least-recently-used caches with the slots of a plan.
+    """Return how often experts are found in memory (Residency), for slots that form LRU caches.
 
-    mix, foreseen: as in Residency. Uses are assumed to be independent. An expert is then resident
-    if it was used within the last t tokens, with probability 1 - (1 - p)^t. t is chosen so that the
-    expected number of resident experts equals the number of slots (Che, Tung and Wang
-    2002). A use in a lower tier also hits a better copy.
+    uses: the probability that a token uses an expert. mix: the shares of these uses in each tier
+    (precision). foreseen: the share of misses that look-ahead predicts.
+
+    Uses are assumed to be independent. An expert is then in memory if it was used within the last t
+    tokens, with probability 1 - (1 - p)^t for a use probability p. The time t is chosen so that the
+    expected number of experts in memory equals the number of slots (Che, Tung and Wang 2002). A use
+    in a lower tier also hits a better copy.
     """
     rates = uses[:, :, None] * mix
     found = np.zeros_like(rates)
@@ -262,9 +282,9 @@ def cached(
 
 
 def recently_used(rates: np.ndarray, n_slots: int) -> np.ndarray:
-    """Return the probability of each item to be in a least-recently-used cache of n_slots.
+    """Return the probability that each item is in a least-recently-used cache of n_slots slots.
 
-    Each step uses an item with the probability in rates.
+    rates: the probability that a step uses each item.
     """
     if np.count_nonzero(rates) <= n_slots:
         return np.where(rates > 0.0, 1.0, 0.0)
@@ -285,16 +305,16 @@ def recently_used(rates: np.ndarray, n_slots: int) -> np.ndarray:
 
 
 def scanned(share: float, several_layers: bool) -> tuple[float, float]:
-    """Return the shares of experts that the passes of a prompt find resident.
+    """Return the shares of experts that passes over a whole prompt find in memory.
 
-    Each pass is over all experts. The first value is for the first pass, the second for each later
-    one. share: slots per expert.
+    Each pass (micro-batch) uses all experts. The first value is for the first pass, the second for
+    each later pass. share: slots per expert. several_layers: layers share the slots.
 
-    A layer with its own slots computes resident experts before it replaces any. If layers share
-    slots, each miss takes a slot that a later layer would have hit. After a share t of the layers,
-    a share y of the other layers' residents is gone, with y' = ((1 - share) / share + y) / (1 - t).
-    So the pass finds share + (1 - share) log(1 - share). The next pass begins with layers that the
-    end of this pass evicted.
+    A layer with its own slots computes the experts in memory before it replaces any. If layers
+    share slots, each miss takes a slot that a later layer would have hit. Let y be the share of the
+    other layers' residents that is gone after a share t of the layers. Then y' = ((1 - share) /
+    share + y) / (1 - t). So the pass finds share + (1 - share) log(1 - share). The next pass begins
+    with layers that the end of this pass evicted.
     """
     if share >= 1.0 or not several_layers:
         return min(1.0, share), min(1.0, share)
@@ -302,14 +322,15 @@ def scanned(share: float, several_layers: bool) -> tuple[float, float]:
 
 
 def with_skips(known: Residency, skips: Skips, expert_bytes: np.ndarray) -> Residency:
-    """Return the residency if missing experts with the least cost per byte are skipped.
+    """Return how often experts are found in memory (Residency) if a policy skips missing experts.
 
-    Experts are skipped until the mean cost reaches the allowed loss.
+    known: the residency without skipping. skips: the loss budget, which is used completely.
+    expert_bytes: bytes to read one expert of each layer, [n_layers].
 
-    Skipped experts are read afterwards, so as many uses of an expert hit as without skipping.
-    known: residency without skipping. expert_bytes: bytes of one read, [n_layers]. At least one of
-    each token's experts in a layer is never skipped. The prediction is conservative, because gates
-    of an expert vary and the uses with the smallest gates are skipped first.
+    The experts with the least loss per byte are skipped first. At least one of each token's experts
+    in a layer is never skipped. Skipped experts are read afterwards, so as many uses hit as without
+    skipping. The prediction is conservative: gates of an expert vary, and the policy skips the uses
+    with the smallest gates first.
     """
     asked = known.uses * known.mix.sum(axis=2)
     missing = asked * (1.0 - known.present)
@@ -328,12 +349,11 @@ def with_skips(known: Residency, skips: Skips, expert_bytes: np.ndarray) -> Resi
 
 
 def expected(plan: Plan, uses: np.ndarray, n_cells: int = 0) -> Residency:
-    """Return the residency that a managed plan will have.
+    """Return how often tokens find experts in memory (Residency) under a plan with an expert store.
 
-    uses: as in Residency. n_cells: tokens of context in use.
-
-    If every expert stays resident, each is in the tier in which its policy starts it; otherwise the
-    slots are least-recently-used caches.
+    uses: the probability that a token uses each expert, [n_layers, n_expert]. n_cells: tokens of
+    context in use. If the policy keeps every expert in memory, each is in the tier in which it
+    starts. Otherwise, the slots are least-recently-used caches.
     """
     slots = plan.slots_after(n_cells)
     placement = plan.placement
@@ -345,8 +365,10 @@ def expected(plan: Plan, uses: np.ndarray, n_cells: int = 0) -> Residency:
 
 
 def spare_bytes(request: PlanRequest, model: ExpertModel) -> int:
-    """Return the memory that measurements may use temporarily before a model is loaded: most of the
-    cap, after the process.
+    """Return the memory that measurements may take before a model is loaded, in bytes.
+
+    The result is most of the memory that --ram or the machine leaves after the memory of the
+    process.
     """
     free = probe().memory_bytes
     left = min(request.config.ram or free, free) - process_bytes(model, request)
@@ -354,9 +376,10 @@ def spare_bytes(request: PlanRequest, model: ExpertModel) -> int:
 
 
 def known_uses(config: Config, model: ExpertModel) -> tuple[np.ndarray, bool]:
-    """Return how often a token uses each expert, and whether earlier runs measured it.
+    """Return how often a token uses each expert, and whether earlier runs measured this.
 
-    The usage is as in Residency. If it was not measured, it is uniform.
+    The first result is the probability of a use, float64 [n_layers, n_expert]. The probabilities
+    are equal if no earlier run measured them.
     """
     remembered = config.with_changes(remember=True)
     counts = UsageKeeper(remembered, model).recall()
@@ -369,14 +392,15 @@ def known_uses(config: Config, model: ExpertModel) -> tuple[np.ndarray, bool]:
 
 
 def uniform_usage(model: ExpertModel) -> np.ndarray:
-    """Return uniform uses, as in Residency."""
+    """Return equal probabilities that a token uses each expert, float64 [n_layers, n_expert]."""
     return chances(np.ones((model.n_layers, model.n_expert)), model.n_expert_used)
 
 
 def skewed(model: ExpertModel) -> np.ndarray:
-    """Return uses by Zipf's law, as in Residency.
+    """Return probabilities that a token uses each expert if few experts get most uses.
 
-    The n-th expert of a layer is used in proportion to 1 / n.
+    The result is float64 [n_layers, n_expert]. By Zipf's law, the n-th expert of a layer is used in
+    proportion to 1 / n.
     """
     ranks = np.arange(1, model.n_expert + 1)
     return chances(np.tile(1.0 / ranks, (model.n_layers, 1)), model.n_expert_used)
@@ -384,11 +408,10 @@ def skewed(model: ExpertModel) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class TimeModel:
-    """Predicts the times of plans of one model.
+    """Predicts the times of plans of one model from the measured speed of this machine.
 
-    The basis is the measured speed of this machine's processor and disk.
-
-    uses: as in Residency. profiled: earlier runs measured uses.
+    uses: the probability that a token uses each expert, float64 [n_layers, n_expert]. profiled:
+    earlier runs measured these probabilities.
     """
 
     model: ExpertModel
@@ -406,11 +429,14 @@ class TimeModel:
         n_cells: int = 0,
         uses: np.ndarray | None = None,
     ) -> PlanTime:
-        """Return the predicted time of a plan in the layout that it would use.
+        """Return a predictor of the times of one plan.
 
-        config: the configuration of the plan. skips: the loss budget of its policy. n_cells: tokens
-        of context in use. uses: replaces the known uses. Measures missing timings, for some
-        seconds. Raises NativeError.
+        config: the configuration of the plan. skips: the loss budget of its policy, or None.
+        n_cells: tokens of context in use. uses: replaces the probabilities with which tokens use
+        experts.
+
+        Missing timings are measured, which takes some seconds. Raises NativeError if an operation
+        cannot be timed.
         """
         uses = self.uses if uses is None else uses
         asked = False

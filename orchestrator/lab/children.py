@@ -23,7 +23,7 @@ from gguf_tools.children import child
 from orchestrator.errors import BudgetError, MoeEdgeError
 
 Result = dict[str, Any]
-# How often a wait for a child looks for an interrupt, in seconds.
+# While waiting for a child process, check for an interrupt after this many seconds.
 _LOOK_S = 0.5
 
 
@@ -33,9 +33,11 @@ def run_child(
     seconds: float | None = None,
     enter: Callable[[], object] | None = None,
 ) -> Result:
-    """Run `python -m module` with a job. Returns its answer or {"error": a sentence}.
+    """Run a Python module in a child process with a job, and return its result.
 
-    `seconds` is the time limit. `enter` is called in the child before Python starts.
+    The module reads the job as JSON from stdin, see `answer`. `seconds` is the time limit. `enter`
+    is called in the child before Python starts. Returns {"error": message} if the process fails or
+    is ended.
     """
     try:
         with child(
@@ -61,27 +63,29 @@ def run_child(
     return result
 
 
-def _answered(process: subprocess.Popen[str], told: str, seconds: float | None) -> tuple[str, str]:
-    """Return what a process wrote to stdout and stderr.
+def _answered(process: subprocess.Popen[str], job: str, seconds: float | None) -> tuple[str, str]:
+    """Send the job to a child process, and return its output on stdout and stderr.
 
-    Raises TimeoutExpired after `seconds`, and the pending interrupt of this thread.
+    Raises TimeoutExpired after `seconds`. Raises the interrupt (such as Ctrl-C) of this thread if
+    it arrives during the wait.
     """
     end_s = monotonic() + (seconds or 0.0)
-    text: str | None = told
+    text: str | None = job
     while True:
         interrupts.check()
         try:
             return process.communicate(text, timeout=_LOOK_S)
         except subprocess.TimeoutExpired:
-            text = None  # it was sent
+            text = None  # the job is already sent
             if seconds is not None and monotonic() > end_s:
                 raise subprocess.TimeoutExpired(process.args, seconds) from None
 
 
 def answer(run: Callable[[Any], Result]) -> None:
-    """Perform the job given on stdin in a child process, and print the result as JSON.
+    """Read a job from stdin, perform it with `run`, and print the result as JSON.
 
-    If `run` raises MoeEdgeError, the result is {"error": a sentence}.
+    A child process that run_child started calls this. If `run` raises MoeEdgeError, the result is
+    {"error": message}.
     """
     try:
         result = run(json.load(sys.stdin))
@@ -97,8 +101,8 @@ DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 GROUP_NAME = "moe-edge-bench"
 
 
-def _limited(folder: Path, limit_bytes: int) -> None:
-    """Create a memory cgroup (version 1 or 2) with this limit.
+def _create_limited_group(folder: Path, limit_bytes: int) -> None:
+    """Create a cgroup (version 1 or 2) that limits the memory of its processes.
 
     Raises OSError if that is not permitted.
     """
@@ -106,7 +110,7 @@ def _limited(folder: Path, limit_bytes: int) -> None:
     try:
         old = (folder / "memory.limit_in_bytes").exists()
         (folder / ("memory.limit_in_bytes" if old else "memory.max")).write_text(str(limit_bytes))
-        # Without this, the process would swap instead of hitting the limit.
+        # Limit swap as well. Otherwise the process would swap instead of hitting the limit.
         with contextlib.suppress(OSError):
             if old:
                 (folder / "memory.memsw.limit_in_bytes").write_text(str(limit_bytes))
@@ -118,7 +122,10 @@ def _limited(folder: Path, limit_bytes: int) -> None:
 
 
 def memory_folders() -> list[Path]:
-    """Return the cgroup folders in which a memory cgroup may be created, the likeliest first."""
+    """Return the cgroup folders in which a cgroup with a memory limit might be created.
+
+    The most likely folder comes first.
+    """
     found = []
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
@@ -132,10 +139,10 @@ def memory_folders() -> list[Path]:
 
 @contextlib.contextmanager
 def memory_group(limit_bytes: int) -> Iterator[Path | str]:
-    """Create a memory cgroup with this limit, and yield the file to which a process id is written.
+    """Create a cgroup with a memory limit, and yield the file to write process ids to.
 
-    The group is removed at the end, when its processes must have ended. If it cannot be created,
-    the reason is yielded as a string.
+    A process whose id is written to the file is limited. At the end the cgroup is removed, and its
+    processes must have ended. If the cgroup cannot be created, the reason is yielded as a string.
     """
     reason = "no memory cgroup is mounted here"
     try:
@@ -144,11 +151,11 @@ def memory_group(limit_bytes: int) -> Iterator[Path | str]:
         folders, reason = [], str(error)
     for parent in folders:
         for left_over in parent.glob(f"{GROUP_NAME}-*"):
-            with contextlib.suppress(OSError):  # a group in use cannot be removed
+            with contextlib.suppress(OSError):  # a cgroup that has processes cannot be removed
                 left_over.rmdir()
         folder = parent / f"{GROUP_NAME}-{os.getpid()}"
         try:
-            _limited(folder, limit_bytes)
+            _create_limited_group(folder, limit_bytes)
         except OSError as error:
             reason = f"a memory cgroup cannot be created ({error.strerror}: {error.filename})"
             continue
@@ -162,7 +169,10 @@ def memory_group(limit_bytes: int) -> Iterator[Path | str]:
 
 
 def forget_files(paths: Iterable[Path]) -> str:
-    """Evict files from the page cache. Returns "" or a sentence about the failure."""
+    """Evict files from the page cache, so that later reads use the disk.
+
+    Returns "" on success. Returns a message if only these files could be evicted.
+    """
     for path in paths:
         with path.open("rb") as file:
             os.fsync(file.fileno())

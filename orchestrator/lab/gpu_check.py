@@ -32,14 +32,14 @@ from orchestrator.lab.bench.gpu import GpuOptions, ask_device
 from orchestrator.lab.bench.models import DEMO_MODEL
 
 ROOT = Path(__file__).resolve().parents[2]
-TESTS = ROOT / "tests/native/cuda"  # exists only in a checkout
+TESTS = ROOT / "tests/native/cuda"  # this folder exists only in a source checkout
 TAIL = 12_000  # maximum number of characters of a step's output in the report
-TRIES = 2  # a step that was cut off this often is skipped, because it may crash the machine
+TRIES = 2  # do not repeat a step that was cut off this often: it may crash the machine
 COLLECT_SECONDS = 300.0
-# The emulated GPU computes on the CPU, so the time limits are multiplied by this.
+# Factor for the time limits with the emulated GPU, which computes on the CPU.
 EMULATED_TIMES = 10
-# Each part with the time limit of its steps in seconds, and a pattern of its tests. A test belongs
-# to the first part that matches.
+# For each part: the time limit of a step in seconds, and a pattern of its tests. A test belongs to
+# the first part that matches.
 PARTS: dict[str, tuple[float, str]] = {
     "device": (300, r"test_device\.py"),
     "kernels": (600, r"test_upstreams"),
@@ -49,9 +49,9 @@ PARTS: dict[str, tuple[float, str]] = {
     "bench": (900, r"test_bench\.py"),
 }
 
-# (part, title, arguments of `moe-edge`), small models first. Models have random weights and experts
-# of the original shapes. Finished cases are saved, so that an interrupted benchmark continues with
-# the next case.
+# Commands to run, as (part, title, arguments of `moe-edge`), small models first. The models have
+# random weights, and experts of the original shapes. Finished cases are saved, so that an
+# interrupted benchmark continues with the next case.
 COMMANDS: tuple[tuple[str, str, str], ...] = (
     ("device", "the machine", f"plan {shlex.quote(str(DEMO_MODEL))}"),
     ("bench", "a tiny model", "bench gpu --quick --runs 1"),
@@ -65,7 +65,7 @@ COMMANDS: tuple[tuple[str, str, str], ...] = (
 
 @dataclass(frozen=True)
 class Step:
-    """A step, which is one process."""
+    """A step of gpu-check: one test or one command, which runs in its own process."""
 
     part: str
     name: str
@@ -74,16 +74,17 @@ class Step:
 
     @property
     def slug(self) -> str:
-        """The name of the step's files."""
+        """The name of the step's log file without its ending."""
         words = re.sub(r"\W+", "-", self.name.rsplit("/", 1)[-1]).strip("-")
         return f"{list(PARTS).index(self.part)}-{self.part}-{words[:80]}"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a step. "cut off" means that it began and did not end.
+    """The outcome of a step of gpu-check.
 
-    `sources` is a hash of the tested sources. `tries` is the number of attempts with these sources.
+    The outcome "cut off" means that the step began and did not end. `sources` is a hash of the
+    tested source files. `tries` is the number of attempts with these source files.
     """
 
     part: str
@@ -97,7 +98,7 @@ class Outcome:
 
 
 class Folder:
-    """The outcomes so far, in a folder next to the report."""
+    """The folder with the outcomes of all steps so far, next to the report."""
 
     def __init__(self, report: Path) -> None:
         self.report = report.resolve()
@@ -108,22 +109,22 @@ class Folder:
         self.known = {slug: Outcome(**each) for slug, each in known.items()}
 
     def log(self, step: Step) -> Path:
-        """Return the file with a step's output.
+        """Return the path of the file that receives the output of a step.
 
-        If the step is cut off, this is all that remains.
+        The file remains if the step never ends.
         """
         return self.path / f"{step.slug}.log"
 
     def keep(self, step: Step, found: Outcome) -> None:
-        """Save the current outcome of a step."""
+        """Save the outcome of a step, and replace its earlier outcome."""
         self.known[step.slug] = found
         kept = {slug: asdict(each) for slug, each in self.known.items()}
         write_whole(self._file, json.dumps(kept))
 
     def outcomes(self) -> list[Outcome]:
-        """Return the outcomes of all steps that began, in the order of the parts.
+        """Return the outcomes of all steps that have begun, grouped by part.
 
-        The output of a step that was cut off is read from its log.
+        A step that was cut off has not saved its output, so it is read from the log file.
         """
         found = []
         for slug, each in self.known.items():
@@ -134,9 +135,9 @@ class Folder:
         return sorted(found, key=lambda each: list(PARTS).index(each.part))
 
     def write(self, machine: str) -> None:
-        """Write the report."""
+        """Write the report with all outcomes so far. `machine` names the GPU."""
         write_whole(self.report, render(self.outcomes(), machine))
-        os.sync()  # a machine that hangs will be switched off
+        os.sync()  # the user may have to switch off a machine that hangs
 
 
 def run(
@@ -146,11 +147,16 @@ def run(
     emulated: bool,
     say: Callable[[str], None],
 ) -> bool:
-    """Run the remaining steps of a part, or of all parts, and update the report after each one.
+    """Run the GPU checks that are still missing, and update the report after each step.
 
-    Returns whether no step failed. `say` is called with a line per step. `only` selects the steps
-    whose part, name or command contains it, and repeats them. With `emulated`, the tests of the
-    emulated GPU run instead, to demonstrate the procedure. Raises ConfigError, OSError.
+    - report: file for the report. The steps that are already done are kept next to it.
+    - part: the part to run; None runs all parts.
+    - only: run only the steps whose part, name or command contains this text, even if they are
+      done.
+    - emulated: run the tests of the emulated GPU instead.
+    - say: called with a line of progress per step.
+
+    Returns False if a step failed. Raises ConfigError for an unknown part, and OSError.
     """
     if part not in (None, *PARTS):
         raise ConfigError(f"unknown part '{part}': choose one of {', '.join(PARTS)}")
@@ -166,13 +172,13 @@ def run(
         else f"no GPU: {why}; steps that need one are skipped"
     )
     folder = Folder(report)
-    _end_left_over(folder)
+    _kill_left_over(folder)
     failed = False
     for step in _steps(part, folder, emulated):
         if only and only not in f"{step.part}: {step.name}: {shlex.join(step.command)}":
             continue
         known = folder.known.get(step.slug)
-        if known is not None and not (only or _is_left(known)):
+        if known is not None and not (only or _must_run(known)):
             failed = failed or known.outcome in ("failed", "cut off")
             continue
         if found or emulated:
@@ -190,7 +196,10 @@ def run(
 
 
 def find_gpu() -> tuple[bool, str]:
-    """Return whether this build can use a GPU here, and its name or the reason why not."""
+    """Return whether the installed libraries can use a GPU of this machine.
+
+    The second value is the name of the GPU, or the reason why no GPU can be used.
+    """
     try:
         found = ask_device(GpuOptions.device)
     except ConfigError as error:
@@ -199,7 +208,7 @@ def find_gpu() -> tuple[bool, str]:
 
 
 def _steps(part: str | None, folder: Folder, emulated: bool) -> Iterator[Step]:
-    """Yield the steps in order."""
+    """Yield the steps of a part (None: of all parts), first the tests and then the commands."""
     tests = find_tests(emulated) if TESTS.is_dir() else []
     for each in [part] if part else PARTS:
         yield from (step for step in tests if step.part == each)
@@ -212,7 +221,7 @@ def _steps(part: str | None, folder: Folder, emulated: bool) -> Iterator[Step]:
 
 
 def find_tests(emulated: bool) -> list[Step]:
-    """Return a step for each GPU test.
+    """Return one step for each GPU test, or for each test that uses the emulated GPU.
 
     If no tests can be listed in time, the result is one step that fails with the reason.
     """
@@ -232,7 +241,8 @@ def find_tests(emulated: bool) -> list[Step]:
     names = re.findall(r"^(tests/\S+::\S.*)$", found, re.MULTILINE)
     if not names:
         return [Step("device", "tests for a GPU are found", collect, limit_s)]
-    # -s: the output is complete if the step is cut off. -r: reasons of failures and skipped tests.
+    # With -s, the log is complete even if the step is cut off. With -r, the log has the reasons of
+    # failures and skipped tests.
     command = (*pytest, "-q", "-s", "-rfEs")
     parts = map(part_of, names)
     return [
@@ -242,13 +252,13 @@ def find_tests(emulated: bool) -> list[Step]:
 
 
 def part_of(test: str) -> str:
-    """Return the part that a test belongs to; "engine" if no pattern matches."""
+    """Return the part to which a test belongs, by its file name. The default is "engine"."""
     return next((part for part, (_, tests) in PARTS.items() if re.search(tests, test)), "engine")
 
 
 @functools.cache
 def sources() -> str:
-    """Return a hash of the tested sources."""
+    """Return a hash of the source files that the GPU checks test."""
     digest = hashlib.sha256()
     for name in ("patches", "tests/native", "orchestrator", "gguf_tools"):
         for path in sorted((ROOT / name).rglob("*")):
@@ -257,11 +267,12 @@ def sources() -> str:
     return digest.hexdigest()[:16]
 
 
-def _is_left(known: Outcome) -> bool:
-    """Return whether a step has to run again.
+def _must_run(known: Outcome) -> bool:
+    """Return whether a step has to run, given its last outcome.
 
-    A step that passed does not. One that failed, or was cut off too often, runs again only after
-    the sources changed.
+    A passed step does not run again. A skipped step does. A failed step runs again after the source
+    files have changed. A step that was cut off runs again at most TRIES times with the same source
+    files.
     """
     if known.outcome == "cut off" and known.tries < TRIES:
         return True
@@ -300,9 +311,10 @@ def _run_step(step: Step, folder: Folder, there: bool) -> Outcome:
 
 
 def _run_limited(step: Step, folder: Folder) -> int | None:
-    """Run a step, and end all its processes.
+    """Run a step in a child process with a time limit, and write its output to a file.
 
-    Returns the exit status, or None after the time limit.
+    At the end, all processes of the step are killed. Returns the exit status, or None after the
+    time limit.
     """
     quiet = {"PYTHONUNBUFFERED": "1", "PIP_NO_INDEX": "1", "HF_HUB_OFFLINE": "1"}
     with folder.log(step).open("wb") as log:
@@ -316,7 +328,7 @@ def _run_limited(step: Step, folder: Folder) -> int | None:
             cwd=ROOT,
         )
         running = folder.path / "running"
-        write_whole(running, f"{process.pid} {_started(process.pid)}")
+        write_whole(running, f"{process.pid} {_start_ticks(process.pid)}")
         try:
             return process.wait(step.limit_s)
         except subprocess.TimeoutExpired:
@@ -328,27 +340,30 @@ def _run_limited(step: Step, folder: Folder) -> int | None:
             running.unlink(missing_ok=True)
 
 
-def _started(pid: int) -> str:
-    """Return the start time of a process in kernel ticks; "" if there is no such process."""
+def _start_ticks(pid: int) -> str:
+    """Return the start time of a process in kernel ticks, or "" if the process does not exist."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
     except (OSError, IndexError):
         return ""
 
 
-def _end_left_over(folder: Folder) -> None:
-    """End the step of an earlier call that was killed, because two steps would share the GPU."""
+def _kill_left_over(folder: Folder) -> None:
+    """Kill the step that an earlier, killed call of gpu-check left running.
+
+    Otherwise two steps would share the GPU.
+    """
     running = folder.path / "running"
     if running.exists():
         pid, _, started = running.read_text().partition(" ")
-        if started and _started(int(pid)) == started:
+        if started and _start_ticks(int(pid)) == started:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(int(pid), signal.SIGKILL)
         running.unlink(missing_ok=True)
 
 
 def render(outcomes: Sequence[Outcome], machine: str) -> str:
-    """Format the report: a table of all steps, then the output of each."""
+    """Format the report: a table of all steps, then the output of each step."""
     lines = [
         "# GPU report",
         "",
@@ -363,7 +378,7 @@ def render(outcomes: Sequence[Outcome], machine: str) -> str:
     for each in outcomes:
         output = re.sub(r"\x1b\[[0-9;]*m", "", each.output).strip()
         if output:
-            # Indented, so that headings in the output do not become headings of the report.
+            # Indent the output, so that its headings do not become headings of the report.
             quoted = "\n".join(f"    {line}" for line in output[-TAIL:].splitlines())
             lines += ["", f"## {each.part}: {each.name}", "", quoted]
     return "\n".join(lines) + "\n"

@@ -32,10 +32,10 @@ _NUMBERS = {0: np.float32, 26: np.int32}
 
 
 class _Tensor(ctypes.Structure):
-    """The beginning of struct ggml_tensor of ggml.h, up to its name.
+    """The first fields of the C struct ggml_tensor, up to the tensor's name.
 
-    ggml has functions for the other fields, but none for the operands. Node.check compares the
-    layout with those functions.
+    ggml has functions that read the other fields, but none for the operands `src`. Node.check
+    compares this layout with those functions.
     """
 
     _fields_ = [
@@ -55,7 +55,7 @@ class _Tensor(ctypes.Structure):
 
 
 class Node:
-    """A tensor of the graph. Valid only during the callback that receives it."""
+    """A tensor of llama.cpp's compute graph. Valid only during the callback that receives it."""
 
     def __init__(self, lib: Any, address: int) -> None:
         self._lib = lib
@@ -68,23 +68,29 @@ class Node:
 
     @property
     def op(self) -> str:
-        """The name of the operation in ggml, such as MUL_MAT_ID."""
+        """The name of the ggml operation that computes the tensor, such as MUL_MAT_ID."""
         return str(self._lib.ggml_op_desc(self._address), "ascii", "replace")
 
     def source(self, index: int) -> Node:
-        """Return an operand. Raises NativeError if it does not exist."""
+        """Return the tensor that is the operand with this index.
+
+        Raises NativeError if the operation has no such operand.
+        """
         address = self._tensor.src[index]
         if not address:
             raise NativeError(f"{self.name}: the operation has no operand {index}")
         return Node(self._lib, address)
 
     def array(self) -> np.ndarray:
-        """Return a copy of the values, in the shape of `view`."""
+        """Return a copy of the tensor's values, float32 or int32 [ne3, ne2, ne1, ne0].
+
+        Raises NativeError for other types.
+        """
         values: np.ndarray = self.view().copy()
         return values
 
     def view(self) -> np.ndarray:
-        """Return the values without a copy, float32 or int32 [ne3, ne2, ne1, ne0].
+        """Return the tensor's values without a copy, float32 or int32 [ne3, ne2, ne1, ne0].
 
         Writing to the array changes the computation. Raises NativeError for other types.
         """
@@ -99,7 +105,7 @@ class Node:
         return values
 
     def check(self) -> None:
-        """Raise NativeError if ggml's functions return other values than the assumed layout."""
+        """Raise NativeError if this module assumes a wrong memory layout for ggml's tensors."""
         lib, tensor, at = self._lib, self._tensor, self._address
         if (
             lib.ggml_get_name(at) != tensor.name
@@ -110,9 +116,9 @@ class Node:
 
 
 def expert_product(node: Node, layer_of: Mapping[int, int]) -> tuple[int, int] | None:
-    """Return (layer, matrix kind) if a node is a product of expert matrices, else None.
+    """Return (layer, matrix kind) if a node multiplies by expert matrices, or else None.
 
-    `layer_of` maps the layer numbers in tensor names to MoE layers.
+    `layer_of` maps the layer numbers in tensor names to indices among the MoE layers.
     """
     parsed = parse_expert_name(node.source(0).name) if node.op == "MUL_MAT_ID" else None
     layer = layer_of.get(parsed.il) if parsed else None
@@ -120,10 +126,10 @@ def expert_product(node: Node, layer_of: Mapping[int, int]) -> tuple[int, int] |
 
 
 class Observer(Closing):
-    """A model's context that passes selected tensors to a callback. Free it with close.
+    """A llama.cpp context that passes selected tensors of the graph to a callback.
 
-    `owned` is an exit stack that is closed after the context. It is empty unless the caller fills
-    it.
+    Free it with close. `owned` is an exit stack that is closed after the context. Callers add to it
+    what the context needs, such as the model.
     """
 
     def __init__(
@@ -140,12 +146,14 @@ class Observer(Closing):
     ) -> None:
         """Create the context.
 
-        `wanted` selects nodes before they are computed, and `seen` receives each selected node
-        afterwards. Their exceptions are raised by read. With `store`, the model's experts come
-        through it. `sequences` is the maximum number of sequences per batch, which divide n_ctx
-        evenly. `outputs` is the maximum number of tokens with logits; None means all.
+        - wanted: returns True for the tensors to observe. It is called before a tensor is computed.
+        - seen: receives each of these tensors after it is computed.
+        - store: the store that supplies the model's experts; None if llama.cpp has loaded them.
+        - sequences: maximum number of sequences per batch. Each one gets an equal share of n_ctx.
+        - outputs: maximum number of tokens with logits; None means all.
 
-        Raises NativeError.
+        The methods that evaluate raise the exceptions of `wanted` and `seen`. Raises NativeError if
+        the context cannot be created.
         """
         bindings = Bindings.load()
         self._lib: Any = bindings.api._lib
@@ -168,23 +176,27 @@ class Observer(Closing):
             n_ctx=n_ctx,
             n_ubatch=n_ctx,
             threads=threads,
-            # The last layer computes only the tokens with logits.
+            # Compute logits only for this number of tokens. The last layer then computes only these
+            # tokens.
             outputs=outputs or n_ctx,
             flash_attention=True,
             cb_eval=self._callback,
-            # Each sequence has its own KV cells, so that it does not attend to the others.
+            # Give each sequence its own KV cells, so that it does not attend to the others.
             n_seq_max=sequences,
         )
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Evaluate at most n_ctx tokens as one sequence in one batch. Raises NativeError."""
+        """Evaluate at most n_ctx tokens as one sequence in one batch.
+
+        Raises NativeError if the evaluation fails.
+        """
         self.read_each([tokens])
 
     def read_each(self, windows: Sequence[Sequence[int]], scored: np.ndarray | None = None) -> None:
-        """Evaluate windows in one batch, each as its own sequence.
+        """Evaluate several token lists in one batch, each as its own sequence from position 0.
 
-        They have at most n_ctx tokens in total. `scored` bool [n] selects the tokens with logits;
-        None means all. Raises NativeError, with the store's reason if the store failed.
+        The lists have at most n_ctx tokens in total. `scored` bool [n] selects the tokens whose
+        logits are computed; None selects all. Raises NativeError if the evaluation fails.
         """
         n = sum(map(len, windows))
         if not 1 <= n <= self._context.n_ubatch:
@@ -203,15 +215,17 @@ class Observer(Closing):
             raise NativeError(f"llama.cpp failed to evaluate {n} tokens")
 
     def logits(self, n: int) -> np.ndarray:
-        """Return the logits of the last read, float32 [n, n_vocab].
+        """Return the logits of the last evaluation, float32 [n, n_vocab].
 
-        The array is a view, valid until the next read. n is the number of tokens with logits.
+        n is the number of tokens whose logits were computed. The array is a view that is valid
+        until the next evaluation.
         """
         return self._context.logits(n)
 
     @interrupts.called_from_c
     def _on_tensor(self, address: int, ask: bool, _user: int | None) -> bool:
-        # After an error, this ends the evaluation: True when asked, False when computed.
+        # After an error, end the evaluation. The result that ends it is True before a tensor is
+        # computed, and False afterwards.
         if self._failed or interrupts.asked():
             return ask
         try:
@@ -223,25 +237,26 @@ class Observer(Closing):
                 return self._wanted(node)
             self._seen(node)
             return True
-        except BaseException as error:  # noqa: BLE001 - read raises it after C has returned
+        except BaseException as error:  # noqa: BLE001 - raised again after C has returned
             interrupts.hand_over(error)
             self._failed = True
             return ask
 
     def close(self) -> None:
-        """Free the context and everything in `owned`. Safe to call twice."""
+        """Free the context, then everything in `owned`. A second call has no effect."""
         self._context.close()
         self.owned.close()
 
 
-# Copies of a window's activations in memory at a time: original, half precision, scaled.
+# Number of float32 copies of the expert inputs that are in memory at a time.
 _COPIES = 4
 
 
 class CalibrationBudget(NamedTuple):
-    """A memory cap in bytes.
+    """A memory cap in bytes for a process that loads a model and reads a text.
 
-    `own` bytes of it are needed outside the model, for the purpose `use`.
+    `own` bytes of the cap are reserved for the data of this process. `use` names their purpose in
+    error messages.
     """
 
     ram: int
@@ -250,7 +265,7 @@ class CalibrationBudget(NamedTuple):
 
 
 def window_bytes(model: ExpertModel, n_ctx: int) -> int:
-    """Return the memory for one layer's activations of a window while they are processed."""
+    """Return the memory to process one layer's expert inputs for n_ctx tokens, in bytes."""
     embd = model.hparams.embedding_length
     n_ff = max(shape[0] for layer in model.shapes if (shape := layer[DOWN]) is not None)
     return _COPIES * 4 * n_ctx * (embd + model.n_expert_used * n_ff)
@@ -265,11 +280,15 @@ def load_within(
     sequences: int = 0,
     **more: Any,
 ) -> tuple[Model, Driver]:
-    """Load a model for windows of n_ctx tokens in total. Returns it with the driver of its store.
+    """Load a model within a memory cap. Returns the model and the driver of its expert store.
 
-    The model has no context. `stack` closes both. `budget` limits the memory; None means no cap.
-    `sequences` is the number of further sequences that the plan includes. `more` are further
-    settings. Raises BudgetError with the smallest cap that suffices.
+    - stack: closes the model and the store.
+    - n_ctx: number of tokens that are evaluated in one batch.
+    - budget: the memory cap; None means no cap.
+    - sequences: number of additional sequences that the plan includes.
+    - more: further settings of Config.build.
+
+    The caller creates the context. Raises BudgetError with the minimum cap if the cap is too small.
     """
     with ExitStack() as own:
         model = own.enter_context(ExpertModel.open(path))
@@ -279,7 +298,7 @@ def load_within(
             ctx=n_ctx,
             ubatch=n_ctx,
             threads=threads,
-            # At least 1, so that planning reports the needed memory.
+            # With at least 1 byte, planning fails with a message about the needed memory.
             ram=None if budget is None else max(1, budget.ram - budget.own),
             **settings | more,
         )
@@ -295,7 +314,7 @@ def load_within(
                 f"{format_least(needed)}, including {format_size(budget.own)} for {budget.use}",
                 needed,
             ) from error
-        # The observer creates its own context.
+        # Free this context, because the observer creates its own.
         loaded.context.close()
         driver = loaded.store_driver
         stack.enter_context(own.pop_all())
@@ -310,10 +329,11 @@ def observe(
     seen: Callable[[Node], None],
     budget: CalibrationBudget | None = None,
 ) -> Observer:
-    """Create an observer that stays within a memory cap and reads experts from the file on demand.
+    """Load a model and return an observer of its compute graph.
 
-    With `budget` None, it maps the whole model on llama.cpp's own path. `wanted` and `seen` have
-    the meaning of Observer. Raises GGUFError, NativeError or BudgetError.
+    With `budget`, memory is capped, and experts are read from the file on demand. With None,
+    llama.cpp maps the whole model. `wanted` and `seen` select and receive tensors, see Observer.
+    Raises GGUFError, NativeError or BudgetError.
     """
     with ExitStack() as stack:
         if budget is None:

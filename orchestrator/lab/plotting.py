@@ -29,9 +29,10 @@ def require_matplotlib(option: str | None = None) -> None:
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Write a matplotlib figure atomically, as PNG or SVG by the ending of the path.
+    """Write a matplotlib figure to a PNG or SVG file, depending on the ending of the path.
 
-    Equal figures give equal SVG bytes. Raises OSError.
+    The file is replaced atomically. The same figure always gives the same SVG bytes. Raises
+    OSError.
     """
     kind = path.suffix.lower().removeprefix(".")
     metadata = {"Date": None} if kind == "svg" else None
@@ -45,10 +46,10 @@ GREY = "#666666"
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One series of a panel.
+    """One line (data series) of a plot.
 
-    `y` holds pairs of value and standard error, as returned by arithmetic.pair. `style` is the
-    index of color and marker; None uses the line's index in the panel.
+    `y` holds a pair [value, standard error] for each x. The error may be None. `style` is the index
+    of color and marker; None uses the index of the line in its plot.
     """
 
     label: str
@@ -60,11 +61,11 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One pair of axes with labels and series.
+    """One plot of a figure: labels of the axes and lines.
 
-    - levels: labeled horizontal lines for comparison.
-    - percent: the values are fractions, shown in percent.
-    - scale, ends: scale and limits of the y axis.
+    - levels: horizontal lines for comparison, by label.
+    - percent: the values are fractions, and are shown in percent.
+    - scale, ends: scale ("linear", "log" or "symlog") and limits of the y axis.
     - ticks: labels of the x positions 0, 1, 2 and so on. bars: draw bars instead of lines.
     """
 
@@ -81,12 +82,12 @@ class Panel:
 
 
 def exact(values: Sequence[float]) -> list[list[float | None]]:
-    """Return values with no standard error, in the form of Line.y."""
+    """Return [value, None] for each value: a pair for Line.y without a standard error."""
     return [[each, None] for each in values]
 
 
 def figure_of(panels: Sequence[Panel], rows: int) -> Any:
-    """Return a matplotlib figure with the panels arranged in rows."""
+    """Return a matplotlib figure that shows the plots in this number of rows."""
     columns = len(panels) // rows
     figure = import_module("matplotlib.figure").Figure(
         figsize=(5.6 * columns, 4.2 * rows), layout="constrained"
@@ -98,7 +99,7 @@ def figure_of(panels: Sequence[Panel], rows: int) -> Any:
 
 
 def draw(folder: Path, name: str, panels: Sequence[Panel], rows: int) -> None:
-    """Write NAME.png and NAME.svg with the panels arranged in rows."""
+    """Draw plots in this number of rows, and write them to NAME.png and NAME.svg."""
     with import_module("matplotlib").rc_context({"svg.hashsalt": name, "font.size": 10}):
         figure = figure_of(panels, rows)
         for ending in ("png", "svg"):

@@ -16,7 +16,7 @@ class Place(NamedTuple):
     help: str
 
 
-# The empty name is `moe-edge bench` itself.
+# Benchmarks by name. The command without a name, `moe-edge bench`, has the name "".
 BENCHMARKS = {
     "": Place(
         "bench.caps:Caps",

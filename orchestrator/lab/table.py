@@ -13,26 +13,29 @@ _TIED = "\N{NO-BREAK SPACE}"
 # Maximum length of a line of text.
 WIDTH = 100
 
-# Values by name. A failed row has a message in "error" instead of values.
+# A row: values by name. The row of a failed run has a message in "error" instead.
 Row = dict[str, Any]
 
 
 def fixed(digits: int, per: float = 1.0) -> Callable[[float], str]:
-    """Return a formatter that divides by `per` and shows `digits` decimal places."""
+    """Return a function that divides a number by `per` and formats it with `digits` decimals."""
     return lambda value: f"{value / per:.{digits}f}"
 
 
 def percent(digits: int = 0, unit: str = "") -> Callable[[float], str]:
-    """Return a formatter that shows a fraction in percent."""
+    """Return a function that formats a fraction as a percentage with `digits` decimals.
+
+    `unit` is appended to the number.
+    """
     return lambda value: f"{100 * value:.{digits}f}{unit}"
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column of a table.
+    """One column of a table of results.
 
-    - of: the key of the value in a row, or a function of the row.
-    - show: converts the value to text. A missing value or None gives an empty cell.
+    - of: the key of the value in a row, or a function that computes it from the row.
+    - show: formats the value. A missing value or None gives an empty cell.
     - left: align the text to the left.
     """
 
@@ -53,9 +56,9 @@ class Column:
 
 @dataclass(slots=True)
 class Table:
-    """Rows of values under columns.
+    """A table of results: rows (dicts of values) under columns.
 
-    `totals` are additional rows that are shown but are not part of the data.
+    `totals` are additional rows that are shown, but are not part of the data.
     """
 
     title: str
@@ -65,7 +68,10 @@ class Table:
     totals: Sequence[Row] = ()
 
     def _cells(self) -> list[list[str]]:
-        """Return the text of all rows. A failed row has only its name and the error."""
+        """Return the text of each cell, row by row.
+
+        A row of a failed run has only its name and the error message.
+        """
         return [
             [self.columns[0].cell(row), row["error"]]
             if "error" in row
@@ -78,7 +84,7 @@ class Table:
         return [column.heading for column in self.columns]
 
     def text(self) -> str:
-        """Format the table for a terminal, in lines of at most WIDTH if the values permit it."""
+        """Format the table for a terminal, in lines of at most WIDTH characters if possible."""
         cells = self._cells()
         full = [self.headings, *(row for row in cells if len(row) == len(self.columns))]
         widths = [max(map(len, each)) for each in zip(*full, strict=True)]
@@ -99,10 +105,7 @@ class Table:
         return "\n".join([*title, line(self.headings), *map(line, cells), *notes])
 
     def markdown(self) -> str:
-        """Format the table in Markdown.
-
-        The columns are aligned, so that the source is readable too.
-        """
+        """Format the table in Markdown, with columns that are also aligned in the source."""
         heads = self.headings
         rows = [row + [""] * (len(heads) - len(row)) for row in self._cells()]
         widths = [max(map(len, each)) for each in zip(heads, *rows, strict=True)]
@@ -117,7 +120,7 @@ class Table:
         return "\n".join([f"**{self.title}**", "", *body, *notes])
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the table for JSON: its text, and the data of its rows."""
+        """Return the table as a dict for JSON: its formatted text, and the rows with their data."""
         return {
             "title": self.title,
             "columns": self.headings,
@@ -128,9 +131,10 @@ class Table:
 
 
 def wrapped(text: str, indent: str = "") -> str:
-    """Wrap a paragraph to WIDTH.
+    """Wrap a paragraph to lines of at most WIDTH characters.
 
-    Continuation lines are indented, and numbers stay with their units.
+    All lines begin with `indent`, and lines after the first with more spaces. Numbers stay on a
+    line with their units.
     """
     own = text[: len(text) - len(text.lstrip())]
     filled = textwrap.fill(
@@ -146,7 +150,7 @@ def wrapped(text: str, indent: str = "") -> str:
 
 @dataclass(slots=True)
 class Report:
-    """A complete report: heading, tables and notes."""
+    """A report of an experiment: heading, tables and notes."""
 
     heading: list[str]
     tables: list[Table]
@@ -154,11 +158,11 @@ class Report:
 
     @property
     def rows(self) -> list[Row]:
-        """The rows of all tables."""
+        """The rows of all tables, in one list."""
         return [row for table in self.tables for row in table.rows]
 
     def text(self) -> str:
-        """Format the report for a terminal."""
+        """Format the whole report for a terminal."""
         parts = ["\n".join(map(wrapped, self.heading))]
         parts += [table.text() for table in self.tables]
         if self.notes:
@@ -166,6 +170,6 @@ class Report:
         return "\n\n".join(parts)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the report for JSON."""
+        """Return the whole report as a dict for JSON."""
         tables = [table.as_dict() for table in self.tables]
         return {"heading": self.heading, "tables": tables, "notes": self.notes}

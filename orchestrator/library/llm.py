@@ -55,7 +55,7 @@ _log.addHandler(logging.NullHandler())
 # The server limits bodies to protect its memory from its clients. A program's own texts are only
 # limited by the context.
 _MOST_BODY_BYTES = 1 << 30
-# How often a call that waits for an answer of another thread looks for its end, in seconds.
+# While a call waits for the end of another thread's answer, it looks for that end this often.
 _LOOK_S = 0.05
 # Fields of a request that LLM's own parameters set, or that belong to `score`.
 _OWN_FIELDS = ("messages", "prompt", "model", "stream", "tools", "echo", "n", "n_cmpl")
@@ -66,15 +66,20 @@ _first_process: list[int] = []
 
 
 class Stream(Closing, Generic[T]):
-    """A streamed answer. Iterate over it for its parts.
+    """An answer that comes in parts while it is computed. Iterate over it to get the parts.
 
-    `close` ends the answer early; so do the end of a `with` block and Ctrl-C while it is read.
+    The answer ends early at `close`, at the end of a `with` block, and at Ctrl-C while a part is
+    awaited.
     """
 
     def __init__(
         self, parts: Iterator[T], end: Callable[[], None], leave: Callable[[], None]
     ) -> None:
-        """end: ends the answer and waits for that. leave: ends it without waiting."""
+        """Wrap an iterator over the parts of an answer.
+
+        `end` ends the answer and waits until the computation has stopped. `leave` ends it without
+        waiting.
+        """
         self._parts, self._end, self._leave = parts, end, leave
         self._is_closed = False
 
@@ -91,22 +96,20 @@ class Stream(Closing, Generic[T]):
             raise
 
     def close(self) -> None:
-        """End the answer, and wait for that. Safe to call twice."""
+        """End the answer early, and wait until its computation has stopped. Safe to call twice."""
         self._is_closed = True
         self._end()
 
     def __del__(self) -> None:
-        """End the answer soon. This may run on any thread, so it does not wait."""
+        """End the answer soon, without waiting, because any thread may delete the object."""
         self._leave()
 
 
 class LLM(Closing):
     """A loaded model. Use it in a `with` block, or call `close`.
 
-    Any thread may call its methods. One answer is computed at a time; others wait for it. Each
-    method raises MoeEdgeError, and ClosedError after `close` and after a fork.
-
-    notes: sentences about the settings and this machine, as the command line prints them.
+    Any thread may call its methods. They compute one answer at a time, and other calls wait. Each
+    method can raise MoeEdgeError. After `close` and in a forked process they raise ClosedError.
     """
 
     def __init__(
@@ -120,14 +123,14 @@ class LLM(Closing):
     ) -> None:
         """Load a model.
 
-        model: a GGUF file, hf:OWNER/NAME[/FILE], or the name of a downloaded model. ram: the most
-        memory that this model may add to the process, such as "8GiB"; None for the free memory.
-        policy: a name, "module:Class", or a subclass of Policy. progress: whether to show bars;
-        None shows them in notebooks and terminals. settings: all others of docs/settings.md, with
-        sizes as texts or in bytes.
+        `model` is a GGUF file, hf:OWNER/NAME[/FILE], or the name of a downloaded model. `ram` is
+        the memory that the model may take, such as "8GiB". None means the memory that is free.
+        `policy` is a name, "module:Class", or a subclass of Policy. `progress` tells whether to
+        show progress bars. None means only in notebooks and terminals. `settings` are others of
+        docs/settings.md, with sizes as texts or in bytes.
 
-        Raises MoeEdgeError: BudgetError if ram is too small, ConfigError for a wrong setting, and
-        GGUFError or HubError for a model that cannot be read or downloaded.
+        Raises BudgetError if ram is too small, ConfigError for a wrong setting, and GGUFError or
+        HubError for a model that cannot be read or downloaded. All are MoeEdgeErrors.
         """
         self._pid = os.getpid()
         _check_process(ram)
@@ -157,7 +160,7 @@ class LLM(Closing):
         self._closing = weakref.finalize(self, _finish, self._worker, self._runtime, self._pid)
         _open.add(self)
 
-    # What is known of the model.
+    # Facts about the model.
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -166,13 +169,18 @@ class LLM(Closing):
 
     @property
     def plan(self) -> ResolvedPlan:
-        """What was resolved: policy, precisions, context, and the division of the memory."""
+        """The settings and memory sizes that were chosen when the model was loaded.
+
+        They include the policy, the precisions, the length of the context, and the bytes for each
+        purpose.
+        """
         return self._call(lambda: ResolvedPlan.of(self._runtime))
 
     @property
     def stats(self) -> GenerationStats | None:
-        """Measurements of the latest answer that ended: speed, hits, bytes read and the estimated
-        quality loss. None before the first one.
+        """Measurements of the latest answer that has ended, or None before the first answer.
+
+        They include speed, cache hits, bytes read and the estimated quality loss.
         """
         return self._stats
 
@@ -211,10 +219,12 @@ class LLM(Closing):
     ) -> ChatAnswer | Stream[Chunk]:
         """Answer a conversation.
 
-        messages: in OpenAI's form, or the text of a single message of the user. stream: return a
-        Stream of parts. tools: functions that the model may call, in OpenAI's form. schema: a JSON
-        schema that the answer follows. options: settings of the answer (max_tokens, temp, seed,
-        think, ...) and fields of /v1/chat/completions.
+        Returns a ChatAnswer, or with `stream` a Stream of its parts (Chunk).
+
+        `messages` are messages in OpenAI's format, or the text of one user message. `tools` are
+        functions that the model may call, in OpenAI's format. The answer follows the JSON schema
+        `schema` if it is given. `options` are settings of the answer (such as max_tokens, temp,
+        seed, think) and fields of /v1/chat/completions.
         """
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
@@ -255,10 +265,11 @@ class LLM(Closing):
         schema: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> Completion | Stream[Chunk]:
-        """Continue a text, without the model's chat template.
+        """Continue a text without the model's chat template.
 
-        prompt: a text, or the ids of its tokens. The other parameters are those of `chat`, with
-        fields of /v1/completions.
+        Returns a Completion, or with `stream` a Stream of its parts (Chunk). `prompt` is a text or
+        a list of token ids. The text follows the JSON schema `schema` if it is given. `options` are
+        settings of the answer (such as max_tokens, temp, seed) and fields of /v1/completions.
         """
         data: dict[str, Any] = {"prompt": prompt if isinstance(prompt, str) else list(prompt)}
         if schema is not None:
@@ -267,9 +278,9 @@ class LLM(Closing):
         return _stream(parts) if stream else Completion.of(_whole(parts))
 
     def score(self, text: str | Sequence[int]) -> Score:
-        """Return the log-probability of each token of a text, or of token ids.
+        """Return the log-probability of each token of a text, as a Score.
 
-        The text is read as a prompt, as by `moe-edge eval --prefill`.
+        `text` is a text or a list of token ids. The model reads it as a prompt, not token by token.
         """
         self._check()
         asked = text if isinstance(text, str) else list(text)
@@ -297,15 +308,18 @@ class LLM(Closing):
     # Tokens.
 
     def tokenize(self, text: str, special: bool = True) -> list[int]:
-        """Return the ids of a text's tokens.
+        """Return the token ids of a text.
 
-        special: names of control tokens become those tokens, and the begin token comes first if the
-        model wants one.
+        If `special` is True, names of control tokens become these tokens, and the ids begin with
+        the BOS token if the model uses one.
         """
         return self._call(lambda: self._runtime.vocabulary.tokenize(text, special, special))
 
     def detokenize(self, tokens: Sequence[int], special: bool = False) -> str:
-        """Return the text of tokens. special: with the names of control tokens."""
+        """Return the text of token ids.
+
+        If `special` is True, it includes the names of control tokens.
+        """
         n_vocab = self._served.about.n_vocab
         wrong = next((each for each in tokens if not 0 <= each < n_vocab), None)
         if wrong is not None:
@@ -318,7 +332,7 @@ class LLM(Closing):
         return self._call(text)
 
     def close(self) -> None:
-        """End every answer and free the model. Safe to call twice."""
+        """End all answers and free the model. Safe to call twice."""
         if os.getpid() != self._pid or not self._closing.alive:
             return
         self._closing.detach()
@@ -330,14 +344,14 @@ class LLM(Closing):
         if closed.error is not None:
             raise closed.error
 
-    # The rest is private.
+    # Private methods.
 
     def _note(self, sentence: str) -> None:
         self._notes.append(sentence)
         _log.info("%s", sentence)
 
     def _check(self) -> None:
-        """Raise ClosedError if the model cannot be used any more."""
+        """Raise ClosedError if the model can no longer be used in this process."""
         if os.getpid() != self._pid:
             raise ClosedError(
                 f"this model was opened by process {self._pid}, of which this process is a fork: "
@@ -353,7 +367,11 @@ class LLM(Closing):
         stop: Callable[[], object] = lambda: None,
         discard: Callable[[T], object] | None = None,
     ) -> T:
-        """Run native work on the worker's thread, as Worker.call. Raises MoeEdgeError."""
+        """Run a function on the worker's thread, and return its result.
+
+        If the wait is interrupted, `stop` is called to end the function, and `discard` frees its
+        result. Errors are raised as MoeEdgeError, also a Refusal or an OSError.
+        """
         self._check()
         try:
             return self._worker.call(function, stop, discard)
@@ -366,7 +384,10 @@ class LLM(Closing):
     def _answered(
         self, route: str, data: dict[str, Any], stream: bool, options: Mapping[str, Any]
     ) -> _Parts:
-        """Start to answer a request. options: settings of the answer, and further fields."""
+        """Submit a request to the runtime when no other answer is running, and return its parts.
+
+        `options` are settings of the answer and further fields of the request.
+        """
         self._check()
         request = {**data, **self._fields(route, options), "stream": stream}
 
@@ -401,8 +422,10 @@ class LLM(Closing):
         return _Parts(self, answer, shaping, ended)
 
     def _fields(self, route: str, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields of a request for the options of a call, with those of the model as
-        defaults. Raises ConfigError for unknown ones.
+        """Return the fields of a request for the options of a call.
+
+        Options that are absent get the values of the model's settings. Raises ConfigError for
+        unknown options.
         """
         sampling = Sampling.declared()
         known = {*sampling, "max_tokens", "think", *request_schema(route)["properties"]}
@@ -429,8 +452,9 @@ class LLM(Closing):
 
 
 class _Parts(Iterator[dict[str, Any]]):
-    """The events of an answer as the server sends them, or its only part. Call `close` at the
-    end.
+    """An iterator over the parts of an answer, as dicts in the server's JSON format.
+
+    An answer that is not streamed has one part. Call `close` at the end.
     """
 
     def __init__(
@@ -440,7 +464,10 @@ class _Parts(Iterator[dict[str, Any]]):
         shaping: Shaping | None,
         ended: Callable[[Answer], None],
     ) -> None:
-        """ended: called once, on the worker's thread, when the answer has ended."""
+        """Prepare the iteration over `answer`, whose parts `shaping` converts.
+
+        `ended` is called once, on the worker's thread, when the answer has ended.
+        """
         self.answer = answer
         self._llm, self._shaping, self._ended = llm, shaping, ended
         self._events = iter(answer)
@@ -462,7 +489,7 @@ class _Parts(Iterator[dict[str, Any]]):
         return found
 
     def close(self) -> None:
-        """End the answer, and wait for that. Safe to call twice."""
+        """End the answer, and wait until its computation has stopped. Safe to call twice."""
         if self._begin_to_close():
             try:
                 self._llm._call(self._close)
@@ -475,8 +502,10 @@ class _Parts(Iterator[dict[str, Any]]):
             self._llm._worker.post(self._close)
 
     def _begin_to_close(self) -> bool:
-        """Cancel the answer. Returns False if it is closed already, or belongs to the parent of
-        this fork.
+        """Cancel the answer, and return whether it still has to be closed.
+
+        Returns False if it is already closed. Also returns False in a forked process, because the
+        answer then belongs to the parent process.
         """
         if self._is_closed or os.getpid() != self._llm._pid:
             return False
@@ -491,7 +520,7 @@ class _Parts(Iterator[dict[str, Any]]):
 
 
 def _whole(parts: _Parts) -> dict[str, Any]:
-    """Return the only part of an answer, after its end."""
+    """Return the only part of an answer that is not streamed, and close the answer."""
     try:
         (found,) = parts
     finally:
@@ -504,7 +533,7 @@ def _stream(parts: _Parts) -> Stream[Chunk]:
 
 
 def _as_json(request: dict[str, Any]) -> bytes:
-    """Serialize a request. Raises ConfigError for values that JSON does not have."""
+    """Return a request as JSON. Raises ConfigError for values that JSON does not have."""
     try:
         return written(request)
     except TypeError as error:
@@ -517,8 +546,10 @@ def _opened(
     bars: Bars,
     note: Callable[[str], None],
 ) -> Runtime:
-    """Find, plan and load a model, on the worker's thread. given: settings. Raises MoeEdgeError and
-    OSError.
+    """Find the model, plan its memory, load it, and return its runtime.
+
+    Call this on the worker's thread. `given` holds the settings, and `note` gets messages for the
+    user. Raises MoeEdgeError and OSError if the model cannot be loaded.
     """
     path = find_model(os.fspath(model), note, bars.download)
     config = config_of(path, given)
@@ -529,13 +560,15 @@ def _opened(
 
 
 def _check_process(ram: str | int | None) -> None:
-    """Raise ClosedError in a fork of a process that has opened a model, whose compute threads do
-    not exist here, and ConfigError for a second model without a limit of its own.
+    """Raise an error if this process cannot open another model.
+
+    Raises ClosedError in a fork of a process that has opened a model, because the fork lacks its
+    compute threads. Raises ConfigError if another model is open and `ram` is None.
     """
     if _first_process and _first_process[0] != os.getpid():
         raise ClosedError(
             f"this process is a fork of process {_first_process[0]}, which has opened a model: "
-            "start it with multiprocessing's spawn"
+            "start this process with multiprocessing's spawn"
         )
     if ram is None and any(each._closing.alive for each in list(_open)):
         raise ConfigError(
@@ -545,19 +578,26 @@ def _check_process(ram: str | int | None) -> None:
 
 
 def _finish(worker: Worker, runtime: Runtime, pid: int) -> None:
-    """Free a model that was not closed: when it is garbage, and when the process ends."""
+    """Free a model that the program did not close.
+
+    This is called when the model is garbage collected and when the process `pid` ends. It does
+    nothing in other processes.
+    """
     if os.getpid() != pid:
         return
     runtime.stop()
     worker.post(runtime.close)
     worker.end()
-    # Another thread may be one that the runtime waits for.
+    # The garbage collector may run on a thread for which the runtime waits.
     if threading.current_thread() is threading.main_thread():
         worker.join()
 
 
 def _scored(runtime: Runtime, prompt: Prompt, stops: list[Callable[[], None]]) -> Score:
-    """Score a prompt. stops: gets a function that ends the evaluation soon."""
+    """Return the log-probabilities of a prompt.
+
+    While the prompt is evaluated, `stops` holds a function that ends the evaluation soon.
+    """
     read = prompt.tokens[:-1].tolist()
     try:
         with runtime.evaluator() as evaluator:

@@ -29,22 +29,26 @@ _TOKENS = 512
 
 
 class Rows(list[dict[str, Any]]):
-    """Rows of measurements, one dict each; pandas.DataFrame takes them as they are.
+    """Rows of measurements, a list with one dict for each row. pandas.DataFrame accepts it.
 
-    details: the whole results from which the rows were made.
+    `details` holds the complete results from which the rows were made.
     """
 
     def __init__(
         self, rows: Iterable[dict[str, Any]], details: Any, values: Mapping[str, str]
     ) -> None:
-        """values: what plot shows, {key of a row: label of its axis}."""
+        """Create the list.
+
+        `values` maps the row keys that `plot` shows to the labels of their axes.
+        """
         super().__init__(rows)
         self.details, self._values = details, values
 
     def plot(self, *keys: str) -> Any:
-        """Return a matplotlib Figure with bars for each row: one panel for each key.
+        """Return a matplotlib Figure with a bar for each row, and a panel for each key.
 
-        Without keys, the main values are shown. Raises ConfigError without matplotlib.
+        `keys` are keys of the rows, such as "hit_rate". Without keys the main measurements are
+        shown. Raises ConfigError if matplotlib is not installed.
         """
         from orchestrator.lab.plotting import figure_of, require_matplotlib
 
@@ -72,14 +76,15 @@ def replay(
     policy: Given | Sequence[Given] | None = None,
     **options: Any,
 ) -> Rows:
-    """Replay a trace with policies, and compare them with the baseline, the optimum and the bound.
+    """Simulate a recorded trace with cache policies, and return a row of measurements for each.
 
-    policy: a name, "module:Class", a subclass of Policy, or several of these; None for the recorded
-    one. options: those of `moe-edge replay`, and settings of the policies.
+    `policy` is a name, "module:Class", a subclass of Policy, or a list of these. None means the
+    recorded policy. `options` are options of `moe-edge replay` and settings of the policies.
+    Further rows are the baseline policy, the optimum, the lower bound and the recorded run.
 
-    Each row has name, kind ("policy", "optimum", "bound" or "recorded"), hit_rate,
+    A row has name, kind ("policy", "optimum", "bound" or "recorded"), hit_rate,
     read_bytes_per_token, wait_ms_per_token, tpot_ms_p50, tpot_ms_mean, tpot_ms_p99, ttft_ms and
-    kl_estimate; None where it is not known. Raises MoeEdgeError.
+    kl_estimate. Unknown values are None. Raises MoeEdgeError.
     """
     given: list[Given | None] = []
     if policy is None or isinstance(policy, (str, type)):
@@ -116,8 +121,9 @@ def replay(
 
 
 def _replayed(details: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows of replays of one trace: each policy once, then what they are compared
-    with.
+    """Return the rows of measurements for replays of one trace.
+
+    Each policy has one row. The rows of the optimum, the bound and the recorded run follow.
     """
     last = details[-1]
     tokens = last["decode_tokens"]
@@ -161,11 +167,12 @@ def bench(
     note: Callable[[str], None] = lambda _sentence: None,
     **options: Any,
 ) -> Rows:
-    """Run a benchmark and return its rows, such as name, cap, tokens_per_s and hit_rate.
+    """Run a benchmark and return its rows, with keys such as name, cap, tokens_per_s and hit_rate.
 
-    name: that of `moe-edge bench NAME`; "" compares upstream and all policies. policy: a further
-    policy. Each case runs in a process of its own, so its class must be in a module. note: gets
-    messages about the progress. options: those of the command. Raises MoeEdgeError.
+    `name` is that of `moe-edge bench NAME`; "" compares llama.cpp and all policies. `policy` is a
+    further policy to compare. Its class must be in a module, because each case runs in its own
+    process. `note` gets messages about the progress. `options` are those of the command. Raises
+    MoeEdgeError.
     """
 
     def work() -> Rows:
@@ -197,12 +204,12 @@ def record(
     progress: bool | None = None,
     **settings: Any,
 ) -> Path:
-    """Record the routing of a run to a file for `replay`, as `moe-edge trace` does. Returns its
-    path.
+    """Record which experts the model selects, in the file `out` for `replay`. Return its path.
 
-    text: evaluated token by token, after its first `prefill` tokens are read as a prompt. prompt:
-    answered instead of a text. tokens: of the text or of the answer. settings: those of LLM.
-    Raises MoeEdgeError.
+    The model evaluates `text` token by token, after reading its first `prefill` tokens as a prompt.
+    Alternatively it answers `prompt`. `tokens` limits the tokens of the text or of the answer.
+    `settings` are those of LLM. Raises ConfigError unless either a text or a prompt is given, and
+    MoeEdgeError if the model cannot run.
     """
     if (text is None) == (prompt is None):
         raise ConfigError("record needs either a text or a prompt")
@@ -236,7 +243,10 @@ def record(
 
 
 def _done(work: Callable[[], T]) -> T:
-    """Do some work on a thread of its own. Raises MoeEdgeError."""
+    """Run a function on a new thread, and return its result. Raises MoeEdgeError.
+
+    OSError becomes ResourceError.
+    """
     worker = Worker("moe-edge")
     try:
         return worker.call(work)

@@ -13,14 +13,14 @@ from orchestrator.settings import Setting
 
 
 def find_model(text: str, note: Callable[[str], None], progress: Callable[[], Any]) -> Path:
-    """Return the local path of a model.
+    """Return the local path of a model, and download the model if `text` is hf:OWNER/NAME[/FILE].
 
-    hf:OWNER/NAME and hf:OWNER/NAME/FILE are downloaded. If there is no such file, the name may be
-    that of a downloaded model (`moe-edge list`).
+    Any other text is a path or, if no such file exists, the name of a downloaded model (`moe-edge
+    list`). `note` gets one line before a download. `progress` returns a context manager that shows
+    it.
 
-    note: gets one line before a download. progress: as in gguf_tools.hub.resolve. Raises HubError,
-    also if several downloaded models have the name, and GGUFError for a folder or a URL. Other
-    errors are left to the reader of the file.
+    Raises HubError for a failed download and for a name that several downloaded models have. Raises
+    GGUFError for a folder or a URL. Whether the file is readable is not checked.
     """
     from gguf_tools.hub import PREFIX, find_pulled, resolve
 
@@ -31,7 +31,7 @@ def find_model(text: str, note: Callable[[str], None], progress: Callable[[], An
 
 
 def _local(path: Path) -> Path:
-    """Return `path`. Raises GGUFError for a folder or a URL."""
+    """Return `path` unchanged. Raises GGUFError if it is a folder or a URL."""
     if path.is_dir():
         hint = "name a GGUF file in it"
         if (path / "config.json").is_file():
@@ -45,13 +45,19 @@ def _local(path: Path) -> Path:
 
 
 def config_of(model: Path, given: Mapping[str, Any]) -> Config:
-    """Return the checked settings of a model. Raises ConfigError and PolicyError."""
+    """Return the settings for a model, checked and with defaults for absent values.
+
+    Raises ConfigError or PolicyError for a wrong setting.
+    """
     return Config.build(model=model, **parsed(given, Config.declared()))
 
 
 def parsed(given: Mapping[str, Any], declared: Mapping[str, Setting]) -> dict[str, Any]:
-    """Return settings with texts read as on the command line if they are sizes or lists, with
-    lists as tuples, and with paths. Unknown names are left as they are. Raises ConfigError.
+    """Return settings with the values converted to the types that `declared` has for them.
+
+    Sizes and lists in texts are parsed as on the command line. Lists become tuples, and texts
+    become paths where needed. Settings with unknown names are left unchanged. Raises ConfigError
+    for a wrong value.
     """
     found = dict(given)
     for name, value in given.items():

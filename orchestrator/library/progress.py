@@ -12,21 +12,24 @@ _DELAY_S = 0.5
 
 
 def in_notebook() -> bool:
-    """Whether this process is the kernel of a notebook."""
+    """Return whether this process is the kernel of a Jupyter notebook."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return shell is not None and "IPKernelApp" in shell.config
 
 
 def shows_bars() -> bool:
-    """Whether bars are shown by default: in a notebook, and if stderr is a terminal."""
+    """Return whether progress bars are shown by default.
+
+    They are shown in a notebook and if stderr is a terminal.
+    """
     return in_notebook() or (sys.stderr is not None and sys.stderr.isatty())
 
 
 class Download:
-    """Gets the share of a download that is done, 0 to 1.
+    """Shows the progress of a download. Call it with the share that is done, 0 to 1.
 
-    total_bytes: its size, which the download sets.
+    The download sets `total_bytes` to its size.
     """
 
     def __init__(self, bars: Bars) -> None:
@@ -37,28 +40,34 @@ class Download:
 
 
 class Bars:
-    """Shows one bar at a time, or nothing. Call `close` at the end."""
+    """Shows progress bars in a notebook or terminal, one at a time. Call `close` at the end."""
 
     def __init__(self, shown: bool | None) -> None:
-        """shown: None for `shows_bars()`."""
+        """Choose whether bars are shown. None means only in a notebook or terminal."""
         self._is_shown = shows_bars() if shown is None else shown
         self._bar: Any = None
         self._label = ""
 
     def stage(self, label: str, share: float | None) -> None:
-        """Show the share of a stage of the work that is done, or None if that is not known."""
+        """Show a bar for a stage of loading the model.
+
+        `share` is the share that is done, 0 to 1, or None if it is unknown.
+        """
         self.show(label, share or 0.0, 0)
 
     @contextmanager
     def download(self) -> Iterator[Download]:
-        """Show a download for the duration of the block."""
+        """Yield a Download that shows a bar, and remove the bar at the end of the block."""
         try:
             yield Download(self)
         finally:
             self.close()
 
     def show(self, label: str, share: float, total_bytes: int) -> None:
-        """Show a bar. total_bytes: the size of the whole, or 0 to show percent."""
+        """Show a bar with the share of the work that is done, or update it.
+
+        `total_bytes` is the size of the whole work, or 0 to show percent.
+        """
         if not self._is_shown:
             return
         if label != self._label:
@@ -67,7 +76,7 @@ class Bars:
         self._bar.update(round(share * self._bar.total) - self._bar.n)
 
     def close(self) -> None:
-        """Remove the bar."""
+        """Remove the bar that is shown, if there is one."""
         if self._bar is not None:
             self._bar.close()
         self._bar, self._label = None, ""

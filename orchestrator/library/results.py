@@ -1,4 +1,4 @@
-"""What an `LLM` returns: small records of answers, scores and the resolved plan."""
+"""The results of an `LLM`: small records of answers, scores and the resolved plan."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from orchestrator.serve.messages import whole_arguments
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A function that the model wants to be called.
+    """A call of a function (tool) that the model asks for.
 
-    id: repeat it in the message with the function's result. arguments: by name.
+    `name` is the function's name, and `arguments` maps the names of its parameters to values.
+    Repeat `id` in the message with the function's result.
     """
 
     id: str
@@ -26,11 +27,12 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ChatAnswer:
-    """The answer to a chat.
+    """The answer of a model to a conversation.
 
-    text: the answer; "" if the model only calls tools. reasoning: what a reasoning model thought
-    before. finish_reason: "stop", "length" or "tool_calls". tokens, prompt_tokens: their numbers.
-    openai: OpenAI's chat completion, as the server returns it.
+    `text` is the answer, or "" if the model only calls tools. `reasoning` is the text of a
+    reasoning model before its answer. `finish_reason` is "stop", "length" or "tool_calls". `tokens`
+    and `prompt_tokens` are the numbers of tokens in the answer and the prompt. `openai` is the same
+    answer in OpenAI's format, as the server returns it.
     """
 
     text: str
@@ -43,12 +45,12 @@ class ChatAnswer:
 
     @property
     def message(self) -> dict[str, Any]:
-        """The answer as a message, to append to the messages of the conversation."""
+        """The answer as a message in OpenAI's format, to append to the conversation."""
         return dict(self.openai["choices"][0]["message"])
 
     @classmethod
     def of(cls, found: dict[str, Any]) -> ChatAnswer:
-        """Read OpenAI's chat completion."""
+        """Create a ChatAnswer from a chat completion in OpenAI's format."""
         choice, usage = found["choices"][0], found.get("usage", {})
         message = choice["message"]
         return cls(
@@ -70,7 +72,12 @@ def _tool_call(call: Mapping[str, Any]) -> ToolCall:
 
 @dataclass(frozen=True)
 class Completion:
-    """The continuation of a text. Its fields are those of ChatAnswer."""
+    """The text with which a model continues a prompt.
+
+    `finish_reason` is "stop" or "length". `tokens` and `prompt_tokens` are the numbers of tokens in
+    the text and the prompt. `openai` is the same answer in OpenAI's format, as the server returns
+    it.
+    """
 
     text: str
     finish_reason: str
@@ -80,7 +87,7 @@ class Completion:
 
     @classmethod
     def of(cls, found: dict[str, Any]) -> Completion:
-        """Read OpenAI's completion."""
+        """Create a Completion from a completion in OpenAI's format."""
         choice, usage = found["choices"][0], found.get("usage", {})
         return cls(
             text=choice.get("text") or "",
@@ -95,8 +102,9 @@ class Completion:
 class Chunk:
     """A part of a streamed answer.
 
-    text, reasoning: what is new. finish_reason: None before the last part. openai: the chunk, as
-    the server sends it. Parts of tool calls are only in `openai`.
+    `text` and `reasoning` are the new pieces of the answer and of the reasoning before it.
+    `finish_reason` is None before the last part. `openai` is the part in OpenAI's format, as the
+    server sends it. Pieces of tool calls are only in `openai`.
     """
 
     text: str
@@ -106,7 +114,7 @@ class Chunk:
 
     @classmethod
     def of(cls, found: dict[str, Any]) -> Chunk:
-        """Read a chunk of a chat or of a completion."""
+        """Create a Chunk from a part of a streamed chat or completion in OpenAI's format."""
         choice = (found.get("choices") or [{}])[0]
         delta = choice.get("delta", {})
         return cls(
@@ -121,8 +129,8 @@ class Chunk:
 class Score:
     """Log-probabilities of the tokens of a text, in nats.
 
-    tokens: their ids. texts: their texts. logprobs: one for each token, given all tokens before it;
-    nan for a first token with none before it.
+    `tokens` are the token ids, and `texts` their texts. `logprobs` has the log-probability of each
+    token, given all tokens before it. It is nan for a first token without a token before it.
     """
 
     tokens: tuple[int, ...]
@@ -131,7 +139,7 @@ class Score:
 
     @property
     def total(self) -> float:
-        """The log-probability of the text: the sum over its tokens."""
+        """The log-probability of the whole text in nats, which is the sum over its tokens."""
         return math.fsum(each for each in self.logprobs if not math.isnan(each))
 
     @property
@@ -143,12 +151,13 @@ class Score:
 
 @dataclass(frozen=True)
 class ResolvedPlan:
-    """What was resolved when the model was opened. Sizes are in bytes.
+    """The settings and memory sizes that were chosen when a model was loaded.
 
-    mode: the status line of the command line. policy: its name; "plain" is llama.cpp's own path.
-    tiers: precisions in use, best first. n_ctx: context of a conversation in tokens. n_ubatch:
-    micro-batch in tokens. ram_bytes: the memory limit. dense_bytes, kv_bytes, scratch_bytes,
-    expert_bytes: its parts, with expert_bytes for the experts in memory. settings: of the policy.
+    `mode` is the status line. `policy` is "plain" if llama.cpp runs without expert management.
+    `tiers` are the precisions, best first. `n_ctx` is the context length and `n_ubatch` the
+    micro-batch size in tokens. `ram_bytes` is the memory limit, with the parts `dense_bytes`,
+    `kv_bytes`, `scratch_bytes` and `expert_bytes` (experts in memory). `settings` are those of the
+    policy.
     """
 
     mode: str
@@ -165,7 +174,7 @@ class ResolvedPlan:
 
     @classmethod
     def of(cls, runtime: Runtime) -> ResolvedPlan:
-        """Describe what a runtime has loaded."""
+        """Create a ResolvedPlan from a runtime that has loaded a model."""
         plan, about = runtime.inside.plan, runtime.about
         slots = plan.slots
         return cls(

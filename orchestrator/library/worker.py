@@ -18,9 +18,10 @@ T = TypeVar("T")
 
 
 class Posted(Generic[T]):
-    """A call and its result. discard: frees a result whose caller was interrupted.
+    """A call that a worker thread runs, and its result.
 
-    ended: is set at the end; result and error are valid then.
+    The event `ended` is set at the end. Then `result` or `error` is valid. `discard` frees a result
+    whose caller was interrupted.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class Posted(Generic[T]):
         self.error: BaseException | None = None
 
     def run(self) -> None:
+        """Run the call and set `ended`. Call this on the worker's thread."""
         try:
             with interrupts.cancellable(lambda: self._is_cancelled):
                 self.result = self._function()
@@ -47,22 +49,25 @@ class Posted(Generic[T]):
         self.ended.set()
 
     def cancel(self) -> bool:
-        """End the call soon, and discard its result. Returns False if it already has one."""
+        """End the call soon and discard its result.
+
+        Return False if the call already has a result.
+        """
         with self._lock:
             self._is_cancelled = True
             return not self._has_result
 
     def drop(self) -> None:
-        """Discard the result, if there is one. Call this on the worker's thread."""
+        """Discard the result of the call, if there is one. Call this on the worker's thread."""
         if self._has_result and self._discard is not None:
             self._discard(cast(T, self.result))
 
 
 class Worker:
-    """Runs calls of any thread one after another, in the order in which they come."""
+    """A thread that runs the calls of other threads, in the order in which they come."""
 
     def __init__(self, name: str) -> None:
-        """Raises RuntimeError if no thread can be started."""
+        """Start the thread. Raises RuntimeError if no thread can be started."""
         self._calls: SimpleQueue[Posted[Any] | None] = SimpleQueue()
         self._thread_id = 0
         self._task = threads.start(self._run, name)
@@ -80,12 +85,13 @@ class Worker:
         stop: Callable[[], object] = lambda: None,
         discard: Callable[[T], object] | None = None,
     ) -> T:
-        """Run a function on the thread, wait for it, and return its result or raise its error.
+        """Run a function on the worker's thread. Return its result or raise its error.
 
-        If the wait is interrupted, the call is cancelled, its end is awaited, and the interrupt is
-        raised. A second interrupt ends that wait too. stop: also called then, on the caller's
-        thread, for native work that looks at no flag of ours. discard: gets the result of a call
-        whose caller was interrupted.
+        If Ctrl-C interrupts the wait, the function is cancelled, its end is awaited, and the
+        interrupt is raised. A second interrupt ends that wait too.
+
+        After an interrupt, `stop` is called on the caller's thread, to end native work that cannot
+        see the cancellation. `discard` then gets the result of the function, to free it.
         """
         if self._is_here():
             return function()
@@ -104,20 +110,20 @@ class Worker:
         return cast(T, call.result)
 
     def post(self, function: Callable[[], object]) -> Posted[object]:
-        """Run a function on the thread after the calls before it, without waiting."""
+        """Run a function on the worker's thread after all earlier calls, without waiting for it."""
         call = Posted(function)
         self._calls.put(call)
         return call
 
     def end(self) -> None:
-        """End the thread after the calls before. Safe to call twice."""
+        """End the thread after all earlier calls. Safe to call twice."""
         self._calls.put(None)
 
     def join(self) -> None:
-        """Wait for the end of the thread, unless this is called on it."""
+        """Wait until the thread has ended. Does nothing on the worker's own thread."""
         if not self._is_here():
             self._task.join()
 
     def _is_here(self) -> bool:
-        """Whether this is called on the worker's thread."""
+        """Return whether the caller is on the worker's thread."""
         return threading.get_ident() == self._thread_id

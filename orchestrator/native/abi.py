@@ -29,81 +29,134 @@ _U8, _U32, _U64 = ctypes.c_uint8, ctypes.c_uint32, ctypes.c_uint64
 _I16, _I32, _I64 = ctypes.c_int16, ctypes.c_int32, ctypes.c_int64
 
 
-def fields_of(ctype: Any, names: str) -> list[tuple[str, Any]]:
-    """Return struct fields of one type. names: separated by spaces."""
-    return [(name, ctype) for name in names.split()]
+def fields_of(ctype: Any, *names: str) -> list[tuple[str, Any]]:
+    """Return the declarations of several struct fields that have the same ctypes type."""
+    return [(name, ctype) for name in names]
 
 
 class CSlices(ctypes.Structure):
+    """The position of the experts of one (layer, matrix kind, tier) in a file (C struct)."""
+
     _fields_ = [
-        *fields_of(_U64, "offset expert_bytes"),
-        *fields_of(_I32, "file type group interleaved_rows"),
+        *fields_of(_U64, "offset", "expert_bytes"),
+        *fields_of(_I32, "file", "type", "group", "interleaved_rows"),
         ("checksums", ctypes.POINTER(_U32)),
         ("compute_us", _F64),
     ]
 
 
 class CGroup(ctypes.Structure):
-    _fields_ = [("slot_bytes", _U64), *fields_of(_I32, "n_slots n_passing place reserved")]
+    """A group of expert slots of one size, whose experts evict each other (C struct)."""
+
+    _fields_ = [("slot_bytes", _U64), *fields_of(_I32, "n_slots", "n_passing", "place", "reserved")]
 
 
 class CLayer(ctypes.Structure):
-    _fields_ = [*fields_of(_I32, "il reserved"), ("slices", (CSlices * MAX_TIERS) * N_KINDS)]
+    """The positions of the experts of one MoE layer, by matrix kind and tier (C struct)."""
+
+    _fields_ = [*fields_of(_I32, "il", "reserved"), ("slices", (CSlices * MAX_TIERS) * N_KINDS)]
 
 
 class CConfig(ctypes.Structure):
+    """All parameters of an expert store (C struct)."""
+
     _fields_ = [
         ("files", ctypes.POINTER(_TEXT)),
         ("layers", ctypes.POINTER(CLayer)),
         ("groups", ctypes.POINTER(CGroup)),
         ("device", _POINTER),
-        *fields_of(_U64, "budget_bytes host_bytes"),
-        *fields_of(_F64, "copy_bytes_per_s round_trip_us"),
+        *fields_of(_U64, "budget_bytes", "host_bytes"),
+        *fields_of(_F64, "copy_bytes_per_s", "round_trip_us"),
         *fields_of(
             _I32,
-            "misses n_host_threads n_files n_layers n_groups n_tiers n_expert n_expert_used "
-            "max_tokens n_ahead n_io_threads flags importance_window reserved",
+            "misses",
+            "n_host_threads",
+            "n_files",
+            "n_layers",
+            "n_groups",
+            "n_tiers",
+            "n_expert",
+            "n_expert_used",
+            "max_tokens",
+            "n_ahead",
+            "n_io_threads",
+            "flags",
+            "importance_window",
+            "reserved",
         ),
     ]
 
 
 class CEvent(ctypes.Structure):
+    """The experts that the router of one layer chose for the tokens of a step (C struct)."""
+
     _fields_ = [
-        *fields_of(_I32, "layer phase n_tokens n_ahead has_importance n_used"),
+        *fields_of(_I32, "layer", "phase", "n_tokens", "n_ahead", "has_importance", "n_used"),
         ("step", _I64),
         *fields_of(
             _POINTER,
-            "ids weights tokens phases sequences ahead_ids ahead importance resident missing",
+            "ids",
+            "weights",
+            "tokens",
+            "phases",
+            "sequences",
+            "ahead_ids",
+            "ahead",
+            "importance",
+            "resident",
+            "missing",
         ),
     ]
 
 
 class CStep(ctypes.Structure):
+    """The report of one computed step (C struct)."""
+
     _fields_ = [
         ("step", _I64),
         ("us", _U64),
-        *fields_of(_I32, "phase n_tokens n_starts n_prompt_ends n_ends reserved"),
-        *fields_of(ctypes.POINTER(_I32), "starts prompt_ends ends"),
+        *fields_of(_I32, "phase", "n_tokens", "n_starts", "n_prompt_ends", "n_ends", "reserved"),
+        *fields_of(ctypes.POINTER(_I32), "starts", "prompt_ends", "ends"),
     ]
 
 
 class CPrefetch(ctypes.Structure):
-    _fields_ = [*fields_of(_I16, "layer expert"), *fields_of(_U8, "tier kinds"), ("passing", _I16)]
+    """An expert that the store should read, and its precision (tier) (C struct)."""
+
+    _fields_ = [
+        *fields_of(_I16, "layer", "expert"),
+        *fields_of(_U8, "tier", "kinds"),
+        ("passing", _I16),
+    ]
 
 
 class CDecision(ctypes.Structure):
+    """The precisions (tiers) that a policy chose for the experts of one layer (C struct)."""
+
     _fields_ = [
-        *fields_of(_POINTER, "tier passing prefetch"),
-        *fields_of(_I32, "n_prefetch renormalize"),
+        *fields_of(_POINTER, "tier", "passing", "prefetch"),
+        *fields_of(_I32, "n_prefetch", "renormalize"),
     ]
 
 
 class CStats(ctypes.Structure):
+    """The counters of an expert store (C struct). Arrays of length 2 are by phase."""
+
     _fields_ = [
         *fields_of(
             _U64 * 2,
-            "requests hits demand_bytes prefetch_bytes wait_us host_hits copy_bytes "
-            "host_computed host_computed_bytes callback_us callbacks locks",
+            "requests",
+            "hits",
+            "demand_bytes",
+            "prefetch_bytes",
+            "wait_us",
+            "host_hits",
+            "copy_bytes",
+            "host_computed",
+            "host_computed_bytes",
+            "callback_us",
+            "callbacks",
+            "locks",
         ),
         ("waits", _U64 * len(WAITS) * 2),
         ("waited_ns", _U64 * len(WAITS) * 2),
@@ -111,41 +164,76 @@ class CStats(ctypes.Structure):
         ("computed", _U64 * MAX_TIERS * 2),
         *fields_of(
             _U64,
-            "waves promotions evictions prefetch_used prefetch_wasted prefetch_cancelled "
-            "slot_bytes_in_use slot_bytes_peak budget_bytes slot_bytes read_us "
-            "experts_promoted experts_demoted transitions_begun transitions_rejected "
-            "transitions_failed transition_bytes table_writes host_bytes",
+            "waves",
+            "promotions",
+            "evictions",
+            "prefetch_used",
+            "prefetch_wasted",
+            "prefetch_cancelled",
+            "slot_bytes_in_use",
+            "slot_bytes_peak",
+            "budget_bytes",
+            "slot_bytes",
+            "read_us",
+            "experts_promoted",
+            "experts_demoted",
+            "transitions_begun",
+            "transitions_rejected",
+            "transitions_failed",
+            "transition_bytes",
+            "table_writes",
+            "host_bytes",
         ),
-        *fields_of(_I32, "direct_io host_pinned misses reserved"),
+        *fields_of(_I32, "direct_io", "host_pinned", "misses", "reserved"),
     ]
 
 
 class CDeviceInfo(ctypes.Structure):
-    _fields_ = [("name", ctypes.c_char * 128), *fields_of(_U64, "free_bytes total_bytes")]
+    """The name of a GPU, and its free and total memory (C struct)."""
+
+    _fields_ = [("name", ctypes.c_char * 128), *fields_of(_U64, "free_bytes", "total_bytes")]
 
 
 class CBandwidths(ctypes.Structure):
+    """Measured speeds of a device and its host (C struct)."""
+
     _fields_ = [
         *fields_of(
             _F64,
-            "pinned_bytes_per_s pageable_bytes_per_s round_trip_us compute_bytes_per_s",
+            "pinned_bytes_per_s",
+            "pageable_bytes_per_s",
+            "round_trip_us",
+            "compute_bytes_per_s",
         )
     ]
 
 
 class CMemory(ctypes.Structure):
-    _fields_ = [*fields_of(_U64 * 2, "weights cache scratch")]
+    """The memory of a context and its model in bytes (C struct). Arrays are [host, devices]."""
+
+    _fields_ = [*fields_of(_U64 * 2, "weights", "cache", "scratch")]
 
 
 class CTouched(ctypes.Structure):
-    _fields_ = [*fields_of(_U64 * 2, "cache scratch work"), *fields_of(_U64, "used cells_end")]
+    """The host memory of all contexts in bytes (C struct). Arrays are [reserved, resident]."""
+
+    _fields_ = [
+        *fields_of(_U64 * 2, "cache", "scratch", "work"),
+        *fields_of(_U64, "used", "cells_end"),
+    ]
 
 
 class CRoom(ctypes.Structure):
+    """The memory that a batch needs, for the callback that makes memory free (C struct).
+
+    at_once and drop_scratch are results of the callback: the micro-batch size of the batch, and
+    whether scratch memory is freed first.
+    """
+
     _fields_ = [
         ("touched", CTouched),
         ("n_bytes", _U64),
-        *fields_of(_I32, "n_tokens at_once drop_scratch reserved"),
+        *fields_of(_I32, "n_tokens", "at_once", "drop_scratch", "reserved"),
     ]
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 
 class InitParams(ctypes.Structure):
-    """struct ggml_init_params."""
+    """The parameters with which ggml allocates a new context for tensors (C struct of ggml)."""
 
     _fields_ = [
         ("mem_size", ctypes.c_size_t),
@@ -16,7 +16,7 @@ class InitParams(ctypes.Structure):
     ]
 
 
-# ggml_abort_callback_t: gets the file, the line and the failed assertion.
+# ggml_abort_callback_t: gets a text with the file, the line and the failed assertion.
 ABORT_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
 
 _P, _I, _L, _F, _S = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_size_t
@@ -58,10 +58,10 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
 
 
 class GgmlFunctions:
-    """The functions of _FUNCTIONS as attributes, without the prefix `ggml_`."""
+    """The ggml functions that moe-edge calls, as attributes without the prefix `ggml_`."""
 
     def __init__(self, lib: ctypes.CDLL) -> None:
-        """lib: llama.cpp's library, which depends on ggml's."""
+        """Look up and declare the functions. lib: llama.cpp's library, which depends on ggml."""
         for name, (result, arguments) in _FUNCTIONS.items():
             function = lib[name]
             function.restype, function.argtypes = result, arguments

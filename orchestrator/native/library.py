@@ -21,9 +21,9 @@ from orchestrator.native.abi import (
 
 
 class Library:
-    """The moe_edge_* functions of a loaded llama library, as attributes without the prefix.
+    """The functions of moe-edge.h in a loaded llama library, as attributes without `moe_edge_`.
 
-    Raises NativeError if the library is the stock one, or has another ABI version.
+    Raises NativeError if the library was built without moe-edge, or has another ABI version.
     """
 
     def __init__(self, lib: ctypes.CDLL) -> None:
@@ -49,8 +49,8 @@ class Library:
             setattr(self, name.removeprefix("moe_edge_"), function)
 
     def _find(self, name: str) -> Any:
-        """Return a symbol. Raises NativeError if it is missing."""
-        # The lookup includes libraries that this one depends on (ggml-cpu).
+        """Return a function of the library by its C name. Raises NativeError if it is missing."""
+        # The lookup includes the libraries that libllama depends on (ggml-cpu).
         try:
             return self.lib[name]
         except AttributeError:
@@ -69,10 +69,10 @@ _COPY_BYTES = 64 << 20
 
 
 class DeviceInfo(NamedTuple):
-    """A GPU.
+    """A GPU, as the native library describes it.
 
-    handle: of the native library. name: value of --device. description: the name that the driver
-    reports. memory_bytes: free memory. total_bytes: all memory.
+    handle: the library's handle of the GPU. name: value of --device, such as "cuda0". description:
+    the name that the driver reports. memory_bytes: free memory. total_bytes: all memory.
     """
 
     handle: int
@@ -85,9 +85,10 @@ class DeviceInfo(NamedTuple):
 class Bandwidths(NamedTuple):
     """Measured speeds of a device and its host.
 
-    pinned, pageable: bytes per second of copies from host memory to the device; pinned is 0 if the
-    driver cannot pin memory. round_trip_us: latency of the smallest copy, in microseconds. compute:
-    bytes of Q4_K weights per second that the host multiplies with one token.
+    pinned, pageable: bytes per second of copies to the device from pinned and from pageable host
+    memory. The value of pinned is 0 if the driver cannot pin memory. round_trip_us: latency of the
+    smallest copy, in microseconds. compute: bytes of Q4_K weights per second that the host
+    multiplies with one token.
     """
 
     pinned: float
@@ -97,7 +98,7 @@ class Bandwidths(NamedTuple):
 
 
 def find_device(library: Library, name: str) -> DeviceInfo:
-    """Return the device of this name, such as "cuda0". Raises ConfigError if there is none."""
+    """Find a GPU by name, such as "cuda0". Raises ConfigError if there is no such GPU."""
     message = ctypes.create_string_buffer(_ERROR_BYTES)
     handle = library.device_find(name.encode(), message, _ERROR_BYTES)
     if not handle:
@@ -109,9 +110,9 @@ def find_device(library: Library, name: str) -> DeviceInfo:
 
 
 def context_memory(library: Library, context: int) -> tuple[int, int]:
-    """Return (host bytes, device bytes) of a llama_context and its model.
+    """Return (host bytes, device bytes) that a llama_context and its model take.
 
-    The expert cache is not included.
+    Memory of the expert store is not included. context: handle of the llama_context.
     """
     found = CMemory()
     library.get_memory(context, ctypes.byref(found))
@@ -122,7 +123,8 @@ def context_memory(library: Library, context: int) -> tuple[int, int]:
 def host_memory(library: Library, context: int) -> tuple[int, int]:
     """Return (KV cache bytes, scratch bytes) of a llama_context in host memory.
 
-    The KV cache includes recurrent states. Scratch memory is used by compute graphs.
+    The KV cache includes recurrent states. Scratch memory is used by compute graphs. context:
+    handle of the llama_context.
     """
     found = CMemory()
     library.get_memory(context, ctypes.byref(found))
@@ -130,10 +132,10 @@ def host_memory(library: Library, context: int) -> tuple[int, int]:
 
 
 class Touched(NamedTuple):
-    """Bytes of host memory.
+    """The size of a region of host memory, in bytes.
 
-    reserved: allocated. resident: backed by pages now. used: of the KV cache, in cells that hold a
-    token.
+    reserved: bytes that are allocated. resident: bytes that are backed by physical pages now. used:
+    for a KV cache, bytes of the cells that hold a token; otherwise 0.
     """
 
     reserved: int
@@ -142,10 +144,9 @@ class Touched(NamedTuple):
 
 
 class TouchedMemory(NamedTuple):
-    """Host memory of all contexts of this process.
+    """The host memory of all llama.cpp contexts of this process, without recurrent states.
 
-    It consists of the KV cache, the scratch memory of graphs, and ggml's work buffers. Recurrent
-    states are not included.
+    cache: the KV caches. scratch: scratch memory of compute graphs. work: ggml's work buffers.
     """
 
     cache: Touched
@@ -154,10 +155,10 @@ class TouchedMemory(NamedTuple):
 
 
 def touched_memory(library: Library) -> TouchedMemory:
-    """Return the current use of host memory.
+    """Measure the host memory that all llama.cpp contexts of this process use now.
 
-    The kernel is asked for each page. This takes 0.3 ms per reserved GiB, and another 0.7 ms per
-    resident GiB.
+    The operating system reports it page by page. This takes 0.3 ms per reserved GiB, and another
+    0.7 ms per resident GiB.
     """
     found = CTouched()
     library.get_touched(ctypes.byref(found))
@@ -166,9 +167,9 @@ def touched_memory(library: Library) -> TouchedMemory:
 
 
 class ProductTime(NamedTuple):
-    """Time in which the host's threads multiply experts with one token, in microseconds.
+    """The time that the host's threads need to multiply experts with one token, in microseconds.
 
-    each_us: for each expert. wake_us: extra time of the first expert, to wake up the threads.
+    each_us: time for each expert. wake_us: extra time for the first expert, to wake up the threads.
     """
 
     each_us: float
@@ -178,9 +179,10 @@ class ProductTime(NamedTuple):
 def measure_product(
     library: Library, quant: int, shape: tuple[int, int], threads: int
 ) -> ProductTime | None:
-    """Measure `ProductTime` for experts of a quantization type. Allocates 64 MiB meanwhile.
+    """Measure how long the host's threads need to multiply experts with one token.
 
-    shape: (row length, rows). Returns None if the host cannot multiply this type.
+    quant: quantization type, as a number of ggml. shape: (row length, number of rows). Returns None
+    if the host cannot multiply this type. Allocates 64 MiB during the measurement.
     """
     each, wake = ctypes.c_double(), ctypes.c_double()
     outputs = ctypes.byref(each), ctypes.byref(wake)
@@ -190,23 +192,25 @@ def measure_product(
 
 
 def measure_device(library: Library, device: DeviceInfo, threads: int) -> Bandwidths:
-    """Measure copies to a device, and computing on `threads` threads of the host.
+    """Measure the speed of copies to a device, and the computing speed of the host.
 
-    Raises ConfigError if the device has too little free memory or does not respond.
+    threads: number of host threads that compute. Raises ConfigError if the device has too little
+    free memory or does not respond.
     """
     found = CBandwidths()
     if library.device_measure(device.handle, _COPY_BYTES, threads, ctypes.byref(found)) != 0:
         raise ConfigError(
-            f"--device {device.name}: copies cannot be timed: its memory is full, or it does not "
-            "respond"
+            f"--device {device.name}: the speed of copies cannot be measured: the device's memory "
+            "is full, or the device does not respond. End other programs that use the device"
         )
     return Bandwidths(*(getattr(found, name) for name, *_ in CBandwidths._fields_))
 
 
 class FreeCores:
-    """Lets a CPU context adapt its number of threads while it decodes, up to the number of cores.
+    """Lets a context on the CPU use more or fewer threads while it decodes.
 
-    context: a llama_context. Call `close` before the context is freed.
+    The context then uses cores that no other program uses, up to their total number. context:
+    handle of the llama_context. Call `close` before the context is freed.
     """
 
     def __init__(self, library: Library, context: int) -> None:
@@ -214,7 +218,7 @@ class FreeCores:
         library.adapt_threads(context, default_threads())
 
     def close(self) -> None:
-        """Fix the number of threads at its current value. Safe to call twice."""
+        """Keep the context's number of threads at its current value. Safe to call twice."""
         if self._context:
             self._library.adapt_threads(self._context, 0)
         self._context = 0

@@ -27,7 +27,7 @@ EXPERT_PATTERN = rb"blk\.\d+\.ffn_(up|gate|gate_up|down)_exps\.weight"
 # Exit status after a fatal error in llama.cpp, as a shell reports SIGABRT.
 ABORTED = 128 + 6
 # Finds the reason in the message of a fatal error.
-ABORT_REASON = r"llama\.cpp had to end the process \((.*)\): the file is damaged"
+ABORT_REASON = r"the process \((.*)\): the"
 _BUILD_FOLDER = re.compile(r"^\S*/")
 _LOG_ERROR = 4
 _MAX_COMPLAINTS = 4
@@ -40,13 +40,19 @@ _GPU = 1  # GGML_BACKEND_DEVICE_TYPE_GPU
 
 
 class BufferTypeOverride(ctypes.Structure):
-    """struct llama_model_tensor_buft_override, which the bindings do not declare."""
+    """The buffer type for tensors whose names match a pattern (C struct of llama.cpp).
+
+    The bindings do not declare this struct.
+    """
 
     _fields_ = [("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p)]
 
 
 class Bindings:
-    """The loaded bindings, and the latest errors in the library's log."""
+    """The Python bindings of llama.cpp's library, and the latest errors in its log.
+
+    api: the module of the bindings. complaints: the errors.
+    """
 
     _shared: Bindings | None = None
 
@@ -69,21 +75,27 @@ class Bindings:
 
     @classmethod
     def load(cls) -> Bindings:
-        """Return the bindings, loaded once per process. Raises NativeError."""
+        """Return the bindings. The first call in a process loads them.
+
+        Raises NativeError if moe-edge's build of llama.cpp is not installed.
+        """
         if cls._shared is None:
             cls._shared = cls()
         return cls._shared
 
     def library(self) -> Library:
-        """Return our own functions in the library. Raises NativeError for a stock package."""
+        """Return the functions that moe-edge has added to llama.cpp's library.
+
+        Raises NativeError if the library was built without moe-edge.
+        """
         if self._library is None:
             self._library = Library(self.api._lib)
         return self._library
 
     def refusal(self) -> str:
-        """Return why our code refused the latest managed model or its context.
+        """Return why the expert store refused the model or context that was made last.
 
-        Returns "" if it did not refuse it. The reason is returned only once.
+        Returns "" if nothing was refused. A reason is returned only once.
         """
         return (self.library().load_error() or b"").decode("utf-8", "replace")
 
@@ -94,9 +106,9 @@ class Bindings:
         return sum(ggml.backend_dev_type(each) == _GPU for each in devices)
 
     def _on_abort(self, message: bytes) -> None:
-        """Print one sentence and end the process, when ggml reports a fatal error.
+        """Print one sentence about a fatal error in ggml, and end the process.
 
-        This may run on any thread. llama.cpp cannot continue after it returns.
+        ggml calls this on any thread. The process ends because llama.cpp cannot continue.
         """
         reason = _BUILD_FOLDER.sub("", message.decode("utf-8", "replace").strip())
         about = f"{self.loading}: " if self.loading else ""
@@ -109,7 +121,10 @@ class Bindings:
         os._exit(ABORTED)
 
     def listen(self) -> None:
-        """Make this object the receiver of the library's log, in case other code replaced it."""
+        """Receive the messages of llama.cpp's log again, and forget earlier errors.
+
+        Other code in the process may have replaced the receiver of the log.
+        """
         self.complaints.clear()
         self.api.llama_log_set(self._log, ctypes.c_void_p(0))
 
@@ -122,9 +137,9 @@ class Bindings:
             print(line, end="", file=sys.stderr, flush=True)
 
     def complaint(self) -> str:
-        """Return the first error in the log, in parentheses, or "". Clears the collected errors.
+        """Return the first error in llama.cpp's log since the last call, in parentheses, or "".
 
-        Later errors usually follow from the first one.
+        Later errors usually follow from the first error.
         """
         said = list(self.complaints)
         self.complaints.clear()
@@ -151,11 +166,12 @@ class Model:
     ) -> None:
         """Load a model from a GGUF file.
 
-        managed: expert tensors become placeholders for the native store, in buffer_type or else in
-        the host's; rows of lookup tables are read from the file when needed. gpu: number of the GPU
-        that everything is loaded to; None for none. no_data: allocate no memory for the model and
-        its contexts; contexts then report the memory that they would need. overrides: metadata that
-        replaces the file's, by key. more: fields of llama_model_params, set last.
+        managed: whether an expert store holds the experts. Their tensors are then placeholders, in
+        buffers of type buffer_type, and rows of lookup tables are read from the file when needed.
+        use_extra_bufts: repack weights for the CPU. gpu: number of the GPU that gets all weights;
+        None to load them to host memory. no_data: allocate no memory for the model and its
+        contexts, which then report how much they would need. overrides: metadata that replaces the
+        file's metadata, by key. more: other fields of llama_model_params.
 
         Raises NativeError with the library's reason, and any exception of `progress`.
         """
@@ -202,7 +218,7 @@ class Model:
         if not handle:
             if managed and (reason := bindings.refusal()):
                 raise NativeError(f"{path}: {reason}")
-            raise NativeError(f"{path}: llama.cpp cannot load it{bindings.complaint()}")
+            raise NativeError(f"{path}: llama.cpp cannot load the model{bindings.complaint()}")
         self._handle = handle
         self.path, self.managed = path, managed
         self.vocab = api.llama_model_get_vocab(handle)
@@ -210,13 +226,14 @@ class Model:
 
     @property
     def handle(self) -> int:
+        """The address of the llama_model. Raises NativeError after `close`."""
         if self._handle is None:
             raise NativeError("the model is closed")
         return self._handle
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether a sequence cannot be truncated at all.
+        """Whether the model has recurrent layers, so that its sequences cannot be truncated at all.
 
         Recurrent layers only store their latest state.
         """
@@ -225,14 +242,18 @@ class Model:
 
     @property
     def has_part(self) -> bool:
-        """Whether a sequence cannot be truncated at every position.
+        """Whether the model has a sliding window or recurrent layers.
 
-        The reason is a sliding window or recurrent layers.
+        Its sequences then cannot be truncated at every position.
         """
         return self.is_recurrent or int(self.api.llama_model_n_swa(self.handle)) > 0
 
     def tokenize(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
-        """Return the token ids of a text. Raises NativeError if the tokenizer fails."""
+        """Return the token ids of a text.
+
+        add_special: add the special tokens that the model expects, such as BOS. parse_special:
+        parse the names of control tokens in the text. Raises NativeError if the tokenizer fails.
+        """
         data = text.encode("utf-8", "replace")
         capacity = len(data) + 16
         for _ in range(2):
@@ -246,7 +267,11 @@ class Model:
         raise NativeError("the text cannot be tokenized")
 
     def piece(self, token: int, special: bool = False, capacity: int = _PIECE_BYTES) -> bytes:
-        """Return the bytes of a token. Control tokens are empty, unless special is true."""
+        """Return the bytes of a token's text.
+
+        special: return the names of control tokens, instead of empty bytes. capacity: size of the
+        first buffer.
+        """
         text = ctypes.create_string_buffer(capacity)
         count = self.api.llama_token_to_piece(self.vocab, token, text, capacity, 0, special)
         return self.piece(token, special, -count) if count < 0 else text.raw[:count]
@@ -282,7 +307,10 @@ class Model:
 
 
 def _overrides(api: Any, overrides: Mapping[str, int | str]) -> Any:
-    """Return an array of llama_model_kv_override. An entry without a key ends it."""
+    """Return metadata overrides as an array of llama_model_kv_override for llama.cpp.
+
+    overrides: values by metadata key. An entry without a key ends the array.
+    """
     values = (api.llama_model_kv_override * (len(overrides) + 1))()
     for each, (key, value) in zip(values, overrides.items(), strict=False):
         each.key = key.encode()
@@ -294,9 +322,9 @@ def _overrides(api: Any, overrides: Mapping[str, int | str]) -> Any:
 
 
 class LlamaContext:
-    """A llama_context with sequence 0 and optionally others, which share its KV cells.
+    """A llama_context, which evaluates tokens of one or several sequences.
 
-    Call `close` before the store and the model are closed.
+    All sequences share its KV cells. Call `close` before the expert store and the model are closed.
     """
 
     def __init__(
@@ -314,13 +342,13 @@ class LlamaContext:
         kv: str = DEFAULT_KV,
         **more: Any,
     ) -> None:
-        """outputs: tokens of one sequence that may have logits in a step.
+        """Make a context. Raises NativeError with llama.cpp's reason if that fails.
 
-        flash_attention: False keeps the attention weights in the graph. on_gpu: whether the KV
-        cache is on the GPU, like the model. sequences: number of sequences in addition to number 0.
-        kv: type of the KV cache, from KV_TYPES. more: fields of llama_context_params, set last.
-
-        Raises NativeError.
+        n_ctx: context length in tokens. n_ubatch: micro-batch size. outputs: largest number of
+        tokens of a sequence that have logits in one step. flash_attention: if False, attention
+        weights can be read from the graph. on_gpu: whether the KV cache is on the GPU. sequences:
+        number of sequences in addition to sequence 0. kv: type of the KV cache, from KV_TYPES.
+        more: other fields of llama_context_params.
         """
         api = self.api = bindings.api
         self.model = model
@@ -384,6 +412,7 @@ class LlamaContext:
 
     @property
     def handle(self) -> int:
+        """The address of the llama_context. Raises NativeError after `close`."""
         if self._handle is None:
             raise NativeError("the context is closed")
         return self._handle
@@ -393,12 +422,12 @@ class LlamaContext:
     ) -> int:
         """Evaluate at most n_ubatch tokens of sequence 0, at positions pos, pos + 1, and so on.
 
-        all_logits: compute logits of each token, instead of only the last one. interruptible: call
-        Python for every graph node; this is slow, so use it for long steps only.
+        all_logits: compute logits of each token, instead of only the last token. interruptible:
+        check should_stop before every graph node; this is slow, so use it for long steps only.
 
-        Returns llama_decode's status: 0, 1 if there are too few KV cells, 2 if aborted, negative on
-        an error; FAILED if the store may know the reason. Raises KeyboardInterrupt, and any
-        exception of should_stop.
+        Returns the status of llama_decode: 0 for success, 1 for too few KV cells, 2 after an abort,
+        negative on an error. The value FAILED means that the expert store may know the reason.
+        Raises KeyboardInterrupt, and any exception of should_stop.
         """
         n = len(tokens)
         self._tokens[:n] = tokens
@@ -415,10 +444,11 @@ class LlamaContext:
         sequences: Sequence[int],
         wanted: np.ndarray | None = None,
     ) -> int:
-        """Evaluate tokens, each at a position of a sequence, in this order.
+        """Evaluate tokens of several sequences in one step.
 
-        wanted: bool [n], the tokens that get logits; None for all. The caller may have set an abort
-        callback for the context. Returns llama_decode's status, like decode.
+        Token i gets position positions[i] in sequence sequences[i]. wanted: which tokens get
+        logits, bool; None for all tokens. Returns the status of llama_decode: 0 for success, 1 for
+        too few KV cells, 2 after an abort, negative on an error.
         """
         n = len(tokens)
         self._tokens[:n], self._positions[:n] = tokens, positions
@@ -443,14 +473,15 @@ class LlamaContext:
                 self.api.llama_set_abort_callback(self.handle, self._no_abort, None)
 
     def share(self, sequence: int) -> None:
-        """Copy the KV cache of sequence 0 to another sequence, which loses its own."""
+        """Make another sequence share the KV cells of sequence 0, instead of its own cells."""
         self.api.llama_memory_seq_rm(self._memory, sequence, -1, -1)
         self.api.llama_memory_seq_cp(self._memory, 0, sequence, -1, -1)
 
     def logits(self, n_outputs: int = 1) -> np.ndarray:
         """Return the logits of the last decode, float32 [n_outputs, n_vocab].
 
-        The array is a view, valid until the next decode.
+        n_outputs: number of tokens that got logits in that decode. The array is a view that is
+        valid until the next decode.
         """
         pointer = self.api.llama_get_logits(self.handle)
         if not pointer:
@@ -458,14 +489,14 @@ class LlamaContext:
         return np.ctypeslib.as_array(pointer, (n_outputs, self.model.n_vocab))
 
     def forget_from(self, pos: int, sequence: int = 0) -> bool:
-        """Drop the KV cells of a sequence from a position on.
+        """Drop the tokens of a sequence from position pos on.
 
-        Returns False if its memory cannot be truncated there.
+        Returns False, and drops nothing, if the model cannot truncate a sequence there.
         """
         return bool(self.api.llama_memory_seq_rm(self._memory, sequence, pos, -1))
 
     def forget_all(self) -> None:
-        """Clear the KV cache of all sequences."""
+        """Drop the tokens of all sequences."""
         self.api.llama_memory_clear(self._memory, True)
 
     def close(self) -> None:

@@ -26,32 +26,38 @@ _MANY_TOKENS = 16384
 # Return values of moe_edge_request_run, if the answer ended early.
 _FAILURES = {
     -1: "there was too little memory for the answer",
-    -2: "the client reads too slowly: too much of the answer is unread",
+    -2: "the answer was ended because the client reads too slowly",
 }
 
 
 class CServerConfig(ctypes.Structure):
-    """The fields of moe_edge_native_config."""
+    """The configuration of llama.cpp's server core (C struct moe_edge_native_config)."""
 
     _fields_ = [
-        *fields_of(ctypes.c_char_p, "model_name chat_template"),
+        *fields_of(ctypes.c_char_p, "model_name", "chat_template"),
         *fields_of(
             ctypes.c_int32,
-            "n_parallel n_slot_context n_batch n_threads max_tokens cache_mib n_checkpoints",
+            "n_parallel",
+            "n_slot_context",
+            "n_batch",
+            "n_threads",
+            "max_tokens",
+            "cache_mib",
+            "n_checkpoints",
         ),
         ("seed", ctypes.c_uint32),
         ("top_k", ctypes.c_int32),
-        *fields_of(ctypes.c_float, "temp top_p min_p"),
-        *fields_of(ctypes.c_int32, "verbosity most_ahead"),
+        *fields_of(ctypes.c_float, "temp", "top_p", "min_p"),
+        *fields_of(ctypes.c_int32, "verbosity", "most_ahead"),
     ]
 
 
 class CMark(ctypes.Structure):
-    """The fields of moe_edge_server_mark."""
+    """A position to which a saved sequence can be truncated (C struct moe_edge_server_mark)."""
 
     _fields_ = [
-        *fields_of(ctypes.c_uint64, "offset n_bytes"),
-        *fields_of(ctypes.c_int32, "n_tokens pos_min pos_max"),
+        *fields_of(ctypes.c_uint64, "offset", "n_bytes"),
+        *fields_of(ctypes.c_int32, "n_tokens", "pos_min", "pos_max"),
     ]
 
 
@@ -61,7 +67,7 @@ _DROP = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
 
 
 class CNotes(ctypes.Structure):
-    """The fields of moe_edge_server_notes."""
+    """Callbacks that attach state to the tokens of a sequence (C struct moe_edge_server_notes)."""
 
     _fields_ = [
         ("note", _NOTE),
@@ -72,10 +78,11 @@ class CNotes(ctypes.Structure):
 
 
 class FileMark(NamedTuple):
-    """A position to which a sequence's memory can be restored, with its data in a file.
+    """A position to which a saved sequence can be truncated, with the model's state in a file.
 
-    offset, n_bytes: place of the data in the file. n_tokens: number of tokens before the position.
-    pos_min, pos_max: positions that the data covers; -1 if an older file does not record them.
+    offset, n_bytes: position and size of the state in the file. n_tokens: number of tokens before
+    the position. pos_min, pos_max: token positions that the state covers; -1 if an older file does
+    not record them.
     """
 
     offset: int
@@ -88,9 +95,9 @@ class FileMark(NamedTuple):
 class Ending(NamedTuple):
     """The length of a sequence, and how its last answer ended.
 
-    stop: "end" after a token that ends answers, "word" after a stop word, "limit" at a token limit,
-    or "none" if the answer was cancelled or has not ended. truncated: whether the limit was the
-    context.
+    n_tokens: number of tokens in the sequence. stop: "end" after a token that ends answers, "word"
+    after a stop word, "limit" at a token limit, or "none" if the answer was cancelled or has not
+    ended. truncated: whether the answer ended because the context was full.
     """
 
     n_tokens: int
@@ -175,9 +182,10 @@ def native_config(
     loud: bool,
     **others: float,
 ) -> CServerConfig:
-    """Return the configuration of a native server.
+    """Return a configuration of llama.cpp's server core.
 
-    loud: whether llama.cpp logs. others: the numbers of moe_edge_native_config, by their names.
+    chat_template: replaces the template of the model. max_tokens: default length limit of answers.
+    loud: whether llama.cpp writes its log. others: values of further fields of CServerConfig.
     """
     return CServerConfig(
         model_name=model_name.encode(),
@@ -194,9 +202,9 @@ def _array(tokens: Sequence[int]) -> ctypes.Array[ctypes.c_int32]:
 
 
 class ServerLibrary:
-    """The loaded server library. llama.cpp's library has to be loaded before it.
+    """The library of llama.cpp's server core. Load llama.cpp's own library first.
 
-    Raises NativeError for a file that is not such a library, or that has another ABI version.
+    Raises NativeError if the file at `path` is not such a library or has another ABI version.
     """
 
     def __init__(self, path: Path) -> None:
@@ -217,18 +225,19 @@ class ServerLibrary:
             function.restype, function.argtypes = restype, argtypes
 
     def routes(self) -> tuple[str, ...]:
-        """Return the paths that a request may have."""
+        """Return the HTTP paths that the server core can answer, such as "/tokenize"."""
         names = takewhile(bool, map(self.lib.moe_edge_server_route, count()))
         return tuple(name.decode() for name in names)
 
     def try_template(
         self, template: str, cases: Sequence[Mapping[str, Any]], bos: str = "", eos: str = ""
     ) -> list[dict[str, Any]]:
-        """Return the prompts and parsed answers that a chat template gives, without a model.
+        """Apply a chat template to requests, and parse answers with it. No model is needed.
 
-        cases: each has a `request` for /v1/chat/completions, and optionally `answers`, texts that a
-        model generated. Each result has the `prompt`, the `grammar`, and the parsed message of each
-        answer, or an `error`. Raises NativeError for an invalid template.
+        cases: each item has a `request` for /v1/chat/completions, and optionally `answers`, a list
+        of generated texts. The result has an item for each case, with the `prompt`, the `grammar`
+        and the parsed `answers`, or with an `error`. bos, eos: texts of the BOS and EOS tokens.
+        Raises NativeError for an invalid template.
         """
         question = {"template": template, "bos_token": bos, "eos_token": eos, "cases": cases}
         reply = json.loads(self.lib.moe_edge_server_try_template(json.dumps(question).encode()))
@@ -238,16 +247,19 @@ class ServerLibrary:
 
 
 class NativeServer:
-    """llama.cpp's server on a loaded model and context. Call `close` before both are closed.
+    """llama.cpp's server core, which answers requests with a loaded model and context.
 
-    error: the exception of a Python callback, if one failed. Callbacks run on the thread that is in
-    `run`.
+    One thread calls `run` and computes all steps. Call `close` before the context and the model are
+    closed. error: the exception of a Python callback that failed, or None.
     """
 
     def __init__(
         self, library: ServerLibrary, model: int, context: int, config: CServerConfig
     ) -> None:
-        """model, context: llama.cpp's handles. Raises NativeError with the server's reason."""
+        """Make a server. Raises NativeError with llama.cpp's reason if that fails.
+
+        model, context: addresses of the llama_model and the llama_context.
+        """
         self.lib = library.lib
         message = ctypes.create_string_buffer(_ERROR_BYTES)
         self._handle: int | None = self.lib.moe_edge_server_create(
@@ -261,17 +273,17 @@ class NativeServer:
 
     @property
     def has_part(self) -> bool:
-        """Whether sequences cannot be truncated at every position.
+        """Whether the model has recurrent layers or a sliding window.
 
-        The reason is recurrent layers or sliding windows. Such sequences are restored at marks.
+        Its sequences then cannot be truncated at every position, but only at stored checkpoints.
         """
         return bool(self.lib.moe_edge_server_has_part(self.handle))
 
     def set_before_step(self, function: Callable[[bool], None]) -> None:
         """Set a function that is called before each step. Call this before `run`.
 
-        The function gets whether all tokens of the step continue answers. It runs on the thread
-        that is in `run`. If it raises, the step fails, and the exception is in `error` until the
+        The argument of the function is True if the step has no prompt tokens. The function runs on
+        the thread of `run`. If it raises, the step fails, and the exception is in `error` until the
         next step.
         """
 
@@ -291,8 +303,9 @@ class NativeServer:
     def set_before_prompt(self, function: Callable[[int, list[int]], None]) -> None:
         """Set a function that is called before a request's prompt is read. Call this before `run`.
 
-        The function gets each sequence of the request and the tokens of its prompt; the list is
-        empty if they are not known. It runs on the request's thread and must not raise.
+        The function is called for each sequence of the request, with the tokens of its prompt. The
+        list is empty if the tokens are not known. The function runs on the request's thread, and
+        must not raise.
         """
 
         @interrupts.called_from_c
@@ -307,12 +320,12 @@ class NativeServer:
         save: Callable[[int], bytes | None],
         restore: Callable[[int, bytes], None],
     ) -> None:
-        """Attach state to the tokens of a sequence. Call this before `run`.
+        """Let the caller attach a state to the tokens of each sequence. Call this before `run`.
 
-        save: returns the current state of a sequence, or None. It is stored with the tokens that
-        the sequence holds. restore: gets that state when the sequence returns to these tokens, also
-        from a copy. Both run on the thread that is in `run`. Their exceptions are stored in `error`
-        and have no other effect.
+        save: returns the current state of a sequence, or None. The server stores the state with the
+        tokens that the sequence holds. restore: gets this state when the sequence is truncated to
+        these tokens, or restored from a copy. Both functions run on the thread of `run`. Their
+        exceptions are stored in `error` and have no other effect.
         """
         notes: dict[int, bytes] = {}
         numbers = count()
@@ -347,18 +360,19 @@ class NativeServer:
 
     @property
     def handle(self) -> int:
+        """The address of the C object. Raises NativeError after `close`."""
         if self._handle is None:
             raise NativeError("the server is closed")
         return self._handle
 
     def run(self) -> None:
-        """Answer requests until `stop` is called. All steps are computed on this thread."""
+        """Answer requests until `stop` is called. All steps are computed on the calling thread."""
         self.lib.moe_edge_server_run(self.handle)
 
     def keep_prompts(self, n_bytes: int) -> int:
-        """Limit the memory for copies of earlier conversations. Returns the bytes that they use.
+        """Limit the memory for copies of earlier conversations. Return the bytes that they use now.
 
-        Call this between steps, on the thread that is in `run`.
+        n_bytes: the limit. Call this between steps, on the thread of `run`.
         """
         return int(self.lib.moe_edge_server_keep_prompts(self.handle, n_bytes))
 
@@ -367,13 +381,13 @@ class NativeServer:
     # not call them on the thread that is in `run`.
 
     def settle(self) -> None:
-        """Block until the steps of all finished and cancelled requests are computed."""
+        """Block until no step is being computed for a finished or cancelled request."""
         self.lib.moe_edge_server_settle(self.handle)
 
     def forget(self, sequence: int) -> bool:
         """Drop the tokens of a sequence. Returns False during shutdown.
 
-        If no request is decoding, the caller may use the context until its next request.
+        If no request is decoding, the caller may use the context itself until the next request.
         """
         return int(self.lib.moe_edge_server_forget(self.handle, sequence)) == 0
 
@@ -388,10 +402,11 @@ class NativeServer:
         return int(self.lib.moe_edge_server_tokens(self.handle, sequence, found, len(found)))
 
     def match(self, sequence: int, prompt: Sequence[int]) -> tuple[int, bool]:
-        """Return (number of reusable tokens, whether the prompt belongs to another conversation).
+        """Return (number of reusable prompt tokens, whether another conversation is dropped).
 
-        The first value is that of `reusable`. The second one is True if reading the prompt would
-        drop tokens of another conversation from the sequence.
+        Reusable tokens need not be computed, because the sequence or a copy in memory holds them.
+        The second value is True if computing the prompt in this sequence would drop tokens of
+        another conversation.
         """
         is_another = ctypes.c_int()
         spared = self.lib.moe_edge_server_match(
@@ -402,14 +417,16 @@ class NativeServer:
     def reusable(self, sequence: int, prompt: Sequence[int]) -> int:
         """Return how many tokens of a prompt need not be computed.
 
-        The sequence or a copy in memory has them.
+        The sequence, or a copy of an earlier conversation in memory, already holds them.
         """
         return self.match(sequence, prompt)[0]
 
     def as_held(self, prompt: Sequence[int], held: Sequence[int]) -> list[int]:
-        """Return the prompt, re-tokenized like `held` where both have the same text.
+        """Return the tokens of a prompt, with the tokenization of `held` for the same texts.
 
-        Texts are compared between control tokens. Any thread may call this.
+        The same text can have several tokenizations, and a sequence reuses only equal tokens. held:
+        the tokens that a sequence holds. Texts are compared between control tokens. Safe on any
+        thread.
         """
         given, known = _array(prompt), _array(held)
         made = (ctypes.c_int32 * (len(prompt) + len(held)))()
@@ -422,10 +439,11 @@ class NativeServer:
             made = (ctypes.c_int32 * n)()
 
     def save(self, sequence: int, path: Path) -> tuple[int, int, list[FileMark]]:
-        """Save a sequence to a file: its tokens and llama.cpp's state, then the data of its marks.
+        """Save the tokens and the state of a sequence to a file.
 
-        Returns (bytes of the first part, number of tokens, marks). The first value is 0 if saving
-        fails, and during shutdown.
+        The states at its marks (the positions to which it can be truncated) follow in the file.
+        Returns (size of tokens and state in bytes, number of tokens, marks). The size is 0 if
+        saving fails, and during shutdown.
         """
         n_tokens, n_marks = ctypes.c_int32(), ctypes.c_int32(_MOST_MARKS)
         marks = (CMark * _MOST_MARKS)()
@@ -444,10 +462,10 @@ class NativeServer:
         return max(0, int(done)), n_tokens.value, found
 
     def restore(self, sequence: int, path: Path, marks: Sequence[FileMark] = ()) -> bool:
-        """Replace the contents of a sequence with those of a file. Returns False on failure.
+        """Replace the contents of a sequence with those of a file.
 
-        Restores the latest marks, as many as there is memory for. After a failure the sequence is
-        empty.
+        Returns False on failure; the sequence is then empty. marks: the positions in the file to
+        which the sequence can be truncated. The latest of them are restored, as memory allows.
         """
         given = (CMark * len(marks))(*(CMark(*each) for each in marks))
         done = self.lib.moe_edge_server_restore(
@@ -463,15 +481,16 @@ class NativeServer:
         return Ending(max(0, n), _STOPS[stop], bool(at_context.value))
 
     def stop(self) -> None:
-        """Cancel the running step and all requests, and make `run` return. Thread-safe."""
+        """Cancel the running step and all requests, and make `run` return. Safe on any thread."""
         if self._handle is not None:
             self.lib.moe_edge_server_stop(self._handle)
 
     def request(self, route: str, body: bytes, sequences: Sequence[int] = ()) -> NativeRequest:
-        """Return a new request that is not running yet.
+        """Return a new request, which does not run yet.
 
-        sequences: slots for its prompts, which use them in turn; llama.cpp chooses if empty. Raises
-        NativeError for an unknown route, and if there is no memory.
+        route, body: path and body of the HTTP request. sequences: the sequences of the context for
+        the prompts of the request, in turn; llama.cpp chooses if this is empty. Raises NativeError
+        for an unknown route, and if memory is short.
         """
         given = (ctypes.c_int32 * len(sequences))(*sequences)
         handle = self.lib.moe_edge_request_create(
@@ -479,7 +498,8 @@ class NativeServer:
         )
         if not handle:
             raise NativeError(
-                f"llama.cpp's server has no route {route}, or there is no memory for the request"
+                f"llama.cpp's server has no route {route}, or there is too little memory for the "
+                "request"
             )
         return NativeRequest(self.lib, handle, self.note)
 
@@ -494,10 +514,11 @@ class NativeServer:
 
 
 class NativeRequest:
-    """One request and its answer. One thread runs it; a second thread may take the answer.
+    """A request to llama.cpp's server core, and its answer.
 
-    status: the HTTP status. is_stream: whether the answer is a stream of events. Both are valid
-    after something was taken.
+    One thread calls `run`. A second thread may call `take` to get the answer meanwhile. status: the
+    HTTP status. is_stream: whether the answer is a stream of events. Both values are valid after
+    `take` has returned text.
     """
 
     def __init__(self, lib: Any, handle: int, note: Callable[[str], None]) -> None:
@@ -512,8 +533,9 @@ class NativeRequest:
     def run(self, ready: int = -1) -> None:
         """Compute the whole answer, then close the request.
 
-        ready: a file descriptor. It gets a byte when text arrives after a `take` that found
-        nothing, and at the end. Raises NativeError if the answer ended early.
+        ready: a file descriptor, or -1. A byte is written to it when text arrives after a `take`
+        that returned no text, and at the end. Raises NativeError if memory is short, or if the
+        reader of the answer is too slow.
         """
         try:
             failed = self._lib.moe_edge_request_run(self._handle, ready)
@@ -544,7 +566,7 @@ class NativeRequest:
 
     @property
     def n_left(self) -> int:
-        """Bytes that were not taken when the answer ended."""
+        """Number of bytes of the answer that `take` has not returned; 0 before its end."""
         return len(self._rest)
 
     def _take(self) -> bytes:
@@ -556,9 +578,9 @@ class NativeRequest:
         return ctypes.string_at(data.value or 0, size.value) if size.value else b""
 
     def token_times(self) -> list[int]:
-        """Return when each token of the first answer was known, in microseconds since `run` began.
+        """Return the time of each token of the first answer, in microseconds after `run` began.
 
-        The first time is the end of the prompt's last step. Valid after `run`.
+        The time of the first token is the end of the prompt's last step. Call this after `run`.
         """
         return self._token_times
 
@@ -574,7 +596,7 @@ class NativeRequest:
         return self.status, text
 
     def cancel(self) -> None:
-        """Ask the request to end soon. Does nothing if it is closed. Thread-safe."""
+        """Make the request end soon. Does nothing after `close`. Safe on any thread."""
         with self._closing:
             if self._handle is not None:
                 self._lib.moe_edge_request_cancel(self._handle)

@@ -22,11 +22,13 @@ from orchestrator.native.abi import (
 
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """The experts of one (layer, kind, tier) in a file; see struct moe_edge_slices.
+    """The position of the experts of one (layer, matrix kind, tier) in a file.
 
-    checksums: CRC-32 of each expert; empty if the file has none. interleaved_rows: number of rows
-    if slots hold the matrix in the CPU's repacked layout, else 0. compute_us: time in which the
-    host computes one expert that is missing on the device; 0 if it was not measured.
+    file: number of the file. offset: offset of expert 0; the others follow without gaps. type:
+    quantization type. group: number of the slot group for these experts. checksums: CRC-32 of each
+    expert; empty if the file has none. interleaved_rows: number of rows if slots hold the matrix in
+    the CPU's repacked layout, otherwise 0. compute_us: time in microseconds in which the host
+    computes one expert that is missing on the device; 0 if it was not measured.
     """
 
     file: int
@@ -41,11 +43,12 @@ class Slices:
 
 @dataclass(frozen=True, slots=True)
 class Misses:
-    """How a store on a device serves experts that are missing there, in layers with few tokens.
+    """Settings for experts that are missing in a GPU's memory, in layers with few tokens.
 
-    mode: "copy", "compute" or "auto". copy: bytes per second of copies to the device, 0 if unknown.
-    round_trip_us: time lost when host and device wait for each other once. threads: number of host
-    threads that compute. Slices.compute_us has the host's time for one expert.
+    mode: "copy" copies a missing expert to the GPU, "compute" computes it on the host, and "auto"
+    chooses the faster way for each expert. copy: bytes per second of copies to the GPU, 0 if
+    unknown. round_trip_us: time lost when host and GPU wait for each other once. threads: number of
+    host threads that compute.
     """
 
     mode: str = "copy"
@@ -58,17 +61,18 @@ class Misses:
 
 @dataclass(frozen=True, slots=True)
 class StoreSpec:
-    """All parameters of a store.
+    """All parameters of an expert store.
 
-    layers: (il, {(kind, tier): Slices}) of each MoE layer in order; tiers are numbered from the
-    best without gaps. groups: (slot_bytes, n_slots). n_passing[group]: slots that streaming
-    requests may take from cached experts; empty means 1. on_host[group]: whether the slots are in
-    host memory and host threads compute them, although the store is on a device; empty means False.
+    layers: (llama.cpp's layer number, {(matrix kind, tier): Slices}) of each MoE layer; tiers are
+    precisions, numbered from the best. groups: (slot size in bytes, number of slots) of each group.
+    n_passing: for each group, number of slots that streaming requests may take from cached experts;
+    empty means 1. on_host: for each group of a store on a GPU, whether its slots are in host memory
+    and host threads compute them; empty means False.
 
-    importance_window: token importance from the last W queries; 0 for none, -1 for all.
-    exact_tiers: do not serve a request from a copy in a better tier. whole_experts: start computing
-    an expert when all of its matrices are in memory. rigid: read in the order of the requests, and
-    cancel no read.
+    importance_window: number of last queries that determine the importance of prompt tokens; 0 for
+    none, -1 for all. exact_tiers: do not use a copy in a better tier than requested. whole_experts:
+    start to compute an expert only when all of its matrices are in memory. rigid: read in the order
+    of the requests, and cancel no read.
     """
 
     files: tuple[Path, ...]
@@ -94,7 +98,10 @@ class StoreSpec:
     rigid: bool = False  # only for simulated stores
 
     def with_slices(self, change: Callable[[int, int, Slices], Slices]) -> StoreSpec:
-        """Return a copy with `change(layer number, kind, slices)` instead of each Slices."""
+        """Return a copy of the parameters in which `change` has replaced each Slices.
+
+        The arguments of `change` are the index of the MoE layer, the matrix kind and the Slices.
+        """
         layers = tuple(
             (il, {(kind, tier): change(at, kind, each) for (kind, tier), each in slices.items()})
             for at, (il, slices) in enumerate(self.layers)
@@ -111,7 +118,7 @@ _NUMBERS = (
 
 
 def c_config(spec: StoreSpec) -> tuple[CConfig, list[Any]]:
-    """Return the C configuration, and the objects that must stay alive while C reads it."""
+    """Return (parameters as a C struct, objects that must stay alive while C reads the struct)."""
     files = (ctypes.c_char_p * len(spec.files))(*(bytes(path) for path in spec.files))
     layers = (CLayer * len(spec.layers))()
     checksums = []

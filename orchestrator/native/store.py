@@ -39,26 +39,29 @@ from orchestrator.native.spec import Misses, StoreSpec, c_config
 
 
 def ints(struct: ctypes.Structure) -> memoryview:
-    """Return a view of the struct's memory as 32-bit integers."""
+    """Return a writable view of a C struct's memory as 32-bit integers."""
     integers = (ctypes.c_int32 * (ctypes.sizeof(struct) // 4)).from_buffer(struct)
     return memoryview(integers).cast("B").cast("i")
 
 
 def array_at(address: int | None, ctype: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """Return a view of native memory as an array. Raises NativeError for a null address."""
+    """Return a NumPy array that shares the native memory at an address.
+
+    ctype: type of an element. Raises NativeError if the address is null.
+    """
     count = int(np.prod(shape))
     if count == 0:
         return np.zeros(shape, np.dtype(ctype))
     if not address:
-        raise NativeError("the native store handed out a null array")
+        raise NativeError("the native store returned no array: this is a bug in moe-edge")
     return np.ctypeslib.as_array((ctype * count).from_address(address)).reshape(shape)
 
 
 def event_arrays(event: CEvent, spec: StoreSpec) -> tuple[np.ndarray, ...]:
-    """Return writable views of a route event's arrays.
+    """Return NumPy views of the arrays in which the store describes the routing of a layer.
 
-    ids, weights [max_tokens, k]; tokens [max_tokens]; ahead_ids, ahead [n_ahead, max_tokens, k];
-    importance, phases, sequences [max_tokens].
+    The order is ids, weights, tokens, ahead_ids, ahead, importance, phases, sequences. The class
+    RouteEvent explains the contents.
     """
     rows = (spec.max_tokens, spec.n_expert_used)
     ahead = (spec.n_ahead, *rows)
@@ -93,10 +96,11 @@ RoomCallback = Callable[[CRoom], None]
 
 
 class Store(Closing):
-    """One native store. Make it with `Store.create`; free it with `close` or `with`.
+    """A native expert store, which reads experts from files into slots in memory.
 
-    event, view and decision are buffers that live as long as the store. Their contents are valid
-    while a route callback runs.
+    Make a store with `Store.create`, and free it with `close` or `with`. The buffers event, view
+    and decision live as long as the store. Their contents are valid only while a route callback
+    runs.
     """
 
     def __init__(self, library: Library, handle: int, spec: StoreSpec) -> None:
@@ -130,10 +134,10 @@ class Store(Closing):
 
     @classmethod
     def create(cls, library: Library, spec: StoreSpec) -> Store:
-        """Allocate the slots and start the I/O threads.
+        """Make a store: allocate its slots and start its I/O threads.
 
-        The next model that loads with managed tensors uses this store. Raises NativeError with the
-        store's reason.
+        The next model that is loaded with managed experts uses this store. Raises NativeError with
+        the reason if the store cannot be made.
         """
         config, keep_alive = c_config(spec)
         message = ctypes.create_string_buffer(_ERROR_BYTES)
@@ -144,11 +148,12 @@ class Store(Closing):
         handle = library.store_create(ctypes.byref(config), message, _ERROR_BYTES)
         del keep_alive
         if not handle:
-            raise NativeError(_text(message.value) or "cannot create the expert store")
+            raise NativeError(_text(message.value) or "the expert store cannot be created")
         return cls(library, handle, spec)
 
     @property
     def handle(self) -> int:
+        """The address of the C object. Raises NativeError after `close`."""
         if self._handle is None:
             raise NativeError("the native store is closed")
         return self._handle
@@ -164,9 +169,10 @@ class Store(Closing):
         default_tier: int = 0,
         phases: Collection[Phase] = tuple(Phase),
     ) -> None:
-        """Set the function that is called for every MoE layer of steps in the given phases.
+        """Set the function that decides about every MoE layer of steps in the given phases.
 
-        Other steps use default_tier without calling Python. With route None, all steps do.
+        In other steps, every expert is requested in default_tier without calling Python. The same
+        holds for all steps if route is None.
         """
         self._route = route
         self._trampoline = ROUTE_CB(self._on_route) if route is not None else None
@@ -174,34 +180,34 @@ class Store(Closing):
         self.library.set_callback(self.handle, self._trampoline, None, default_tier, mask)
 
     def set_step_done(self, done: StepCallback | None) -> None:
-        """Set a function that is called after every successful step of a model."""
+        """Set a function that is called after every successful step. None removes the function."""
         self._step_done = done
         self._step_trampoline = STEP_CB(self._on_step) if done is not None else None
         self.library.set_step_callback(self.handle, self._step_trampoline, None)
 
     def set_room(self, room: RoomCallback) -> None:
-        """Set a function that is called before memory grows.
+        """Set a function that makes memory free before the KV cache or scratch memory grows.
 
-        It runs before a batch is computed on the CPU, and before a saved state is restored, if that
-        needs memory that was not reserved. It may shrink the expert cache with `limit`.
+        The function is called before a batch is computed on the CPU and before a saved sequence is
+        restored, if that needs more memory. It may shrink the expert cache with `limit`.
         """
         self._room, self._room_trampoline = room, ROOM_CB(self._on_room)
         address = ctypes.cast(self._room_trampoline, ctypes.c_void_p)
         self.library.set_room_callback(self.handle, address, None)
 
     def set_phase(self, phase: Phase | None) -> None:
-        """Set the phase of all tokens from the next step on; None infers it from the batch.
+        """Set the phase of all tokens from the next step on. None derives the phase from the batch.
 
-        The server core sets it again before each of its own steps. This also clears an exception
-        of a callback that was not raised yet.
+        llama.cpp's server core sets the phase itself before each of its steps. This call also drops
+        an exception of a callback that check_step has not raised yet.
         """
         self._error = None
         self.library.set_phase(self.handle, _BY_THE_BATCH if phase is None else phase)
 
     def sequence_end(self, sequence: int | None = None) -> None:
-        """Report with the next step that a sequence was dropped; None for all sequences.
+        """Record that all tokens of a sequence were dropped; None stands for all sequences.
 
-        Sequences that had no tokens in a reported step are left out.
+        The report of the next step names the sequence, unless it had no tokens in earlier reports.
         """
         self.library.sequence_end(self.handle, _EVERY_SEQUENCE if sequence is None else sequence)
 
@@ -267,7 +273,10 @@ class Store(Closing):
             return 1
 
     def apply(self, decision: DecisionBuffer) -> None:
-        """Pass a decision to the store, which uses it when the route callback returns."""
+        """Write the number of prefetches and the flag `renormalize` of a decision to the store.
+
+        The store reads the whole decision when the route callback returns.
+        """
         self._decision_header[6] = decision.n_prefetch
         self._decision_header[7] = decision.renormalize
 
@@ -277,9 +286,9 @@ class Store(Closing):
         self.library.begin_step(self.handle, phase)
 
     def check_step(self) -> None:
-        """Raise the error of a failed step: a callback's exception, or NativeError from the store.
+        """Raise the error of the last step, if it failed.
 
-        Does nothing if the last step succeeded.
+        The error is the exception of a Python callback, or a NativeError with the store's reason.
         """
         if self._error is not None:
             error, self._error = self._error, None
@@ -289,72 +298,81 @@ class Store(Closing):
             raise NativeError(_text(reason))
 
     def cancel(self, on: bool) -> None:
-        """Cancel the running step and later ones, until this is called with False."""
+        """Cancel the running step and all later steps, or let steps run again if `on` is false."""
         if self._handle is not None:
             self.library.cancel(self._handle, int(on))
 
     def stats(self) -> CStats:
-        """Return a copy of the counters since creation or the last reset_stats."""
+        """Return a copy of the store's counters since its creation or the last reset_stats."""
         stats = CStats()
         self.library.get_stats(self.handle, ctypes.byref(stats))
         return stats
 
     def resident(self) -> np.ndarray:
-        """Return the residency of experts, uint8 [n_layers, n_expert], a copy.
+        """Return the best tier of each expert in memory, or ABSENT, as uint8 [n_layers, n_expert].
 
-        Each value is the best tier of which all matrices are in memory, or ABSENT. This may be
-        called at any time; route callbacks should use the view instead.
+        A tier counts if all matrices of the expert are in memory. The result is a copy. This may be
+        called at any time; route callbacks should use `view` instead, because it is faster.
         """
         return self._of_each(self.library.get_resident, ctypes.c_uint8)
 
     def states(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return (resident, target), uint8 [n_layers, n_expert], copies.
+        """Return (current tier, future tier) of each expert, both uint8 [n_layers, n_expert].
 
-        resident: current tier of each expert, or ABSENT. target: the tier that a running transition
-        loads; the current tier if there is none.
+        The current tier is ABSENT for an expert that is not in memory. The future tier differs from
+        the current tier while a transition reads the expert in another precision. The results are
+        copies.
         """
         (resident, of_resident), (target, of_target) = self._array(_BYTE), self._array(_BYTE)
         self.library.get_states(self.handle, of_resident, of_target)
         return resident, target
 
     def landed(self) -> np.ndarray:
-        """Return which transitions have finished reading, bool [n_layers, n_expert].
+        """Return which experts are ready to change to a new precision that has been read.
 
-        The next step boundary publishes them. For tests.
+        The result is bool [n_layers, n_expert]. The next step uses the new precision. For tests.
         """
         return self._of_each(self.library.get_landed, ctypes.c_uint8).astype(bool)
 
     def take_counts(self) -> np.ndarray:
-        """Return the tokens routed to each expert, uint32 [n_layers, n_expert].
+        """Return how many tokens used each expert since the last call, uint32 [n_layers, n_expert].
 
-        They are counted since the last call.
+        The counts are also added to the sum that taken_counts returns.
         """
         counts = self.forget_counts()
         self._taken += counts
         return counts
 
     def forget_counts(self) -> np.ndarray:
-        """Like take_counts, but leave these tokens out of taken_counts."""
+        """Return how many tokens used each expert since the last call, and forget these tokens.
+
+        In contrast to take_counts, the sum that taken_counts returns does not include the tokens.
+        The result is uint32 [n_layers, n_expert].
+        """
         return self._of_each(self.library.take_counts, ctypes.c_uint32)
 
     def taken_counts(self) -> np.ndarray:
-        """Return the sum of all results of take_counts, uint32 [n_layers, n_expert], a copy.
+        """Return how many tokens used each expert, as the sum of all results of take_counts.
 
-        Thread-safe.
+        The result is a copy, uint32 [n_layers, n_expert]. Safe on any thread.
         """
         taken: np.ndarray = self._taken.copy()
         return taken
 
     def _of_each(self, function: Any, ctype: Any) -> np.ndarray:
-        """Return the array that a C function fills for each expert, [n_layers, n_expert]."""
+        """Call a C function that writes a value for each expert, and return the values as an array.
+
+        The array is [n_layers, n_expert]. ctype: type of a value.
+        """
         array, out = self._array(ctype)
         function(self.handle, out)
         return array
 
     def _array(self, ctype: Any) -> tuple[np.ndarray, Any]:
-        """Return an array [n_layers, n_expert] and the same memory as a ctypes array for C.
+        """Return a new NumPy array [n_layers, n_expert], and a ctypes array that shares its memory.
 
-        Passing the ctypes array takes a tenth of the time of a pointer to a NumPy array.
+        C functions get the ctypes array, because that takes a tenth of the time of a pointer to a
+        NumPy array.
         """
         n_layers, n_expert = len(self.spec.layers), self.spec.n_expert
         out: Any = (ctype * (n_layers * n_expert))()
@@ -362,34 +380,41 @@ class Store(Closing):
         return array.reshape(n_layers, n_expert), out
 
     def transition(self, wanted: Sequence[tuple[int, int, int]]) -> int:
-        """Start background transitions of (layer, expert, tier). Returns how many were admitted.
+        """Start to read experts in another precision (tier) in the background.
 
-        An admitted transition takes effect at a later step boundary.
+        wanted: (layer, expert, new tier) of each expert. Until a later step begins, the expert is
+        computed in its old precision. Returns how many of these transitions the store has accepted;
+        it rejects a transition that gets no free slot, for example.
         """
         items = _items(wanted)
         admitted = self.library.transition(self.handle, items, len(wanted))
         if admitted < 0:
-            raise NativeError("a transition names an expert or a tier that the model does not have")
+            raise NativeError(
+                "an expert cannot change its precision: the model lacks the expert or the precision"
+            )
         return int(admitted)
 
     def set_transition_rate(self, bytes_per_s: int) -> None:
-        """Limit the read rate of transitions; 0 for no limit."""
+        """Limit the rate at which experts are read in another precision; 0 means no limit."""
         self.library.set_transition_rate(self.handle, bytes_per_s)
 
     def misses(self) -> str:
-        """Return how misses are served: the configured mode, or "copy" if that is not possible."""
+        """Return how a store on a GPU serves missing experts: "copy", "compute" or "auto".
+
+        This is the configured mode, or "copy" if the configured mode is not possible.
+        """
         return str(Misses.MODES[self.stats().misses])
 
     def limit(self, n_bytes: int) -> int:
-        """Limit the memory of the expert cache, up to its planned size. Returns the bytes to free.
+        """Limit the memory of the expert cache. Return how many bytes above it are still in use.
 
-        Experts that are next in the eviction order are evicted, and memory returns to the system in
-        pieces of 2 MiB. The result counts slots above the limit that are still held by a read, a
-        transition, or, in a store without a model, a step.
+        Experts above the limit are evicted, and their memory returns to the operating system. Slots
+        that are being read into cannot be freed yet; the result counts their bytes. n_bytes: the
+        limit, at most the planned size of the cache.
 
         Call this between steps, on any thread, or in the step callback. Raises NativeError, without
-        any change, during a step or a warm start, for a limit below one slot per group, and for
-        slots on a device.
+        any change, during a step or a warm start. Also raises it for slots on a GPU, and for a
+        limit below one slot per group.
         """
         message = ctypes.create_string_buffer(_ERROR_BYTES)
         to_come = self.library.store_limit(self.handle, n_bytes, message, _ERROR_BYTES)
@@ -399,31 +424,31 @@ class Store(Closing):
 
     @property
     def loading(self) -> int:
-        """Number of matrices that are being read, including transitions. Thread-safe."""
+        """Number of expert matrices that are being read now. Safe on any thread."""
         return int(self.library.store_loading(self.handle))
 
     @property
     def tokens_done(self) -> float:
-        """Number of computed tokens of the running batch, or of the last one between batches.
+        """Number of computed tokens of the running batch, or of the last batch if none is running.
 
-        Each MoE layer of the running micro-batch adds its share. Thread-safe.
+        Each MoE layer of the running micro-batch adds its share. Safe on any thread.
         """
         return 0.0 if self._handle is None else float(self.library.tokens_done(self._handle))
 
     def reset_stats(self) -> None:
-        """Set all counters to zero."""
+        """Set all counters that `stats` returns to zero."""
         self.library.reset_stats(self.handle)
 
     @property
     def calls(self) -> int:
-        """Number of route callbacks so far."""
+        """Number of calls of the route callback so far."""
         return self._calls
 
     def callback_us(self, since: int = 0) -> float | None:
-        """Return the median time of route callbacks in Python, in microseconds.
+        """Return the median time that a call of the route callback took, in microseconds.
 
-        since: number of the first callbacks to skip. At most the latest 4096 are used. Returns None
-        if there are none.
+        since: number of calls at the start that are left out. At most the latest 4096 calls are
+        used. Returns None if no calls are left.
         """
         n = self._calls - since
         return percentile([*self._ring][-n:], 50) / 1000.0 if n > 0 else None
@@ -433,7 +458,11 @@ class Store(Closing):
         wanted: Sequence[tuple[int, int, int]],
         progress: Callable[[float], None] | None = None,
     ) -> int:
-        """Load (layer, expert, tier) triples into free slots. Returns how many were loaded."""
+        """Read experts into free slots, and wait for the reads. Return how many were read.
+
+        wanted: (layer, expert, tier) of the experts. progress: gets the share that is read, 0 to 1.
+        Raises NativeError if an expert cannot be read, and any exception of `progress`.
+        """
         items = _items(wanted)
         stopped = False
 
@@ -460,14 +489,14 @@ class Store(Closing):
                 self.cancel(False)
         if loaded < 0:
             reason = self.library.error(self.handle)
-            raise NativeError(_text(reason) if reason else "cannot load the experts")
+            raise NativeError(_text(reason) if reason else "the experts cannot be read")
         return int(loaded)
 
     def warm_host(self) -> None:
-        """Fill the host cache of a store on a device with experts, the best precision last.
+        """Read experts into the host cache of a store on a GPU, the best precision last.
 
-        Experts in the device's slots stay there. Call this between steps. It blocks until the reads
-        are finished.
+        The host cache is host memory between the files and the GPU's slots. Call this between
+        steps. It blocks until the reads are finished.
         """
         spec = self.spec
         for tier in reversed(range(spec.n_tiers)):
@@ -480,11 +509,10 @@ class Store(Closing):
                     time.sleep(1e-3)
 
     def bring(self, layer: int, expert: int, tier: int) -> bool | None:
-        """Load one expert into free slots, if there are any.
+        """Read one expert into free slots, and wait for the read. Nothing is evicted for it.
 
-        Call this between steps, on any thread.
-
-        Returns whether anything was loaded, or None if reading failed or steps are cancelled.
+        Returns True if the expert was read, and False if no slots were free. Returns None if
+        reading failed or steps are cancelled. Call this between steps, on any thread.
         """
         items = _items([(layer, expert, tier)])
         loaded = int(self.library.warm(self.handle, items, 1, PROGRESS_CB(), None))
@@ -492,12 +520,12 @@ class Store(Closing):
 
     @property
     def full(self) -> bool:
-        """Whether all usable slots are occupied."""
+        """Whether no expert slots are free."""
         stats = self.stats()
         return bool(stats.slot_bytes_in_use >= stats.slot_bytes)
 
     def check(self) -> None:
-        """Raise NativeError if an invariant of the store is violated. For tests."""
+        """Raise NativeError if the store's internal state is inconsistent. For tests."""
         message = ctypes.create_string_buffer(_ERROR_BYTES)
         if self.library.check(self.handle, message, _ERROR_BYTES) != 0:
             raise NativeError(_text(message.value))
@@ -511,7 +539,7 @@ class Store(Closing):
 
 
 def _items(wanted: Sequence[tuple[int, int, int]]) -> ctypes.Array[CPrefetch]:
-    """Return (layer, expert, tier) triples as a C array, which has at least one element."""
+    """Return (layer, expert, tier) triples as a C array. The array has at least one element."""
     return (CPrefetch * max(1, len(wanted)))(*(CPrefetch(*each) for each in wanted))
 
 

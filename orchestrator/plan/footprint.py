@@ -50,9 +50,10 @@ SIZES = (512, 1024, 2048, 4096)
 
 
 def output_tokens(request: PlanRequest, n_vocab: int, n_ubatch: int) -> int:
-    """Return the maximum number of tokens per sequence whose logits a step may compute.
+    """Return the largest number of tokens of one sequence for which a step computes logits.
 
-    Logits are stored twice: in the scratch, and in the output buffer.
+    Logits are stored twice, in the scratch and in the output buffer. For a scored prompt, the
+    number is therefore limited so that both copies take at most SCORING_BYTES.
     """
     if request.config.logits_all:
         return n_ubatch
@@ -62,7 +63,7 @@ def output_tokens(request: PlanRequest, n_vocab: int, n_ubatch: int) -> int:
 def vocabulary_size(model: ExpertModel) -> int:
     """Return the number of tokens in the model's vocabulary.
 
-    Raises MetadataError if it is not a list.
+    Raises MetadataError if the vocabulary in the file is not a list.
     """
     return len(metadata_value(model.parts[0], "tokenizer.ggml.tokens", list, []))
 
@@ -74,19 +75,16 @@ def compute_bytes(
     n_tokens: int,
     graph_bytes: int | None = None,
 ) -> int:
-    """Return the memory of one micro-batch.
+    """Return the memory that the computation of one micro-batch takes, in bytes.
 
-    It consists of llama.cpp's scratch, logits, work buffers of products, and token importance if
-    the policy may lower experts.
+    It consists of llama.cpp's scratch, logits, and work buffers of matrix products. It also
+    includes buffers for the importance of tokens, if the policy may lower the precision of experts.
+    n_tokens: micro-batch size.
 
-    graph_bytes: the scratch as llama.cpp counts it, without token importance. It does not include
-    the CPU's work buffer of the widest expert product: inputs in 8-bit blocks (in two formats if
-    tiers need different ones) and row indices.
-
-    If graph_bytes is None, the result is an upper estimate. Per token, in float32: the attention
-    mask over the context (in half precision with flash attention, otherwise in two precisions); the
-    residual stream; the larger of attention's rows and the two sets of rows of the k experts that
-    are live at once, with their quantized copies.
+    graph_bytes: the scratch that llama.cpp counted for this context and micro-batch. If it is None,
+    an upper estimate of the scratch is used. llama.cpp counts neither token importance nor the
+    CPU's work buffer of the widest expert product. That buffer has inputs in 8-bit blocks and row
+    indices.
     """
     config, hparams = request.config, model.hparams
     n_vocab, n_used = vocabulary_size(model), model.n_expert_used
@@ -98,6 +96,9 @@ def compute_bytes(
         row = min(2, len(model.tiers)) * n_ff * ROW_WEIGHT_BYTES + ROW_PLACE_BYTES
         extra += int(n_tokens * n_used * row)
     else:
+        # Per token, in float32: the mask over the context, the residual stream, and the larger of
+        # attention's rows and two sets of rows of the token's experts with their quantized copies.
+        # With flash attention, the mask is in half precision, otherwise in two precisions.
         heads = n_head + 2 * n_head_kv
         attention = 3 * heads * max(hparams.key_length, hparams.value_length)
         experts = n_used * (n_ff + hparams.embedding_length)
@@ -116,10 +117,11 @@ def compute_bytes(
 
 
 def part_bytes(model: ExpertModel, config: Config) -> int:
-    """Return an upper estimate of a checkpoint's size, for memory that cannot be truncated.
+    """Return an upper estimate of the size of one sequence's checkpoint, in bytes.
 
-    A checkpoint of a sequence has float32 states of recurrent layers, and the attention window of
-    all layers. Return 0 for other models.
+    Only models with recurrent layers or a sliding attention window need checkpoints, because their
+    memory of a sequence cannot be truncated. A checkpoint has the float32 states of recurrent
+    layers and the attention window of all layers. The result is 0 for other models.
     """
 
     def number(name: str) -> int:
@@ -134,26 +136,29 @@ def part_bytes(model: ExpertModel, config: Config) -> int:
 
 
 def copying_bytes(model: ExpertModel, config: Config, n_ctx: int) -> int:
-    """Return the maximum buffer of llama.cpp while it writes a sequence to a file or reads it.
+    """Return the bytes of llama.cpp's buffer for saving a sequence to a file or loading it.
 
-    It holds keys or values of one layer.
+    The buffer holds the keys or the values of one layer for n_ctx tokens. The result is 0 if the
+    configuration turns the prompt cache off.
     """
     layers = len(model.hparams.n_head_kv)
     return model.kv_bytes(n_ctx, config.kv) // layers if config.prompt_cache else 0
 
 
 def kernel_bytes(
-    model: ExpertModel, config: Config, n_ctx: int, n_tokens: int, flash: bool, piles: bool
+    model: ExpertModel, config: Config, n_ctx: int, n_tokens: int, flash: bool, keeps_buffers: bool
 ) -> int:
-    """Return the maximum device memory beyond the counted scratch.
+    """Return an upper bound of the device memory that kernels take beyond the counted scratch.
 
-    It consists of libraries, 8-bit rows of an expert product, and attention buffers.
+    It consists of libraries, 8-bit rows of an expert product, and attention buffers. flash: flash
+    attention is used.
 
-    Attention needs no buffers with flash attention and a 16-bit KV cache. With an 8-bit cache, it
-    needs one layer's keys and values in half precision. Without flash attention, it needs its
-    weights in single and half precision, and the mask in two precisions. Half-precision buffers
-    grow with the context. piles: buffers for shorter contexts stay allocated; otherwise only the
-    maximum is allocated.
+    With flash attention, a 16-bit KV cache needs no attention buffers. An 8-bit cache needs the
+    keys and values of one layer in half precision. Without flash attention, the attention weights
+    are buffered in single and half precision, and the mask in two precisions.
+
+    The half-precision buffers grow with the context. keeps_buffers: buffers for shorter contexts
+    stay allocated as the context grows. Otherwise only the largest buffers are counted.
     """
     hparams, made, halves = model.hparams, exchange_bytes(model, n_tokens) // 4, 0
     if not flash:
@@ -162,27 +167,30 @@ def kernel_bytes(
     elif config.kv != DEFAULT_KV:
         halves = max(hparams.n_head_kv) * (hparams.key_length + hparams.value_length) * n_ctx
     parts = -(-n_ctx // n_tokens)
-    pieces = (parts + 1) / 2 if piles else 1 + 1 / parts
+    pieces = (parts + 1) / 2 if keeps_buffers else 1 + 1 / parts
     return LIBRARY_BYTES + made + int(POOLED_HALF_BYTES * pieces * halves)
 
 
 def process_bytes(model: ExpertModel, request: PlanRequest, on_gpu: bool = False) -> int:
-    """Return the process memory, without weights, KV cache and scratch."""
-    own = (GPU_PROCESS_BYTES if on_gpu else PROCESS_BYTES) + request.needs.beside
-    return own + (VOCAB_TOKEN_BYTES + request.needs.beside_token) * vocabulary_size(model)
+    """Return the memory of the process without weights, KV cache and scratch, in bytes.
+
+    on_gpu: a GPU holds the experts. Its driver takes additional memory in the process.
+    """
+    own = (GPU_PROCESS_BYTES if on_gpu else PROCESS_BYTES) + request.needs.extra_bytes
+    return own + (VOCAB_TOKEN_BYTES + request.needs.extra_token_bytes) * vocabulary_size(model)
 
 
 def exchange_bytes(model: ExpertModel, n_tokens: int) -> int:
-    """Return the bytes of a layer's rows that the host computes for a device.
+    """Return the bytes that host and device exchange when the host computes experts of a layer.
 
-    They are inputs and results of each expert for n_tokens tokens.
+    They are the inputs and the results of all experts that n_tokens tokens use.
     """
     longest = max(max(shape) for kinds in model.shapes for shape in kinds if shape is not None)
     return 3 * 4 * n_tokens * model.n_expert_used * longest
 
 
 class Experts(Protocol):
-    """The properties of a model that ExpertModel and a recorded trace share."""
+    """The properties that an ExpertModel and a recorded trace have in common."""
 
     @property
     def n_expert(self) -> int: ...
@@ -197,9 +205,11 @@ class Experts(Protocol):
 def model_shape(
     model: Experts, tiers: tuple[int, ...], shapes: Sequence[LayerShapes] = ()
 ) -> ModelShape:
-    """Return the model as policies see it, reduced to some of its tiers, with slots in host memory.
+    """Return a model's layers, experts and slot sizes as policies see them.
 
-    shapes: given for a model with slots in device memory, or in host memory next to a device.
+    tiers: indices of the precisions (tiers) in use. shapes: the matrix shapes of each layer. If
+    shapes are given, slots are in device memory, and the result also has the slot sizes in host
+    memory. If shapes are empty, slots are in host memory.
     """
 
     def slots(size: Callable[[Slice, int, int], int]) -> tuple[tuple[dict[int, int], ...], ...]:

@@ -26,7 +26,12 @@ RESIDENT_SHARE = 0.99
 
 
 def wants_own_layout(config: Config, plan: Plan) -> bool:
-    """Whether the CPU's own layout is requested, or is faster with this plan's resident experts."""
+    """Return whether the slots should hold experts in the CPU's own layout.
+
+    This layout interleaves rows for llama.cpp's repacked kernels. `--layout cpu` requests it. With
+    `--layout auto`, the result is True if the layout is faster for the plan. It is slower if
+    experts are often read from disk, because each expert that was read must be converted.
+    """
     if config.layout != "auto":
         return config.layout == "cpu"
     if config.use_extra_bufts is False or plan.slots is None:
@@ -41,9 +46,11 @@ def wants_own_layout(config: Config, plan: Plan) -> bool:
 def with_layouts(
     spec: StoreSpec, config: Config, model: ExpertModel, plan: Plan, library: Library
 ) -> StoreSpec:
-    """Return the store spec with slots in the CPU's own layout if the plan wants it.
+    """Return the store spec with experts in the CPU's own layout, if the plan wants this layout.
 
-    This concerns matrices that have such a layout. Experts on a device keep the layout of the file.
+    The layout interleaves rows for llama.cpp's repacked kernels. A matrix keeps the layout of the
+    file if the library cannot interleave its type and shape. All experts on a device keep the
+    layout of the file.
     """
     if plan.device is not None or not wants_own_layout(config, plan):
         return spec
@@ -58,11 +65,12 @@ def with_layouts(
 
 
 def with_product_times(spec: StoreSpec, model: ExpertModel, timed: TimeProduct) -> StoreSpec:
-    """Return the store spec with the host's compute time of each expert.
+    """Return the store spec with the time that the host takes to compute each expert.
 
-    Automatic handling of misses needs it.
+    On a GPU, `--misses auto` needs these times to choose how to handle a miss. In other modes, the
+    spec is returned unchanged.
 
-    timed: returns the time of a product of experts of a type and a shape (row length, rows), or
+    timed: returns the time of an expert product from its type and its shape (row length, rows), or
     None if the host cannot compute it.
     """
     if spec.misses.mode != AUTO or not spec.misses.copy:
@@ -85,7 +93,10 @@ def with_product_times(spec: StoreSpec, model: ExpertModel, timed: TimeProduct) 
 
 
 def layout_text(spec: StoreSpec) -> str:
-    """Return a phrase for the status line: the types that slots hold in the CPU's own layout."""
+    """Return a phrase for the status line that names the types stored in the CPU's own layout.
+
+    The phrase is empty if no slot uses this layout.
+    """
     slices = [each for _, layer in spec.layers for each in layer.values()]
     types = sorted({GGMLType(each.type).name.lower() for each in slices if each.interleaved_rows})
     return f", {' and '.join(types)} in this CPU's own layout" if types else ""

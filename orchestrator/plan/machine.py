@@ -32,7 +32,7 @@ _TENSORS_BYTES = 64 << 10
 
 
 def probe(device: Device | None = None) -> Machine:
-    """Probe this machine.
+    """Return this machine's free memory, within the limits of its cgroups, and the given device.
 
     The caller passes the device, because only the native library can find it.
     """
@@ -43,10 +43,10 @@ def probe(device: Device | None = None) -> Machine:
 
 
 def _own_bytes() -> int:
-    """Return the memory that this process uses already and that a plan counts for it.
+    """Return how much memory this process already uses, at most PROCESS_BYTES.
 
-    A plan subtracts it, so that it is not counted twice. It is limited to PROCESS_BYTES, which
-    excludes another loaded model.
+    probe() counts this memory as free, because a plan later subtracts the memory of the whole
+    process. The limit leaves out the memory of another loaded model.
     """
     return min(private_bytes(), PROCESS_BYTES)
 
@@ -54,12 +54,11 @@ def _own_bytes() -> int:
 def _cgroup_limits(
     root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc/self/cgroup")
 ) -> list[tuple[int, int]]:
-    """Return the limits of this process's memory cgroups, version 1 and 2.
+    """Return (limit, bytes in use that cannot be dropped) of each memory cgroup of this process.
 
-    Each is (limit, bytes in use that cannot be dropped).
-
-    The limit is the lower one of memory.max and memory.high. Above memory.high the kernel reclaims
-    memory continuously, and the process hardly makes progress.
+    Cgroups of version 1 and of version 2 are read. The limit is the lower one of memory.max and
+    memory.high. Above memory.high the kernel reclaims memory continuously, and the process hardly
+    makes progress.
     """
     try:
         lines = proc.read_text().splitlines()
@@ -86,11 +85,10 @@ def _cgroup_limits(
 
 
 def _read_limit(folder: Path, limits_in: Sequence[str], usage_in: str) -> tuple[int, int] | None:
-    """Return (limit, bytes in use that cannot be dropped) of the cgroup in a folder.
+    """Return (limit, bytes in use that cannot be dropped) of the memory cgroup in a folder.
 
-    Return None if it has no limit or is unreadable.
-
-    limits_in: the files that may hold a limit. usage_in: the file that holds the bytes in use.
+    The result is None if the cgroup has no limit or is unreadable. limits_in: names of the files
+    that may hold a limit. usage_in: name of the file that holds the bytes in use.
     """
     limits = []
     for name in limits_in:
@@ -111,7 +109,10 @@ def _read_limit(folder: Path, limits_in: Sequence[str], usage_in: str) -> tuple[
 
 
 def more_than_there(ram: int | None, machine: Machine) -> str | None:
-    """Return a note if --ram exceeds free memory, so that free memory is the limit."""
+    """Return a note if --ram exceeds the free memory, which is then the limit instead.
+
+    The result is None otherwise.
+    """
     if ram is None or ram <= machine.memory_bytes:
         return None
     free = format_size(machine.memory_bytes)
@@ -120,9 +121,10 @@ def more_than_there(ram: int | None, machine: Machine) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """A device and llama.cpp's handles of it.
+    """A device that holds experts, and the handles by which llama.cpp knows it.
 
-    index: its number among llama.cpp's GPUs; None if only the experts' slots are on it.
+    index: the device's number among llama.cpp's GPUs. It is None if only the experts' slots are on
+    the device. buffer_type: handle of ggml's buffer type for the device's memory.
     """
 
     info: DeviceInfo
@@ -131,16 +133,16 @@ class Accelerator:
 
     @property
     def device(self) -> Device:
-        """The device for the planner."""
+        """The name and the memory sizes of this device, as the planner needs them."""
         info = self.info
         return Device(info.name, info.description, info.memory_bytes, info.total_bytes)
 
 
 def find_gpu(bindings: Bindings, device: str, vram: int | None = None) -> Accelerator | None:
-    """Return the device that the setting names.
+    """Return the device that the setting `device` names, or None for the CPU.
 
-    "gpu" is the first GPU, and so is "auto" if the library was built with GPU support; None for the
-    CPU.
+    "gpu" is the first GPU. "auto" is the first GPU if the library was built with GPU support,
+    otherwise the CPU. vram: the value of --vram, which is only checked.
 
     Raises ConfigError for a device that does not exist, and for --vram without a GPU.
     """
@@ -149,7 +151,9 @@ def find_gpu(bindings: Bindings, device: str, vram: int | None = None) -> Accele
         name = _FIRST_GPU if bindings.api.llama_supports_gpu_offload() else CPU
     if name == CPU:
         if vram is not None:
-            reason = "--device cpu asks for none" if device == CPU else "there is none here"
+            reason = (
+                "--device cpu uses no GPU" if device == CPU else "this build has no GPU support"
+            )
             raise ConfigError(
                 f"--vram caps a GPU's memory, and {reason}: leave it out, or build with "
                 f"`make build GPU=cuda` on a machine with a GPU"
@@ -164,7 +168,10 @@ def find_gpu(bindings: Bindings, device: str, vram: int | None = None) -> Accele
 def planned_device(
     bindings: Bindings, gpu: Accelerator | None, model: ExpertModel, kv: str
 ) -> Device | None:
-    """Return the GPU with its flash attention support for this model. kv: the KV cache type."""
+    """Return the device for the planner, including whether it supports flash attention.
+
+    kv: KV cache type, on which this support depends. The result is None if no device holds experts.
+    """
     if gpu is None or gpu.index is None:
         return gpu.device if gpu else None
     return replace(gpu.device, flash=runs_flash(bindings, gpu.index, model, kv))
@@ -181,16 +188,16 @@ def one_of_several(bindings: Bindings, gpu: Accelerator | None) -> str | None:
 
 
 def check_misses(gpu: Accelerator | None, config: Config) -> None:
-    """Raise ConfigError for --misses without a GPU."""
+    """Raise ConfigError if --misses was given without a GPU, because it then has no effect."""
     if gpu is None and config.misses is not None:
         raise ConfigError("--misses has no effect without a GPU: leave it out")
 
 
 def serve_misses(bindings: Bindings, gpu: Accelerator | None, config: Config) -> Misses:
-    """Return how a GPU gets missing experts.
+    """Return how a GPU obtains experts that are not in its memory.
 
-    For "auto" this measures the link, which takes some tenths of a second. Raises ConfigError for a
-    GPU that does not respond.
+    With `--misses auto`, this function measures the link to the GPU, which takes some tenths of a
+    second. Raises ConfigError if the GPU does not respond.
     """
     if gpu is None:
         return Misses()
@@ -202,11 +209,13 @@ def serve_misses(bindings: Bindings, gpu: Accelerator | None, config: Config) ->
 
 
 def runs_flash(bindings: Bindings, gpu: int, model: ExpertModel, kv: str) -> bool:
-    """Whether a GPU supports flash attention for the model.
+    """Return whether a GPU supports flash attention for the model.
 
-    gpu: its number among llama.cpp's GPUs. kv: a key of KV_TYPES. False if a layer's heads have no
-    kernel or the library was built without them, and for latent attention, whose heads in the KV
-    cache differ from the header's.
+    gpu: the device's number among llama.cpp's GPUs. kv: KV cache type, a key of KV_TYPES.
+
+    The result is False if the library has no kernel for the attention heads of a layer. It is also
+    False for latent attention, because its heads in the KV cache differ from those in the file's
+    header.
     """
     hparams = model.hparams
     if f"{hparams.arch}.attention.key_length_mla" in model.metadata:
@@ -222,7 +231,11 @@ def runs_flash(bindings: Bindings, gpu: int, model: ExpertModel, kv: str) -> boo
 def _supports(
     bindings: Bindings, gpu: int, n_head: int, n_head_kv: int, key: int, value: int, kv: str
 ) -> bool:
-    """Whether the GPU backend has an attention kernel for these head counts and lengths."""
+    """Return whether ggml's CUDA backend has a flash attention kernel for one layer.
+
+    gpu: the device's number among llama.cpp's GPUs. n_head, n_head_kv: numbers of query heads and
+    of key-value heads. key, value: lengths of a key and of a value. kv: KV cache type.
+    """
     ggml = GgmlFunctions(bindings.api._lib)
     backend = ggml.backend_reg_by_name(b"CUDA")
     if not backend:
@@ -247,10 +260,9 @@ def _supports(
 
 
 class Probe:
-    """Counts the host memory that llama.cpp would take for a model, from its header alone.
+    """Counts the host memory that llama.cpp needs for a model, without loading its weights.
 
-    The model is opened at the first count that is needed, and closed when the context manager
-    exits.
+    The first count opens the model's header. The header is closed when the context manager exits.
     """
 
     def __init__(self, bindings: Bindings, request: PlanRequest) -> None:
@@ -269,10 +281,11 @@ class Probe:
         )
 
     def count(self, n_ctx: int, n_ubatch: int) -> tuple[int, int] | None:
-        """Return the bytes of KV cache and scratch for a context length and a micro-batch size.
+        """Return (KV cache bytes, scratch bytes) for a context length and a micro-batch size.
 
-        Token importance, which needs a store, is not included. None if llama.cpp cannot load the
-        model; loading reports the reason.
+        The scratch does not include the importance of tokens, which needs an expert store. The
+        result is None if llama.cpp cannot load the model. Loading the model later reports the
+        reason.
         """
         if (n_ctx, n_ubatch) not in self._known:
             self._known[n_ctx, n_ubatch] = self._measured(n_ctx, n_ubatch)

@@ -12,10 +12,10 @@ from orchestrator.settings import flag_of
 
 
 def check_unused(config: Config) -> None:
-    """Raise ConfigError for an option that has no effect with the requested policy.
+    """Raise ConfigError if an option of the command line has no effect with the policy.
 
-    Only for options of a command line. When a command switches policies to compare them, options of
-    other policies are ignored.
+    The policy is the requested one, or the default. When a command compares several policies, it
+    does not call this function, and options of other policies are ignored.
     """
     name = config.policy
     by_loss = config.given(ALLOWED_LOSS) is not None
@@ -25,8 +25,8 @@ def check_unused(config: Config) -> None:
             continue  # the allowed loss chooses the policy, with the help of the loss table
         if name is None and DEFAULT not in having:
             raise ConfigError(
-                f"{flag_of(given)} is for --policy {' or '.join(having)}: leave it out, or ask "
-                f"for that policy"
+                f"{flag_of(given)} is for --policy {' or '.join(having)}: leave it out, or choose "
+                f"that policy"
             )
         if name is not None and name not in having:
             raise unused_option(given, name)
@@ -40,7 +40,8 @@ def check_unused(config: Config) -> None:
         )
     if config.renormalize and config.low_tier != SKIP_TIER:
         raise ConfigError(
-            f"--renormalize is for --low-tier {SKIP_TIER}: leave it out, or ask for that"
+            f"--renormalize needs --low-tier {SKIP_TIER}: give both options, or leave "
+            f"--renormalize out"
         )
     if name is not None and (name == PLAIN or policy_class(name).precisions.most == 1):
         for lower in ("low", "low_tier"):
@@ -58,10 +59,11 @@ def unused_option(given: str, policy: str) -> ConfigError:
 
 
 def without_effect(config: Config) -> str | None:
-    """Return a note that lower precisions have no effect with a setting that computes every expert
-    in the best tier.
+    """Return a note if the lower precision that the user gave has no effect.
 
-    None if no lower precision was given, or if the allowed loss chooses the policy.
+    It has no effect if another setting computes every expert in the best tier. The note names that
+    setting. The result is None if no lower precision was given, or if the allowed loss chooses the
+    policy.
     """
     lower = [each for each in ("low", "low_tier") if getattr(config, each) is not None]
     by_loss = config.policy is None and config.given(ALLOWED_LOSS) is not None
@@ -70,9 +72,9 @@ def without_effect(config: Config) -> str | None:
     settings = policy_class(config.policy or DEFAULT).precisions.lossless or {}
     if not settings or any(config.given(name) != value for name, value in settings.items()):
         return None
-    beside = " and ".join(f"{flag_of(name)} {value:g}" for name, value in settings.items())
+    reason = " and ".join(f"{flag_of(name)} {value:g}" for name, value in settings.items())
     return (
-        f"{' and '.join(map(flag_of, lower))}: no effect with {beside}, which computes every "
+        f"{' and '.join(map(flag_of, lower))}: no effect with {reason}, which computes every "
         f"expert in the high precision."
     )
 
@@ -80,8 +82,9 @@ def without_effect(config: Config) -> str | None:
 def notes_of(config: Config, model: ExpertModel) -> list[str]:
     """Return notes that the user should read before the model runs.
 
-    One note says that --ctx exceeds the training context. Others name a part of the file whose
-    quantization differs from the other parts: the model runs, but this is probably a mistake.
+    One note says that --ctx exceeds the training context. Other notes name a part of the file whose
+    quantization differs from the other parts. Such a model runs, but the file is probably a
+    mistake.
     """
     own, asked, notes = model.hparams.context_length, config.ctx, []
     if own and asked is not None and asked > own:

@@ -61,11 +61,10 @@ _MOST_TRIES = 8
 
 @dataclass(frozen=True, slots=True)
 class _TooSmall(Refusal):
-    """A limit that is too small for the policy's slots.
+    """A refusal because the memory limit is too small for the slots that the policy needs.
 
-    The smallest sufficient limit is not known yet.
-
-    may_divide: a plan without shared memory may still fit.
+    The smallest limit that works is not known yet. may_divide: a plan with fixed sizes of slots and
+    KV cache may still fit.
     """
 
     policy: type[Policy]
@@ -75,14 +74,16 @@ class _TooSmall(Refusal):
 def plan(
     request: PlanRequest, model: ExpertModel, machine: Machine, history: History = UNKNOWN
 ) -> Plan | Refusal:
-    """Plan the memory of a model: the machine's device, if it has one, and the host's memory.
+    """Return the memory plan of a model for this machine, or a refusal if the model does not fit.
 
-    If no policy is named, the choice is llama.cpp's own path if everything fits and no option asks
-    for lower precisions or slots; otherwise the baseline policy if the high tier fits whole and no
-    option asks for lower precisions; otherwise the default policy. The result is lossless unless an
-    option asks for lower precisions.
+    If the user named no policy, the choice has three cases. The model runs without an expert store
+    if everything fits, and no option asks for lower precisions or for slots. The baseline policy is
+    chosen if every expert fits in the high tier, and no option asks for lower precisions. The
+    default policy is chosen otherwise. The result is lossless unless an option asks for lower
+    precisions.
 
-    Raises PolicyError or ConfigError if the policy, its tiers or the KV type do not fit the model.
+    history: the records of earlier runs, which policies use. Raises PolicyError or ConfigError if
+    the policy, its tiers or the KV cache type do not suit the model.
     """
     _check_kv(request.config, model)
     layout = _Layout(request, model, machine, history)
@@ -93,64 +94,81 @@ def plan(
 def least(
     request: PlanRequest, model: ExpertModel, machine: Machine, history: History = UNKNOWN
 ) -> Plan | Refusal:
-    """Return the plan under the smallest limit that works: of --ram, or of --vram with a GPU."""
+    """Return the plan of a model under the smallest memory limit that works.
+
+    The limit is --vram if the machine has a GPU, otherwise --ram. The result is a refusal if no
+    limit that works was found.
+    """
     return _Layout(request, model, machine, history).least()
 
 
 def plan_memory(request: PlanRequest, model: ExpertModel, machine: Machine) -> Plan:
-    """Plan without history. Raises BudgetError for a refusal, with the smallest limit that
-    works.
+    """Return the memory plan of a model, without using records of earlier runs.
+
+    Raises BudgetError if the model does not fit. The error names the smallest limit that works.
     """
     return planned(plan(request, model, machine))
 
 
 def planned(found: Plan | Refusal) -> Plan:
-    """Return a plan unchanged. Raises BudgetError for a refusal."""
+    """Return the given plan, or raise BudgetError if a refusal was given instead."""
     if isinstance(found, Refusal):
         raise found.error
     return found
 
 
 def scratch_bytes(model: ExpertModel, config: Config) -> int:
-    """Return the memory that a model takes in addition to weights and KV cache, with a policy that
-    looks ahead.
+    """Return the bytes that a model takes in addition to its weights and its KV cache.
+
+    They consist of llama.cpp's scratch, process memory, and copies of the routers that the default
+    policy uses for look-ahead.
     """
     request = PlanRequest(config.compared(policy=DEFAULT))
     return _Layout(request, model, Machine(0), UNKNOWN).room().scratch_bytes
 
 
 def own_context(request: PlanRequest, model: ExpertModel) -> int:
-    """Return the model's training context, multiplied by the number of sequences that share the KV
-    cache; 0 if the file does not state it.
+    """Return the training context of the model, times the number of sequences, in tokens.
+
+    The sequences of the request share the KV cache. The result is 0 if the file does not state the
+    training context.
     """
     return model.hparams.context_length * (1 + request.needs.sequences)
 
 
 def default_context(request: PlanRequest, model: ExpertModel) -> int:
-    """Return the requested context or the minimum default, limited to the training context."""
+    """Return the requested context length in tokens, or LEAST_CONTEXT if none was requested.
+
+    The result is at most the model's training context times the number of sequences.
+    """
     asked = request.config.ctx or LEAST_CONTEXT
     return min(asked, own_context(request, model) or asked)
 
 
 def micro_batches(config: Config, most: int) -> list[int]:
-    """Return the possible micro-batch sizes for a context of `most` tokens, smallest first."""
+    """Return the possible micro-batch sizes for a context of `most` tokens, smallest first.
+
+    The sizes are at most --ubatch if the user set it.
+    """
     least, largest = config.ubatch or SIZES[0], min(config.ubatch or most, most)
     return sorted({least, *(n for n in SIZES if n <= largest)})
 
 
 def line_ends(n_tokens: int, most: int) -> tuple[int, int]:
-    """Return the shortest and the longest context with micro-batches of n_tokens.
+    """Return the shortest and the longest context for which memory is counted, in tokens.
 
-    The longest is at most `most` tokens.
+    n_tokens: micro-batch size. most: the longest possible context, which is padded as llama.cpp
+    pads it. For a context between these two, memory is interpolated linearly.
     """
     short = pad(n_tokens, CELL_STEP)
     return short, max(pad(most, CELL_STEP), short + CELL_STEP)
 
 
 def sizes_to_count(request: PlanRequest, model: ExpertModel) -> tuple[list[Size], list[Size]]:
-    """Return the sizes for which llama.cpp is asked to count its memory.
+    """Return the sizes for which llama.cpp should count its memory, as two lists.
 
-    First those that decide whether everything fits, then all sizes.
+    A size is (context length, micro-batch size). The first list suffices to decide whether the
+    whole model fits in memory. The second list has all sizes.
     """
     config, usual = request.config, default_context(request, model)
     most = usual if config.ctx else max(usual, own_context(request, model))
@@ -164,8 +182,9 @@ def sizes_to_count(request: PlanRequest, model: ExpertModel) -> tuple[list[Size]
 
 
 class Choice(NamedTuple):
-    """A policy and the tiers of the file that it works with, best first. skip: experts may also be
-    skipped.
+    """A chosen policy and the precisions (tiers) of the file that it uses.
+
+    tiers: indices of the file's tiers, best first. skip: the policy may also skip experts.
     """
 
     policy: type[Policy]
@@ -174,13 +193,19 @@ class Choice(NamedTuple):
 
 
 def rules_of(config: Config, choice: Choice) -> Rules:
-    """Return the rules that follow from the options and the chosen tiers."""
+    """Return the rules that the options and the chosen tiers impose on a policy.
+
+    They say whether experts may be skipped, and whether the weights of the other experts are then
+    rescaled. They also say whether decisions may depend on which experts are resident.
+    """
     return Rules(choice.skip, config.renormalize, config.exact_tiers)
 
 
 def settings_of(config: Config, choice: Choice) -> Settings:
-    """Return the settings of the chosen policy. With --exact, raises ConfigError for settings with
-    which the policy would not be lossless.
+    """Return the settings of the chosen policy.
+
+    With --exact, the settings make the policy lossless. Raises ConfigError if --exact contradicts a
+    setting that the user gave.
     """
     settings = config.settings_of(choice.policy)
     if not config.exact:
@@ -196,8 +221,10 @@ def settings_of(config: Config, choice: Choice) -> Settings:
 
 
 def wants_plain(config: Config, model: ExpertModel) -> bool:
-    """Whether llama.cpp's own path could satisfy the options, given enough memory. Raises
-    ConfigError for --policy plain with options that it cannot satisfy.
+    """Return whether the options permit running the model without an expert store.
+
+    Whether the model fits in memory is not checked. Raises ConfigError if --policy plain was given
+    together with options that need an expert store.
     """
     best = config.high_tier is None or model.tier_index(config.high_tier) == 0
     if config.policy == PLAIN:
@@ -213,12 +240,16 @@ def wants_plain(config: Config, model: ExpertModel) -> bool:
 
 
 def choose(config: Config, model: ExpertModel, shape_of: ShapeOf, budget: int) -> Choice:
-    """Choose the policy and its tiers, unless the user named them.
+    """Choose the policy and its precisions (tiers), unless the user named them.
 
-    Without --policy, the policy is the baseline if every expert fits the slots and no lower
-    precision or policy setting was given, otherwise the default. Every expert is in the best tier
-    unless an option asks for lower precisions. Raises PolicyError for a low tier that is not below
-    the high tier.
+    budget: bytes for expert slots. shape_of: returns the slot sizes for some tiers.
+
+    Without --policy, the baseline policy is chosen if every expert fits into the slots. A given
+    lower precision or policy setting selects the default policy instead. Every expert is in the
+    best tier unless an option asks for lower precisions.
+
+    Raises PolicyError for a low tier that is not below the high tier. Raises PolicyError for
+    --exact with a policy that has no lossless form.
     """
     names = [tier.name for tier in model.tiers]
     policy = None if config.policy is None else policy_class(config.policy)
@@ -261,10 +292,10 @@ def choose(config: Config, model: ExpertModel, shape_of: ShapeOf, budget: int) -
 def tiers_between(
     policy: type[Policy], high: FileTier, low: FileTier | None, n: int
 ) -> tuple[FileTier, ...]:
-    """Return the tiers that a policy works with, of n in the file.
+    """Return the precisions (tiers) of the file that a policy uses, best first.
 
-    They start at the high tier and are at most as many as the policy supports. If the user named a
-    low tier, it is the last of them.
+    The file has n tiers. The result starts at the tier `high`, and has at most as many tiers as the
+    policy supports. If the user named a low tier (`low`), it is the last of them.
     """
     if policy.precisions.most == 1:
         return (high,)
@@ -275,7 +306,7 @@ def tiers_between(
 
 @dataclass(frozen=True)
 class _Layout:
-    """The arguments of `plan`, and the steps of planning."""
+    """The steps of planning the memory of one model, with the arguments of `plan`."""
 
     request: PlanRequest
     model: ExpertModel
@@ -287,7 +318,7 @@ class _Layout:
         return self.request.config
 
     def laid_out(self) -> Plan | Refusal:
-        """Return the plan, or a refusal with a lower bound of the limit that works."""
+        """Return the plan, or a refusal with a lower bound of the memory limit that works."""
         usual = self.room(managed=not wants_plain(self.config, self.model))
         found = self.shared(usual)
         if found is None:
@@ -299,10 +330,10 @@ class _Layout:
         return found
 
     def least(self, needed_bytes: int = 1) -> Plan | Refusal:
-        """Return the plan under the smallest limit that works.
+        """Return the plan under the smallest memory limit that works.
 
-        Return a refusal if a few corrections of the bound do not find it. needed_bytes: a lower
-        bound of that limit.
+        The search starts at needed_bytes, a lower bound of that limit. The result is a refusal if a
+        few corrections of the bound do not find the limit.
         """
         capped = "vram" if self.machine.device else "ram"
         device = self.machine.device
@@ -323,13 +354,14 @@ class _Layout:
 
     @property
     def _asked(self) -> int | None:
-        """The user's cap on the memory that holds the experts, or None."""
+        """The user's cap (--vram or --ram) on the memory that holds the experts, or None."""
         return self.config.vram if self.machine.device else self.config.ram
 
     def room(self, n_ctx: int = 0, n_tokens: int = 0, managed: bool = True) -> Plan:
-        """Return a plan without slots.
+        """Return a plan with the sizes of everything except expert slots.
 
-        n_ctx, n_tokens: context and micro-batch size; 0 for the requested or default size.
+        n_ctx: context length in tokens. n_tokens: micro-batch size in tokens. If a size is 0, the
+        requested or default size is used. managed: the model runs with an expert store.
         """
         request, model, device = self.request, self.model, self.machine.device
         config = request.config
@@ -349,8 +381,8 @@ class _Layout:
         else:
             flash = device.flash and config.importance != "exact"
             # Without a cap, ggml's pool frees cached buffers when the device is full.
-            piles = config.vram is not None and not managed
-            compute += footprint.kernel_bytes(model, config, n_ctx, n_tokens, flash, piles)
+            keeps_buffers = config.vram is not None and not managed
+            compute += footprint.kernel_bytes(model, config, n_ctx, n_tokens, flash, keeps_buffers)
         return Plan(
             managed=managed,
             n_ctx=n_ctx,
@@ -368,12 +400,11 @@ class _Layout:
         )
 
     def shared(self, usual: Plan) -> Plan | Refusal | None:
-        """Return a plan in which the KV cache and scratch take memory from the slots as they grow.
+        """Return a plan whose KV cache and scratch take memory from the expert slots as they grow.
 
-        Return None if memory is divided once.
-
-        usual: the plan with the default context. Returns a refusal that names the longest context
-        if the requested one is too long.
+        usual: the plan without slots for the default context. The result is None if the parts get
+        fixed sizes instead, for example on a GPU. The result is a refusal if the requested context
+        is too long. The refusal names the longest context that fits.
         """
         config = self.config
         once = config.policy == PLAIN or config.expert_ram or self.machine.device
@@ -394,17 +425,16 @@ class _Layout:
                 return plan
         most = usual.n_ctx if config.ctx else self._own_context or usual.n_ctx
         shared = self._sharing(plan, most, own)
-        longest, each = (
-            shared.longest(most),
-            most // (1 + self.request.needs.sequences) if config.ctx else 1,
-        )
-        if longest < each:
-            needed = room.cap_bytes + shared.least_slots - shared.slots(each, 1)
+        longest = shared.longest(most)
+        n_ctx = most // (1 + self.request.needs.sequences) if config.ctx else 1
+        if longest < n_ctx:
+            needed = room.cap_bytes + shared.least_slots - shared.slots(n_ctx, 1)
             if not config.ctx:  # not even the shortest context fits
                 text = f"the policy {placement.name} needs {needed} bytes"
                 return _TooSmall(text, needed, self._option, placement.policy, may_divide=False)
+            limit = self._given(room).rstrip(",")
             return Refusal(
-                f"--ctx {each} is too long for {self._given(room).rstrip(',')}: the longest "
+                f"--ctx {n_ctx} is too long for {limit}: the longest "
                 f"context with the minimum experts of the policy {placement.name} is {longest} "
                 f"tokens",
                 needed,
@@ -414,12 +444,14 @@ class _Layout:
         return replace(plan, n_ctx=longest, n_ubatch=n_ubatch, prompt_bytes=prompts, shared=shared)
 
     def divided(self, usual: Plan) -> Plan | Refusal:
-        """Return a plan with fixed parts.
+        """Return a plan whose expert slots, KV cache and scratch have fixed sizes.
 
-        It has the requested context and prompt cache. If they were not requested, it uses sizes
-        that cost little, or smaller ones if the policy's slots do not fit otherwise. The
-        micro-batch size is the one with which the tokens of a prompt and its answer read the fewest
-        bytes; if no expert is absent, it is the smallest.
+        usual: the plan without slots for the default context. The context and the prompt cache have
+        the requested sizes. If the user requested none, the plan tries larger sizes that cost
+        little, and then smaller ones until the policy's slots fit.
+
+        The micro-batch size is the one with which a prompt and its answer read the fewest bytes. If
+        every expert is resident, the smallest size is used.
         """
         config, model, asked = self.config, self.model, self.config.cache_ram or 0
         room = usual if config.ctx else self._longer(usual)
@@ -434,9 +466,9 @@ class _Layout:
         return plan if isinstance(other, Refusal) else other
 
     def _sharing(self, plan: Plan, most: int, prompts: int = 0) -> SharedMemory:
-        """Return how the parts of a plan share memory.
+        """Return how the slots, KV cache, scratch and prompt copies of a plan share its memory.
 
-        The parts are its slots, a context of up to `most` tokens, scratch and prompt copies.
+        most: the longest context in tokens. prompts: the maximum bytes of prompt copies.
         """
         config, placement = self.config, plan.placement
         assert placement is not None
@@ -468,12 +500,14 @@ class _Layout:
         return replace(shared, scratch=scratch)
 
     def _line(self, part: Callable[[Plan], int], n_tokens: int, most: int) -> Line:
-        """Return one part of a plan's memory as a line.
+        """Return (bytes for an empty context, bytes per KV cell) of one part of a plan's memory.
 
-        The line is bytes for an empty context, and bytes per cell.
+        part: returns the bytes of this part in a plan. n_tokens: micro-batch size. most: the
+        longest context in tokens.
 
-        The part is a maximum of sums that grow linearly with the context, so it is never above the
-        line from the shortest to the longest context.
+        The two numbers define a line through the part's sizes at the shortest and at the longest
+        context. Between them the part is never above the line, because it is a maximum of linear
+        functions.
         """
         short, long = line_ends(n_tokens, most)
         at_short, at_long = (part(self.room(n, n_tokens)) for n in (short, long))
@@ -481,10 +515,11 @@ class _Layout:
         return int(at_short - each * short), each
 
     def _longer(self, least: Plan) -> Plan:
-        """Return the plan with the context that is used if none was requested.
+        """Return the plan without slots for the context that is used if none was requested.
 
-        If everything fits with the minimum context, it still fits with this one. A conversation
-        gets the longest such context, because it takes no memory until it is used.
+        least: the plan without slots for the minimum context. If everything fits with the minimum
+        context, everything also fits with this one. A conversation gets the longest such context,
+        because a context takes no memory until it is used.
         """
         left = least.cap_bytes - least.fixed_bytes
         estimating = replace(self, request=replace(self.request, counted=Counted()))
@@ -502,11 +537,12 @@ class _Layout:
         return self.room(max(least.n_ctx, longest), managed=least.managed)
 
     def _prompt_bytes(self, room: Plan) -> int:
-        """Return the size of the prompt cache in host memory.
+        """Return the size of the prompt cache in host memory, in bytes.
 
-        It is the requested size. For conversations without a request, it holds one more context and
-        some checkpoints, limited to a small share of memory, and everything that fitted whole still
-        fits.
+        room: the plan without slots. The option --cache-ram sets the size. Without the option, only
+        conversations get a prompt cache. It has space for one more context and some checkpoints,
+        and is limited to a small share of memory. A model that fits whole without the prompt cache
+        still fits.
         """
         config, model = self.config, self.model
         if config.cache_ram is not None or not self.request.needs.conversations:
@@ -520,30 +556,33 @@ class _Layout:
         marks = footprint.PROMPT_MARKS * footprint.part_bytes(model, config)
         return max(0, min(room.kv_bytes + marks, most))
 
-    def try_in(self, *rooms: tuple[Plan, int]) -> Plan | Refusal:
-        """Return the plan with the first large enough of these pairs.
+    def try_in(self, *attempts: tuple[Plan, int]) -> Plan | Refusal:
+        """Complete several plans without slots, and return the first that succeeds.
 
-        A pair is (plan without slots, prompt cache size). Return the last refusal if none is large
-        enough.
+        Each attempt is (plan without slots, prompt cache bytes). The result is the last refusal if
+        no attempt succeeds.
         """
-        for each in rooms:
+        for each in attempts:
             found = self.plan_in(*each)
             if isinstance(found, Plan):
                 break
         return found
 
     def plan_in(self, room: Plan, prompts: int) -> Plan | Refusal:
-        """Complete a plan without slots.
+        """Complete a plan without slots, or return a refusal if the memory is too small.
 
-        It uses llama.cpp's own path if that fits or is requested, otherwise an expert store.
+        room: the plan without slots. prompts: prompt cache bytes. The result has no expert store if
+        the whole model fits, or if --policy plain was given. Otherwise, the result has the slots of
+        a policy.
         """
         config, model, asked = self.config, self.model, self._asked
         room = replace(room, prompt_bytes=prompts)
         if not room.managed:
             fits, needed = room.fits_whole, room.total_bytes
             if not fits and config.policy == PLAIN and asked:
+                limit = self._given(room)
                 return Refusal(
-                    f"{self._given(room)} is too little for the policy plain, which keeps "
+                    f"{limit} is too little for the policy plain, which keeps "
                     f"everything in memory: it needs at least {format_least(needed)} with a "
                     f"context of {room.n_ctx} tokens; the other policies keep experts on disk",
                     needed,
@@ -585,10 +624,11 @@ class _Layout:
         return place(choice.policy, shape, settings, rules, budget, self.history)
 
     def _host_bytes(self, room: Plan, placement: Placement) -> int | Refusal:
-        """Return the size of the expert cache in host memory with a device.
+        """Return the bytes of the expert cache in host memory, for a plan with a device.
 
-        It is the memory left over, up to the size of all experts. Return a refusal if not even
-        reads in flight fit.
+        room: the plan without slots. The cache gets the host memory that is left over, up to the
+        size of all experts. The result is a refusal if host memory is too small for the reads in
+        flight.
         """
         config, model, slots = self.config, self.model, placement.slots
         fixed = footprint.process_bytes(model, self.request, on_gpu=True) + room.prompt_bytes
@@ -616,20 +656,20 @@ class _Layout:
 
     @property
     def _option(self) -> str:
-        """The option that limits the memory that holds the experts."""
+        """The option (--vram or --ram) that limits the memory that holds the experts."""
         return "--vram" if self.machine.device else "--ram"
 
     def _given(self, room: Plan) -> str:
-        """A phrase for messages that names the limiting cap."""
+        """Return a phrase for messages that names the memory limit: an option, or free memory."""
         if self._asked == room.cap_bytes:
             return f"{self._option} {format_size(room.cap_bytes)}"
         of = f" of {room.device.name}" if room.device else ""
         return f"free memory{of}, {format_size(room.cap_bytes)},"
 
     def _too_small(self, room: Plan, placement: Placement) -> Refusal:
-        """Return the refusal of a budget below the policy's minimum.
+        """Return the refusal of a slot memory that is below the policy's minimum.
 
-        placement: the placement with the fewest slots.
+        room: the plan without slots. placement: the policy's placement with the fewest slots.
         """
         expert_ram, slots = self.config.expert_ram, placement.slots.total_bytes
         name = placement.name
@@ -647,9 +687,10 @@ class _Layout:
         )
 
     def refusal(self, found: _TooSmall) -> Refusal:
-        """Return the refusal that names the smallest limit that works and its context.
+        """Return the refusal that names the smallest memory limit that works, and its context.
 
-        If the model fits without --cache-ram, the refusal names that option instead.
+        found: the refusal with a lower bound of that limit. If the model fits without --cache-ram,
+        the returned refusal names --cache-ram instead.
         """
         plan = self.least(found.needed_bytes)
         if isinstance(plan, Refusal):
@@ -669,30 +710,35 @@ class _Layout:
             other = self._asked_with(self.config.compared(policy=BASELINE)).least()
             if isinstance(other, Plan) and _differ(other.cap_bytes, plan.cap_bytes):
                 parts += f"; --policy {BASELINE} works from {format_least(other.cap_bytes)}"
+        limit, option, least = self._given(self.room()), self._option, format_least(plan.cap_bytes)
         return Refusal(
-            f"{self._given(self.room())} is too little: the smallest {self._option} that works "
-            f"with the policy {name} is {format_least(plan.cap_bytes)}, {parts}",
+            f"{limit} is too little: the smallest {option} that works with the policy {name} is "
+            f"{least}, {parts}",
             plan.cap_bytes,
-            self._option,
+            option,
         )
 
     def _asked_with(self, config: Config) -> _Layout:
         return replace(self, request=replace(self.request, config=config))
 
     def _cache_too_large(self, needed_bytes: int) -> Refusal:
-        """Return the refusal of a --cache-ram without which the model fits."""
-        text = (
-            f"--cache-ram {format_size(self.config.cache_ram or 0)} is too much for "
-            f"{self._given(self.room()).rstrip(',')}: lower it, leave it out, or "
-        )
+        """Return the refusal of a --cache-ram without which the model would fit.
+
+        needed_bytes: the smallest --ram or --vram that works with this --cache-ram.
+        """
+        cache, limit = self.config.cache_ram or 0, self._given(self.room()).rstrip(",")
         more = "free memory"
         if self._asked is not None:
             more = f"give {self._option} {format_least(needed_bytes)}"
-        return Refusal(text + more, needed_bytes, "--cache-ram")
+        text = (
+            f"--cache-ram {format_size(cache)} is too much for {limit}: lower it, leave it out, or "
+            f"{more}"
+        )
+        return Refusal(text, needed_bytes, "--cache-ram")
 
 
 def _differ(a: int, b: int) -> bool:
-    """Whether two sizes read differently in a message."""
+    """Return whether two sizes differ after messages round them."""
     return format_least(a) != format_least(b)
 
 
@@ -701,7 +747,11 @@ def _cap(there: Machine | Device, asked: int | None) -> int:
 
 
 def _check_kv(config: Config, model: ExpertModel) -> None:
-    """Raise ConfigError if keys and values cannot be stored in blocks of the requested KV type."""
+    """Raise ConfigError if the requested KV cache type does not suit the model.
+
+    The types with blocks need keys and values whose length is a multiple of the block. They also
+    need flash attention.
+    """
     block, needs = BLOCK[KV_TYPES[config.kv]].weights, ""
     for length in (model.hparams.key_length, model.hparams.value_length):
         if length % block and not needs:

@@ -24,10 +24,10 @@ _HEADROOM_BYTES = (256 * 2**20, 2 * 2**30)
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device with its own memory for experts.
+    """A device, such as a GPU, with its own memory for experts.
 
-    name: such as "cuda0". memory_bytes: free memory when it was probed. flash: it supports flash
-    attention for the model.
+    name: such as "cuda0". memory_bytes: free memory when the device was probed. flash: the device
+    supports flash attention for the model.
     """
 
     name: str
@@ -38,17 +38,17 @@ class Device:
 
     @property
     def usable_bytes(self) -> int:
-        """Free memory minus headroom for the display."""
+        """Free memory of the device, minus a reserve for the display."""
         return _less_headroom(self.memory_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A probed machine.
+    """The memory of this machine, as measured before planning.
 
-    memory_bytes: free memory, or the rest of a cgroup's limit if that is less. Memory that this
-    process uses already counts as free. device: the device that holds the experts; None for host
-    memory.
+    memory_bytes: free memory, or the unused part of a cgroup's limit if that is less. Memory that
+    this process already uses counts as free. device: the device that holds the experts; None if
+    host memory holds them.
     """
 
     memory_bytes: int
@@ -56,7 +56,7 @@ class Machine:
 
     @property
     def usable_bytes(self) -> int:
-        """Free memory minus headroom for other programs."""
+        """Free memory of this machine, minus a reserve for other programs."""
         return _less_headroom(self.memory_bytes)
 
 
@@ -67,19 +67,21 @@ def _less_headroom(free: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """Host memory as llama.cpp counts it, in bytes.
+    """The host memory that llama.cpp counted for a model at some context lengths, in bytes.
 
-    by_tokens: maps a micro-batch size to (context length, KV cache bytes, scratch bytes) for some
-    contexts, shortest first. Context lengths are padded as llama.cpp pads them. Between two of
-    them, both sizes are interpolated linearly.
+    by_tokens maps each micro-batch size to a list of (context length, KV cache bytes, scratch
+    bytes), shortest context first. Context lengths are padded as llama.cpp pads them. For a context
+    between two of these lengths, the bytes are interpolated linearly.
     """
 
     by_tokens: Mapping[int, Sequence[tuple[int, int, int]]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, sizes: Iterable[Size], count: Callable[[int, int], Size | None]) -> Counted:
-        """Count several sizes. count: returns the bytes of KV cache and scratch for a context
-        length and a micro-batch size, or None if llama.cpp cannot count them.
+        """Count the memory for several sizes.
+
+        sizes: pairs of (context length, micro-batch size). count: returns (KV cache bytes, scratch
+        bytes) for such a pair, or None if llama.cpp cannot count them.
         """
         found: dict[int, list[tuple[int, int, int]]] = {}
         for n_ctx, n_tokens in sorted({(pad(n_ctx, CELL_STEP), n) for n_ctx, n in sizes}):
@@ -89,8 +91,10 @@ class Counted:
         return cls(found)
 
     def at(self, n_ctx: int, n_tokens: int) -> Size | None:
-        """Return the bytes of KV cache and scratch; None if nothing was counted for this
-        micro-batch size.
+        """Return (KV cache bytes, scratch bytes) for a context length and a micro-batch size.
+
+        The bytes are interpolated between the counted context lengths. The result is None if
+        nothing was counted for this micro-batch size.
         """
         points, n_ctx = self.by_tokens.get(n_tokens, ()), pad(n_ctx, CELL_STEP)
         if len(points) < 2:
@@ -105,33 +109,34 @@ class Counted:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """The needs of a front end beside the model. The defaults are those of a program that evaluates
-    one sequence.
+    """The memory and the sequences that a front end needs in addition to the model.
 
-    sequences: number of sequences that may decode in parallel in addition to number 0; they share
-    the context. conversations: reserve memory for the prompt cache, and let the KV cache and
-    scratch take memory from expert slots as they grow. scored: maximum number of prompt tokens
-    whose logits are in memory at once while a prompt is scored in parts; 0 if prompts are not
-    scored.
+    The defaults suit a program that evaluates one sequence.
 
-    beside: bytes of the front end's process in addition to the model and a chat. beside_token: the
-    same for each token of the vocabulary.
+    sequences: number of sequences that may decode in parallel, in addition to sequence 0. All of
+    them share the context. conversations: memory is reserved for the prompt cache, and the KV cache
+    and the scratch take memory from expert slots as they grow.
+
+    scored: the maximum number of prompt tokens whose logits are in memory at once while a prompt is
+    scored. It is 0 if the front end scores no prompts. extra_bytes: memory of the front end's
+    process that a plain chat does not need. extra_token_bytes: further memory of that process for
+    each token of the vocabulary.
     """
 
     sequences: int = 0
     conversations: bool = False
     scored: int = 0
-    beside: int = 0
-    beside_token: int = 0
+    extra_bytes: int = 0
+    extra_token_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
     """A request for a memory plan.
 
-    config: the user's configuration. needs: what the front end needs beside the model.
-    more_scratch: bytes that llama.cpp took beyond the estimate. counted: memory counted by
-    llama.cpp, which replaces estimates.
+    config: the user's configuration. needs: the memory and sequences that the front end needs.
+    more_scratch: bytes by which llama.cpp's scratch exceeded an earlier estimate. counted: memory
+    sizes that llama.cpp counted, which replace estimates.
     """
 
     config: Config
@@ -140,13 +145,18 @@ class PlanRequest:
     counted: Counted = Counted()
 
     def of_run(self) -> dict[str, Any]:
-        """Return everything in the request that can change the resolved plan, as Config.of_run."""
+        """Return all settings of this request that can change the resolved plan, by name.
+
+        They are the settings of Config.of_run and the fields of `needs`.
+        """
         return self.config.of_run() | asdict(self.needs)
 
 
 def longest_context(most: int, step: int, too_long: Callable[[int], bool]) -> int:
-    """Return the longest context, in whole steps of tokens and up to `most`, that is not too long;
-    0 if there is none. too_long must be monotonic in the length.
+    """Return the longest context that is not too long, in tokens; 0 if every context is too long.
+
+    The context is a multiple of `step` and at most `most` tokens. too_long(n) tells whether a
+    context of n tokens is too long. Every longer context must then be too long as well.
     """
     steps = range(1, -(-most // step) + 1)
     fitting = bisect_right(steps, False, key=lambda n: too_long(min(most, n * step)))
@@ -155,13 +165,16 @@ def longest_context(most: int, step: int, too_long: Callable[[int], bool]) -> in
 
 @dataclass(frozen=True, slots=True)
 class SharedMemory:
-    """The memory that slots, KV cells, scratch and prompt copies share. Sizes are in bytes.
+    """The memory that expert slots, KV cells, scratch and prompt copies share. Sizes are in bytes.
 
-    n_bytes: the sum of all parts. least_slots: the minimum that a policy needs for slots.
-    all_slots: slots for every expert. cell_bytes: one token of the context. cell_step: number of
-    cells that are allocated at once. sequences: number of sequences that share the cells. scratch:
-    maps the maximum number of tokens of a step to its scratch, smallest first. prompts: maximum
-    size of prompt copies.
+    n_bytes: the sum of all parts. least_slots: the smallest size of all slots with which the policy
+    works. all_slots: the size of slots for every expert. cell_bytes: the KV cache of one token.
+    cell_step: the number of KV cells that are allocated at once. sequences: the number of sequences
+    that share the cells.
+
+    scratch: maps the maximum number of tokens of a step to the scratch of the step, smallest first.
+    The scratch is (bytes for an empty context, bytes per KV cell). prompts: the maximum size of all
+    copies in the prompt cache.
     """
 
     n_bytes: int
@@ -174,26 +187,27 @@ class SharedMemory:
     prompts: int = 0
 
     def slots(self, n_cells: int, n_tokens: int, held: int = 0, width: int = 0) -> int:
-        """Return the bytes left for slots in a step of n_tokens that ends with n_cells in use.
+        """Return the bytes that are left for expert slots in a step of n_tokens tokens.
 
-        held: scratch still allocated by an earlier step. width: the position after the last used
-        cell if free cells lie before it, because attention covers these too.
+        n_cells: number of KV cells in use after the step. held: scratch bytes that an earlier step
+        still occupies. width: the position after the last used KV cell, if free cells lie before
+        it. Attention covers these free cells too, so they need scratch.
         """
         empty, each = next(s for size, s in self.scratch.items() if size >= n_tokens)
         scratch = empty + int(max(pad(max(1, n_cells), self.cell_step), width) * each)
         return self.n_bytes - max(held, scratch) - self.cache_bytes(n_cells)
 
     def width(self, cells_end: int, n_tokens: int) -> int:
-        """Return an upper bound of the position after the last used cell, n_tokens tokens later.
+        """Return an upper bound of the position after the last used KV cell, n_tokens tokens later.
 
-        cells_end: the position after the last used cell now. Each of several sequences reserves
-        runs of free cells and may leave part of a run free.
+        cells_end: the current position after the last used cell. If several sequences share the
+        cells, each one reserves blocks of free cells and may leave part of a block free.
         """
         runs = self.sequences + 1 if self.sequences > 1 else 0
         return cells_end + n_tokens + runs * CELL_STEP
 
     def cache_bytes(self, n_cells: int) -> int:
-        """Return the size of n_cells KV cells."""
+        """Return the bytes of n_cells KV cells, rounded up to whole allocations."""
         return int(pad(max(1, n_cells), self.cell_step) * self.cell_bytes)
 
     def cells(self, cache_bytes: int) -> int:
@@ -201,28 +215,36 @@ class SharedMemory:
         return int(cache_bytes / self.cell_bytes)
 
     def longest(self, most: int) -> int:
-        """Return the longest context up to `most` tokens at whose end the policy still has its
-        minimum slots; 0 if there is none.
+        """Return the longest context, up to `most` tokens, that leaves the policy enough slots.
+
+        The policy needs its minimum slots even when the context is full. The result is 0 if every
+        context is too long.
         """
         at_once, least = min(self.scratch), self.least_slots
         return longest_context(most, self.cell_step, lambda n: self.slots(n, at_once) < least)
 
     def may_read(self, n_cells: int, width: int = 0) -> list[int]:
-        """Return the micro-batch sizes with which the context may reach n_cells.
+        """Return the micro-batch sizes that leave the policy its minimum slots, smallest first.
 
-        The smallest size is always included, because `longest` guarantees that it fits.
+        n_cells: number of KV cells in use after the micro-batch. width: the position after the last
+        used cell, if free cells lie before it. The smallest size is always included, because
+        `longest` guarantees that it fits.
         """
         smallest, least = min(self.scratch), self.least_slots
         fits = (n for n in self.scratch if self.slots(n_cells, n, 0, width) >= least)
         return [smallest, *(n for n in fits if n != smallest)]
 
     def micro_batch(self, n_cells: int, n_tokens: int, again: float = 1.0, width: int = 0) -> int:
-        """Return how many of n_tokens after n_cells to compute at once, to read the fewest bytes.
+        """Return the micro-batch size with which the rest of a prompt reads the fewest bytes.
 
-        A micro-batch of hundreds of tokens uses nearly every expert, so each one reads all
-        experts without a slot. Its scratch takes memory from slots. The evicted experts are read
-        `again` times after the prompt. With n tokens, u at once, A bytes of all experts and S(u)
-        bytes of slots, the bytes read are, up to a constant
+        n_cells KV cells are in use, and n_tokens tokens of the prompt are left. width: the position
+        after the last used cell, if free cells lie before it.
+
+        A micro-batch of hundreds of tokens uses nearly every expert, so each micro-batch reads all
+        experts without a slot. A larger micro-batch needs more scratch, which takes memory from
+        slots. The experts evicted for it are read `again` times after the prompt. With n tokens, u
+        tokens at once, A bytes of all experts and S(u) bytes of slots, the bytes read are, up to a
+        constant
 
             ceil(n / u) (A - S(u)) - again S(u)
         """
@@ -237,10 +259,10 @@ class SharedMemory:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The reason why there is no plan.
+    """The reason why a model cannot be planned in the given memory.
 
-    text: a sentence for the user, with the remedy. needed_bytes: the smallest value of the limit
-    that works, or a lower bound of it. option: the option that sets the limit.
+    text: a sentence for the user, with the remedy. option: the option that sets the memory limit.
+    needed_bytes: the smallest value of this option that works, or a lower bound of that value.
     """
 
     text: str
@@ -249,21 +271,23 @@ class Refusal:
 
     @property
     def error(self) -> BudgetError:
-        """The error that a front end raises."""
+        """The error that a front end raises for this refusal."""
         return BudgetError(self.text, self.needed_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The division of memory for one model. Sizes are in bytes.
+    """The memory plan of one model: the sizes of its parts, in bytes.
 
-    n_ubatch: micro-batch size in tokens. ram_bytes: cap on all host memory of the model. cap_bytes:
-    cap on the memory that holds the experts (device or host). compute_bytes: the part of
-    scratch_bytes that compute graphs take. prompt_bytes: host memory for the prompt cache.
+    managed: the model runs with an expert store. n_ubatch: micro-batch size in tokens. ram_bytes:
+    limit of all host memory of the model. cap_bytes: limit of the memory (device or host) that
+    holds the experts. compute_bytes: the part of scratch_bytes that compute graphs take.
+    prompt_bytes: host memory for the prompt cache.
 
-    tiers: tiers of the file in use, best first. skip: experts may be skipped. placement and slots
-    are None on llama.cpp's own path. budget_bytes: the cap of the slots if the user set one,
-    otherwise the size of the slots.
+    tiers: the precisions (tiers) of the file in use, best first. skip: the policy may skip experts.
+    placement: the policy's choice of slots; None without an expert store. budget_bytes: the limit
+    of the slots if the user set one, otherwise the size of the slots. shared: how slots and KV
+    cache share memory; None if their sizes are fixed.
 
     With a device, dense_bytes, kv_bytes, scratch_bytes and the slots are in device memory, and
     host_bytes is the size of the expert cache in host memory.
@@ -296,32 +320,34 @@ class Plan:
 
     @property
     def versions(self) -> list[str]:
-        """Names of the tiers in which an expert may be computed, best first, followed by "skip" if
-        experts may be skipped.
+        """Names of the precisions (tiers) in which an expert may be computed, best first.
+
+        The last name is "skip" if experts may be skipped.
         """
         return [*self.tier_names, *([SKIP_TIER] if self.skip else [])]
 
     @property
     def fixed_bytes(self) -> int:
-        """Everything except experts in the memory that holds the experts."""
+        """The bytes of everything except experts in the memory that holds the experts."""
         elsewhere = self.device or (self.shared and self.shared.prompts)
         prompts = 0 if elsewhere else self.prompt_bytes
         return self.dense_bytes + self.kv_bytes + self.scratch_bytes + prompts
 
     @property
     def total_bytes(self) -> int:
-        """The maximum that the model takes of the memory that holds its experts."""
+        """The most bytes that the model takes in the memory that holds its experts."""
         return self.fixed_bytes + (self.slots.total_bytes if self.slots else self.expert_bytes)
 
     @property
     def fits_whole(self) -> bool:
-        """Whether llama.cpp's own path can hold every expert in the best tier."""
+        """Whether the model runs without an expert store, because every expert fits in memory."""
         return not self.managed and self.total_bytes <= self.cap_bytes
 
     @property
     def absent_bytes(self) -> int:
-        """The size of all experts in the best tier in use minus the size of the slots; 0 if every
-        expert is resident.
+        """The size of all experts in the best tier in use, minus the size of the slots.
+
+        The result is 0 if every expert is resident.
         """
         placement = self.placement
         if placement is None or placement.wants.all_resident:
@@ -329,13 +355,14 @@ class Plan:
         return max(0, placement.shape.all_slot_bytes() - placement.slots.total_bytes)
 
     def micro_batch(self, n_cells: int, n_tokens: int) -> int:
-        """Return how many of the next n_tokens of a prompt to compute at once after n_cells of
-        context.
+        """Return how many of the next n_tokens tokens of a prompt to compute at once.
+
+        n_cells: number of KV cells that are already in use.
         """
         return self.shared.micro_batch(n_cells, n_tokens) if self.shared else self.n_ubatch
 
     def slots_after(self, n_cells: int) -> SlotPlan | None:
-        """Return the slots that remain for an answer with n_cells of the context in use."""
+        """Return the expert slots that remain for an answer while n_cells KV cells are in use."""
         shared = self.shared
         if shared is None or self.slots is None:
             return self.slots

@@ -42,17 +42,18 @@ _LEAST = 2
 
 
 def tiers_for(model: ExpertModel, ram_bytes: int) -> tuple[list[str], str]:
-    """Return the tier names, best first, and a sentence that explains them.
+    """Return the precisions (tiers) for a packed file, best first, and a sentence about them.
 
     ram_bytes: cap on all memory of the model, as in --ram.
 
-    The best tier is the model's own if it is quantized, otherwise Q8_0, which counts as lossless.
-    If the whole model fits in it, it is the only tier. If every expert fits in some type, an
-    allocation over all types is computed, with usage times loss as uneven as on the demo model. The
-    lower tiers are those that it gives to at least a minimum share of the experts. If no type fits,
-    experts are read from disk while decoding, in the high or low tier.
+    The best tier is the model's own type if the model is quantized, otherwise Q8_0, which counts as
+    lossless. If the whole model fits in the best tier, no other tier is returned. If every expert
+    fits in memory in some lower type, an optimal allocation over all types is computed. It assumes
+    that usage times loss is as uneven as on the demo model. The lower tiers are the types that it
+    gives to at least a minimum share of the experts.
 
-    Raises BudgetError if the memory is too small for that.
+    If no type fits, experts are read from disk while decoding, and the lower tiers are the usual
+    types for that. Raises BudgetError if the memory is too small even then.
     """
     config = Config.build(model=model.path, ram=ram_bytes, policy=BASELINE)
     found = plan(PlanRequest(config), model, Machine(1 << 62))
@@ -86,12 +87,10 @@ def tiers_for(model: ExpertModel, ram_bytes: int) -> tuple[list[str], str]:
 
 
 def _bits_of_types(model: ExpertModel) -> dict[GGMLType, float]:
-    """Return the bits per weight of each of TYPES, in their order.
+    """Return the bits per weight that each of TYPES takes for this model, in their order.
 
-    They are for a model with these row lengths.
-
-    Rows whose length is not a multiple of a type's block size get another type (FALLBACK of
-    gguf_tools.file.layout). A type that is then no smaller than the type before it is left out.
+    If a row length is not a multiple of a type's block size, the row gets a fallback type. A type
+    that is then no smaller than the type before it is left out.
     """
     rows = {shape[0] for layer in model.shapes for shape in layer if shape}
     found: dict[GGMLType, float] = {}
@@ -103,10 +102,11 @@ def _bits_of_types(model: ExpertModel) -> dict[GGMLType, float]:
 
 
 def _shared(types: Mapping[GGMLType, float], best_bits: float, bits: float) -> list[GGMLType]:
-    """Return the types below the best tier in an allocation of `bits` bits per weight.
+    """Return the types below the best tier that an optimal allocation gives to experts.
 
-    These are the types that experts use. Return an empty result if no type is small enough. types:
-    maps each type to its bits per weight.
+    types: maps each type below the best tier to its bits per weight. best_bits: bits per weight of
+    the best tier. bits: bits per weight that fit into memory. The result is empty if no type is
+    small enough.
     """
     if not types or bits < min(types.values()):
         return []

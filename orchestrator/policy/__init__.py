@@ -47,7 +47,10 @@ ALLOWED_LOSS = "max_loss"
 
 
 def policy_class(name: str) -> type[Policy]:
-    """Return the policy with this name. Raises PolicyError that lists the known names."""
+    """Return the policy class with this name.
+
+    Raises PolicyError, which lists the known names, if no policy has this name.
+    """
     try:
         return POLICIES[name]
     except KeyError:
@@ -61,17 +64,18 @@ def known_policies() -> tuple[str, ...]:
 
 
 def policy_settings() -> Mapping[str, Setting]:
-    """Return every setting of every policy, by name. Policies that have the same setting share its
-    declaration.
+    """Return the declarations of the settings of all policies, by setting name.
+
+    If several policies have the same setting, they share one declaration.
     """
     return settings_of(POLICIES.values())
 
 
 def owners(name: str) -> tuple[str, ...]:
-    """Return the names of the policies that have this setting."""
+    """Return the names of the policies that have the setting called `name`."""
     return tuple(each.name for each in POLICIES.values() if name in each.Settings.declared())
 
 
 def spends_loss(name: str) -> bool:
-    """Whether a policy has a loss budget, that is, the setting max_loss."""
+    """Return whether a policy limits the quality loss, that is, has the setting max_loss."""
     return ALLOWED_LOSS in POLICIES[name].Settings.declared()

@@ -26,10 +26,11 @@ EVERY_STEP = tuple(Phase)
 
 
 class TierOffer:
-    """The tiers of a file from which a policy may choose, best first, and their slot sizes.
+    """The precisions (tiers) of a model file from which a policy may choose.
 
-    names: the tier names. budget_bytes: the budget of the expert slots. low: the low tier that the
-    user named, or None.
+    - names: the names of the tiers, best first.
+    - budget_bytes: the memory budget for all expert slots.
+    - low: the low tier that the user named, or None.
     """
 
     def __init__(
@@ -39,7 +40,11 @@ class TierOffer:
         budget_bytes: int,
         low: FileTier | None = None,
     ) -> None:
-        """shape_of: returns the model reduced to the given tiers."""
+        """Make an offer from tier names (best first) and a memory budget for expert slots.
+
+        shape_of: a function that returns the layers, experts and slot sizes of the model for the
+        tiers in its argument.
+        """
         self.names, self.budget_bytes, self.low = tuple(names), budget_bytes, low
         self._shape_of = shape_of
 
@@ -49,23 +54,25 @@ class TierOffer:
         return [FileTier(at) for at in range(len(self.names))]
 
     def shape(self, *tiers: FileTier) -> ModelShape:
-        """Return the model reduced to the given tiers."""
+        """Return the layers, experts and slot sizes of the model, for the given tiers only."""
         return self._shape_of(tiers)
 
     def fits_whole(self, tier: FileTier) -> bool:
-        """Whether the budget holds every expert in this tier."""
+        """Return whether the budget is large enough to hold every expert in this tier."""
         return self.shape(tier).all_slot_bytes() <= self.budget_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Precisions:
-    """The number of tiers that a policy works with, and its choice if the user names none.
+    """The number of precisions (tiers) that a policy uses, and its default choice of tiers.
 
-    least, most: the minimum and maximum number of tiers. keeps: for a policy that keeps every
-    expert in one of its tiers and never skips, the phrase for these tiers in messages, such as "two
-    precisions". skips: the policy may skip experts whatever its lower tiers are, and it uses a
-    lower tier only if the user names one. lossless: the settings with which every expert is
-    computed in the best tier; {} if that is always the case, None if no settings achieve it.
+    - least, most: the minimum and maximum number of tiers.
+    - keeps: words for the tiers in error messages, such as "two precisions". Only a policy that
+      never skips an expert sets this field; other policies have None.
+    - skips: whether the policy may skip experts even if it has a lower tier. Such a policy uses a
+      lower tier only if the user names one.
+    - lossless: the settings with which every expert is computed in the best tier. {} means that
+      this is always the case. None means that no settings achieve it.
     """
 
     least: int = 1
@@ -75,38 +82,41 @@ class Precisions:
     lossless: Mapping[str, Any] | None = None
 
     def high(self, offer: TierOffer) -> FileTier:
-        """Return the best tier to use."""
+        """Return the best tier that the policy uses: by default, the best tier of the file."""
         return offer.tiers[0]
 
     def low(self, offer: TierOffer, high: FileTier) -> FileTier | None:
-        """Return the lowest tier to use, below `high`.
+        """Return the lowest tier that the policy uses, below the tier `high`.
 
-        None stands for as many of the next tiers as the policy works with.
+        By default, it is the tier that the user named. None means that the policy uses as many of
+        the tiers after `high` as it supports.
         """
         return offer.low
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyRequirements:
-    """The requirements of a policy on the runtime.
+    """The calls, data and guarantees that a policy requires from the runtime.
 
-    asked_in: phases of the steps in which `decide` is called, once per MoE layer. In other steps
-    the store requests every routed expert in default_tier, or uses a better copy if it is resident,
-    without calling Python.
-
-    n_ahead: number of following layers whose routers are evaluated early to predict experts; 0 for
-    no prediction. importance: route events of prompts carry the attention that each token receives.
-
-    counts, states: step reports carry StepReport.counts, and StepReport.resident and target.
-    told_in: phases of the next steps whose reports carry these arrays. Counts of other steps are
-    added to the next report that has counts.
-
-    transition_rate: limit in bytes per second for transitions during decoding; 0 for no limit.
-    all_resident: every expert is resident, and only transitions change its tier. by_residency:
-    decisions depend on which experts are resident, and so on the speed of the disk. whole_layers:
-    idle reads load whole layers. waits: the first token of an answer waits for the transitions that
-    `warm` returns. learns: decisions depend on earlier steps, so a recording must begin with a new
-    policy.
+    - asked_in: the phases (prefill, decode) in which the runtime calls `decide` for each MoE layer.
+      In other phases the store requests every routed expert in default_tier without calling Python.
+      It uses a better copy if that is in memory.
+    - default_tier: the tier of those requests.
+    - n_ahead: the number of following layers whose routers are evaluated early to predict experts.
+      0 means no prediction.
+    - importance: whether route events of prompts carry the attention that each token receives.
+    - counts: whether step reports carry the number of tokens routed to each expert.
+    - states: whether step reports carry the tier of each expert in memory and after its transition.
+    - told_in: the phases of the steps whose reports carry the counts and states. Counts of other
+      steps are added to the next report that has counts.
+    - transition_rate: the limit in bytes per second for changes of experts' tiers (transitions)
+      during decoding. 0 means no limit.
+    - all_resident: whether every expert stays in memory, so that only transitions change its tier.
+    - by_residency: whether decisions depend on which experts are in memory, and so on disk speed.
+    - whole_layers: whether idle reads load whole layers instead of single experts.
+    - waits: whether the first token of an answer waits for the transitions that `warm` returns.
+    - learns: whether decisions depend on earlier steps. A recording must then begin with a new
+      policy.
     """
 
     asked_in: tuple[Phase, ...] = ()
@@ -125,32 +135,38 @@ class PolicyRequirements:
 
 
 class History:
-    """Records of earlier runs and calibration of a model. This base class holds no records."""
+    """Knowledge about a model from earlier runs and from calibration.
+
+    This base class knows nothing: each of its methods returns None.
+    """
 
     def hotness(self) -> np.ndarray | None:
-        """Return the usage of each expert, float64 [n_layers, n_expert], or None if unknown."""
+        """Return the fraction of tokens that used each expert, according to earlier runs.
+
+        The result is float64 [n_layers, n_expert], or None if no earlier run was recorded.
+        """
         return None
 
     def losses(self, tiers: Sequence[str], per_use: bool = False) -> np.ndarray | None:
-        """Return the loss of each expert in these tiers, float64 [n_layers, n_expert, n_tiers].
+        """Return the quality loss of each expert in each of these tiers.
 
-        Return None if it is unknown.
-
-        per_use: the loss per use with the expert's usual gate weights, in nats, if calibrate fitted
-        the model; otherwise the same as without it.
+        The result is float64 [n_layers, n_expert, n_tiers], or None if the losses were not
+        measured. The loss is the mean squared error of the expert's output. With `per_use`, it is
+        the KL divergence in nats that one use of the expert causes with its usual gate weight.
+        Without fitted KL factors, `per_use` has no effect.
         """
         return None
 
     def estimate(self, tiers: Sequence[str]) -> KlEstimate | None:
-        """Return the estimated KL divergence of these tiers from the first of them.
+        """Return an estimate of the KL divergence of these tiers from the first of them.
 
-        Return None if it is unknown. May raise ConfigError if the policy cannot work without the
-        estimate.
+        Return None if there is no estimate. A subclass may raise ConfigError instead, for a policy
+        that cannot work without an estimate.
         """
         return None
 
     def tuned(self, policy: str) -> Mapping[str, Any] | None:
-        """Return the settings that the policy tuned in an earlier run (`Learned.tuned`), if any."""
+        """Return the settings that the policy tuned itself in an earlier run, or None."""
         return None
 
 
@@ -159,10 +175,12 @@ UNKNOWN = History()
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """State of a policy at the end of a run, for the next run.
+    """The knowledge that a policy has at the end of a run and that the next run starts from.
 
-    hotness: usage of each expert, float64 [n_layers, n_expert]. tuned: settings that the policy
-    tuned itself, JSON-ready.
+    - hotness: the fraction of tokens that used each expert, float64 [n_layers, n_expert].
+    - tuned: the settings that the policy tuned itself, JSON-ready.
+
+    Each field is None if the policy does not learn it.
     """
 
     hotness: np.ndarray | None = None
@@ -171,14 +189,17 @@ class Learned:
 
 @dataclass(frozen=True)
 class Placement:
-    """The division of a budget into slots by a policy.
+    """The result of `Policy.place`: how a policy divides a memory budget into expert slots.
 
-    It is the result of the pure function `Policy.place`.
+    - policy, settings, rules: the policy class, its settings and the rules for every policy.
+    - shape: the model's layers, experts and slot sizes.
+    - slots: the slots, which fit the budget. If the budget is too small, they are the minimum with
+      which the policy works.
+    - wants: the requirements of the policy with these settings and slots.
+    - losses: the quality loss of each expert in each tier, or None if the slots do not depend on
+      it.
 
-    slots: within the budget, or the minimum with which the policy works if the budget is too small.
-    wants: the requirements of the policy with these settings and slots. losses: the loss of each
-    expert in each tier, if the placement depends on it. A policy that needs further values defines
-    a subclass.
+    A policy that needs further values defines a subclass.
     """
 
     policy: type[Policy]
@@ -196,21 +217,23 @@ class Placement:
 
     @property
     def text(self) -> str:
-        """A phrase for the status line."""
+        """A short description of the policy and its tiers for the status line of chat and serve."""
         return f"{self.name} {'/'.join(self.shape.tiers)}"
 
     @property
     def spends(self) -> float | None:
-        """The loss budget of the policy in nats per token.
+        """The quality loss that the policy may cause, in nats per token.
 
-        None if the policy does not count losses.
+        None if the policy has no such limit.
         """
         return None
 
     def fractions(self, uses: np.ndarray) -> np.ndarray:
-        """Return the share of each expert's uses that is requested in each tier.
+        """Return the fraction of each expert's uses in which the expert is requested in each tier.
 
-        float64 [n_layers, n_expert, n_tiers]. The rest to 1 is skipped.
+        The result is float64 [n_layers, n_expert, n_tiers]. If the fractions of an expert add up to
+        less than 1, the expert is skipped in the remaining uses. By default, every use requests
+        tier 0.
 
         uses: how often tokens of an answer use each expert, [n_layers, n_expert].
         """
@@ -219,16 +242,18 @@ class Placement:
         return mix
 
     def first(self, hotness: np.ndarray | None = None) -> Sequence[Transition]:
-        """Return the experts to load before the first token.
+        """Return the experts to load before the first token, and their tiers. By default, none.
 
-        hotness: usage of each expert; it replaces the usage with which the placement was made.
+        hotness: the fraction of tokens that use each expert, [n_layers, n_expert]. If given, it
+        replaces the values with which the placement was made.
         """
         return ()
 
     def make(self, history: History = UNKNOWN) -> Policy:
-        """Return a new policy with this placement.
+        """Return a new policy object with this placement.
 
-        It starts from the usage in history if its reports carry counts.
+        If the policy counts the uses of experts, it starts from the counts of earlier runs in
+        `history`.
         """
         made = self.policy(self)
         hotness = history.hotness() if made.wants.counts else None
@@ -241,11 +266,14 @@ class Placement:
 class About:
     """The declarations of a policy. Each field also becomes an attribute of the policy's class.
 
-    name: the name that users type. summary: one sentence for the tables of the documentation.
-    Settings: the dataclass of its own settings. reason: completes the sentence "NAME, which ..."
-    that explains why an option of another policy has no effect. precisions: the tiers that the
-    policy works with. wants: the union of the requirements of all placements, for plans that are
-    made before a placement exists.
+    - name: the name that users type.
+    - summary: one sentence for the tables of the documentation.
+    - Settings: the dataclass of the policy's own settings.
+    - reason: the end of the sentence "NAME, which ...". Messages use this sentence to explain why
+      an option of another policy has no effect.
+    - precisions: the number of tiers that the policy uses, and its default choice.
+    - wants: the requirements of the policy before its slots are known. They are the union of the
+      requirements with all possible slots and settings.
     """
 
     name: str
@@ -257,25 +285,25 @@ class About:
 
 
 class Policy:
-    """A rule that chooses tiers, prefetches and transitions.
+    """A rule that chooses the tiers of experts, prefetches, and changes of tier (transitions).
 
-    This table is the whole contract:
+    This table lists all members that a policy may define:
 
     | member | meaning |
     |---|---|
     | about | required: the declarations of the policy |
-    | place | required: divides a budget into slots; pure |
+    | place | required: divides a memory budget into expert slots; a pure function |
     | decide | required if `about.wants.asked_in` is not empty: chooses tiers of a layer's experts |
     | on_step | called after each step; returns transitions. Default: none |
-    | warm | what is loaded before the first token. Default: the placement's `first` |
-    | update_settings | replaces the live settings. Default: stores the new record |
-    | report | figures of the policy's own work. Default: empty |
-    | describe | a phrase for the status line. Default: the placement's text |
-    | recall, learned | optional: state that lives across runs. Default: none |
-    | save_sequence, restore_sequence | optional: state of one sequence. Default: none |
+    | warm | returns the experts to load before the first token. Default: `placement.first()` |
+    | update_settings | replaces the settings between two tokens. Default: stores the new settings |
+    | report | returns figures about the policy's work. Default: empty |
+    | describe | returns a phrase for the status line. Default: the text of the placement |
+    | recall, learned | optional: knowledge that lives across runs. Default: none |
+    | save_sequence, restore_sequence | optional: the state of one sequence. Default: none |
 
-    A policy is made from a placement and shares its attributes shape, settings, rules and wants. It
-    may replace its own `wants` between steps.
+    A policy is made from a placement and shares its attributes shape, settings, rules and wants.
+    The policy may replace its own `wants` between steps.
     """
 
     about: ClassVar[About]
@@ -287,9 +315,10 @@ class Policy:
     wants: PolicyRequirements
 
     def __init_subclass__(cls, **more: Any) -> None:
-        """Raise TypeError for a policy with an inconsistent declaration.
+        """Copy the declarations in `about` to the class, and check them.
 
-        Such a policy defines `decide` but declares no phase in which it is called.
+        Raises TypeError for a class that defines `decide` but declares no phase in which it is
+        called.
         """
         super().__init_subclass__(**more)
         about = cls.__dict__.get("about")
@@ -298,7 +327,10 @@ class Policy:
         for each in fields(About):
             setattr(cls, each.name, getattr(about, each.name))
         if not about.wants.asked_in and cls.decide is not Policy.decide:
-            raise TypeError(f"{cls.__name__} defines decide, but about.wants.asked_in is empty")
+            raise TypeError(
+                f"{cls.__name__} defines decide, which is never called: name the phases of its "
+                "calls in about.wants.asked_in"
+            )
 
     @classmethod
     def place(
@@ -309,13 +341,13 @@ class Policy:
         budget_bytes: int,
         history: History,
     ) -> Placement:
-        """Divide a budget into slots.
+        """Divide a memory budget into expert slots, and return the result.
 
-        If the budget is too small, return the minimum with which the policy works, which is the
-        placement for budget 0.
+        If the budget is too small, return the smallest division with which the policy works. Budget
+        0 gives the same result.
 
-        Raises PolicyError if the policy cannot work with the model's tiers and these settings, and
-        whatever `History.estimate` raises.
+        Raises PolicyError if the policy cannot work with the model's tiers and these settings.
+        Errors of `history` are passed on.
         """
         raise NotImplementedError
 
@@ -326,63 +358,71 @@ class Policy:
         self._set_up()
 
     def _set_up(self) -> None:
-        """Initialise the state of a new policy."""
+        """Initialise the state of a new policy. The constructor calls this method last."""
 
     def warm(
         self, resident: np.ndarray | None = None, target: np.ndarray | None = None
     ) -> Sequence[Transition] | None:
-        """Return the transitions that must finish before the first token.
+        """Return the experts to load, with their tiers, before a token is computed.
 
-        This is the first token of the run, or of an answer if `wants.waits` is set.
+        The runtime calls this method before the first token of the run, without arguments. If
+        `wants.waits` is set, the runtime also calls this method before the first token of each
+        answer. The arguments are then the tiers of all experts in memory (`resident`) and after
+        their transitions (`target`). The call is repeated each time the returned transitions
+        finish.
 
-        At the start of an answer, resident and target are given as in StepReport, and the call is
-        repeated each time its transitions finish. It then returns () if only transitions under way
-        are left, and None if the answer need not wait.
+        Return () to wait for transitions under way without starting new ones. Return None if the
+        answer need not wait any longer.
         """
         return self.placement.first()
 
     def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
-        """Write a tier for each routed expert and request prefetches.
+        """Choose the tiers of the experts that a layer's tokens use, and request prefetches.
 
-        Experts without a written tier get tier 0. Changes only `out`, and keeps no reference to its
-        arguments.
+        The runtime calls this method in each MoE layer. The method writes its choice to `out` and
+        changes nothing else. Experts without a written tier get tier 0. The method must not keep
+        references to its arguments, because they are valid only during the call.
         """
 
     def on_step(self, report: StepReport) -> Sequence[Transition]:
-        """Called after every successful step. Returns the transitions to start."""
+        """Process the report of a finished step, and return the transitions to start now.
+
+        A transition changes the tier of an expert in the background. By default, none is started.
+        """
         return ()
 
     def update_settings(self, settings: Any) -> None:
-        """Replace the live settings.
+        """Replace the settings of the policy, from the next step on.
 
-        Takes effect at the next step; slots stay unchanged. Raises PolicyError for values that the
-        policy cannot work with, and then changes nothing.
+        The expert slots stay unchanged. Raises PolicyError, without a change, if the policy cannot
+        work with the new values.
         """
         self.placement = replace(self.placement, settings=settings)
         self.settings = settings
 
     def report(self) -> Mapping[str, Any]:
-        """Return figures of the policy's own work, JSON-ready; empty by default."""
+        """Return figures about the policy's own work by name, JSON-ready. Empty by default."""
         return {}
 
     def describe(self) -> str:
-        """Return a phrase for the status line."""
+        """Return a short description of the policy for the status line of chat and serve."""
         return self.placement.text
 
     def recall(self, hotness: np.ndarray) -> None:
-        """Start from the usage that an earlier run learned (`Learned.hotness`).
+        """Start from the expert usage that an earlier run learned.
 
-        Called before `warm`.
+        The runtime calls this method before `warm`. hotness: the fraction of tokens that used each
+        expert, [n_layers, n_expert].
         """
 
     def learned(self) -> Learned:
-        """Return the state to keep for the next run."""
+        """Return the knowledge that the next run should start from. Empty by default."""
         return Learned()
 
     def save_sequence(self, sequence: int) -> bytes | None:
-        """Return the policy's state of one sequence, to be kept with its tokens.
+        """Return the policy's state of one sequence as bytes, or None if the policy has none.
 
-        Return None if it has none.
+        The caller stores these bytes together with the tokens of the sequence.
         """
         return None
 
@@ -401,17 +441,20 @@ def place(
     budget_bytes: int = 0,
     history: History = UNKNOWN,
 ) -> Placement:
-    """Return the placement of a policy. settings: None for the policy's defaults.
+    """Divide a memory budget into expert slots with a policy, and return the result.
 
-    Raises what `Policy.place` raises, and TiersError for a model with fewer tiers than the policy
-    needs. Any other exception of a policy that is not ours becomes a PolicyError, so that plans of
-    the other policies can be made.
+    settings: the policy's settings; None for the defaults.
+
+    Raises TiersError if the model has fewer tiers than the policy needs. Also raises TiersError if
+    the rules allow skipping and the policy never skips. MoeEdgeErrors of the policy are passed on.
+    Any other exception of a policy from another package becomes a PolicyError, so that the plans of
+    other policies can still be made.
     """
     rules, precisions = rules or Rules(), policy.precisions
     too_few = len(shape.tiers) < precisions.least
     if precisions.keeps is not None and (too_few or rules.skip):
         raise TiersError(
-            f"the policy {policy.name} keeps each expert in one of {precisions.keeps}",
+            f"the policy {policy.name} needs {precisions.keeps} and cannot skip experts",
             "give --low FILE or a file packed with several tiers, and not --low-tier skip",
         )
     if too_few:
@@ -428,5 +471,5 @@ def place(
         if policy.__module__.startswith("orchestrator."):
             raise
         raise PolicyError(
-            f"the policy {policy.name} failed in place: {type(error).__name__}: {error}"
+            f"the policy {policy.name} failed in its method place: {type(error).__name__}: {error}"
         ) from error

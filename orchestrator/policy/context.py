@@ -56,13 +56,14 @@ _MAGIC = b"moe-edge use 1\n"
 
 
 class SequenceUse:
-    """Expert usage of the sequences in memory.
+    """Counts how often the tokens of each sequence in memory use each expert.
 
-    `past` is the usage of finished sequences, float64 [n_layers, n_expert].
+    `past` has the counts of sequences that ended, float64 [n_layers, n_expert].
 
-    A prompt token counts for its own sequence. The counts of a decode step are known only for all
-    its tokens together, so they are divided equally among the sequences in memory: their sum is
-    exact, and with a single sequence so is its count. Answers have no gate sums.
+    A prompt token counts for its own sequence. For a decode step, only the total counts of all its
+    tokens are known. They are divided equally among the sequences in memory, so the sum over the
+    sequences is exact. For prompts, the routing weights (gates) of each expert are added up as
+    well.
     """
 
     def __init__(self, n_layers: int, n_expert: int) -> None:
@@ -72,24 +73,30 @@ class SequenceUse:
         self._of: dict[int, np.ndarray] = {}
         self._step = -1
         self._in_step: dict[int, np.ndarray] = {}
-        self._given: set[int] = set()  # restored since the last step
+        self._given: set[int] = set()  # sequences that were restored since the last step
 
     def _none(self) -> np.ndarray:
         return np.zeros((2, *self._size))
 
     @property
     def sums(self) -> np.ndarray:
-        """P and W of all sequences in memory, float64 [2, n_layers, n_expert]."""
+        """The use of each expert by all sequences in memory, float64 [2, n_layers, n_expert].
+
+        The first row has the number of uses, and the second row has the sums of routing weights.
+        """
         total: np.ndarray = np.sum([self._none(), *self._of.values()], axis=0)
         return total
 
     def count(
         self, step: int, layer: int, ids: np.ndarray, gates: np.ndarray, sequences: np.ndarray
     ) -> None:
-        """Count the tokens of one layer in a step.
+        """Count which experts the tokens of a step use in one layer.
 
-        ids, gates: chosen experts and their weights, [T, k]. sequences: the sequence of each token,
-        [T]. Counts of an earlier step that failed are dropped.
+        The counts become part of a sequence's use when `step_done` reports that the step succeeded.
+        Counts of an earlier step that failed are dropped.
+
+        - ids, gates: the chosen experts and their routing weights, [T, k] for T tokens.
+        - sequences: the sequence of each token, [T].
         """
         if step != self._step:
             self._step = step
@@ -102,7 +109,10 @@ class SequenceUse:
             use[1, layer] += np.bincount(chosen, gates[mine].ravel(), n)
 
     def step_done(self, report: StepReport) -> None:
-        """Add the counts of a successful step, after sequences ended and began."""
+        """Add the counts of a successful step to its sequences.
+
+        Before that, sequences that ended are moved to `past`, and new sequences are added.
+        """
         for sequence in {*report.ends, *report.starts} - self._given:
             if (over := self._of.pop(sequence, None)) is not None:
                 self.past += over[0]
@@ -120,14 +130,14 @@ class SequenceUse:
             self.past += report.counts
 
     def save(self, sequence: int) -> bytes | None:
-        """Return the usage of one sequence as bytes; None if it is not in memory."""
+        """Return one sequence's use of experts as bytes, or None if it is not in memory."""
         use = self._of.get(sequence)
         return None if use is None else _MAGIC + use.astype("<f8").tobytes()
 
     def restore(self, sequence: int, state: bytes) -> None:
-        """Replace the usage of a sequence by saved usage.
+        """Replace one sequence's use of experts by the bytes that `save` returned.
 
-        Raises PolicyError for bytes that save did not write for this model.
+        Raises PolicyError if the bytes are damaged or were saved for another model.
         """
         body, none = state[len(_MAGIC) :], self._none()
         written = state.startswith(_MAGIC) and len(body) == 8 * none.size
@@ -145,33 +155,35 @@ AUTO, DEVICE, HOST = "auto", "device", "host"
 
 @dataclass(frozen=True)
 class ContextSettings(PlacementSettings, Background):
-    """Settings of the policy context."""
+    """Settings of the policy `context`, which chooses precisions of experts by the conversation."""
 
     hot_experts: int | None = inherit(Shared, "hot_experts")
     near_tiers: str | None = setting(
         None,
-        "Precisions of the experts that are not hot, such as q4_k,q2_k.",
+        "Lower precisions, such as q4_k,q2_k, for the experts that are not in the best one.",
         metavar="LIST",
-        shown="all below the best one",
+        shown="all below the best precision",
     )
     near_slots: str = setting(
         OWN,
-        "Slots of these experts: each slot holds one precision, with the same number of each in "
-        "every layer (own); or each slot holds any of them and is as large as the largest, so "
-        "that the numbers follow the prompt (shared).",
+        "Slots of experts in lower precisions. own: each slot holds one precision, and every layer "
+        "has the same number of slots for it. shared: each slot holds any of these precisions, so "
+        "that the number of experts in each follows the prompt. Shared slots are as large as the "
+        "largest of these precisions needs.",
         choices=(OWN, SHARED),
     )
     near_place: str = setting(
         AUTO,
-        "Where experts that are not hot are stored with a GPU: in its memory (device), or in host "
-        "memory, where the CPU computes them without copies (host). auto: in host memory only if "
-        "they do not all fit the GPU.",
+        "Where a system with a GPU stores experts in lower precisions: in the GPU's memory "
+        "(device), or in host memory, where the CPU computes them (host). auto: in host memory "
+        "only if they do not all fit the GPU.",
         choices=(AUTO, DEVICE, HOST),
     )
     losses: Path | None = inherit(Shared, "losses")
     placement: str = setting(
         ASYNC,
-        "Experts move during the answer (async), or before its first token, which waits (wait).",
+        "When experts change their precision after a prompt: during the answer (async), or before "
+        "its first token, which waits for that (wait).",
         choices=(ASYNC, WAIT),
     )
 
@@ -180,9 +192,9 @@ class ContextSettings(PlacementSettings, Background):
         if asked.get("losses") is None or asked.get("near_slots") == SHARED:
             return None
         return (
-            f"--losses has no effect with --near-slots {OWN}, where each lower precision has the "
-            f"same number of experts in every layer, whatever they lose: leave it out, or give "
-            f"--near-slots {SHARED}"
+            f"--losses has no effect with --near-slots {OWN}: each lower precision has the same "
+            "number of experts in every layer, however much quality they lose. Leave --losses "
+            f"out, or give --near-slots {SHARED}"
         )
 
 
@@ -191,10 +203,12 @@ _LEARNED_TOKENS = 1024
 
 
 class NearTiers(NamedTuple):
-    """The tiers of experts that are not hot, best first.
+    """The lower precisions (tiers) in which the less important experts are stored, best first.
 
-    tiers: tier numbers. names: tier names. bits: nominal bits per weight. stored: actual bits per
-    weight, empty if unknown.
+    - tiers: the tier numbers.
+    - names: the tier names.
+    - bits: the bits per weight that the names say, such as 4 for q4_k.
+    - stored: the actual bits per weight; empty if unknown.
     """
 
     tiers: list[int]
@@ -204,15 +218,21 @@ class NearTiers(NamedTuple):
 
     @classmethod
     def of(cls, shape: ModelShape, settings: ContextSettings) -> NearTiers:
-        """Return the near tiers for the settings. Raises PolicyError as near_tiers does."""
+        """Return the lower tiers to use for a model with these settings.
+
+        Raises PolicyError if the settings name a tier that the model lacks, or too many tiers.
+        """
         tiers = near_tiers(shape.tiers, settings.near_tiers)
         names = [shape.tiers[tier] for tier in tiers]
         stored = [shape.bits[tier] for tier in tiers] if shape.bits else []
         return cls(tiers, names, [nominal_bits(name) for name in names], stored)
 
 
-def _places(shape: ModelShape, settings: ContextSettings, shares_slots: bool) -> list[bool]:
-    """Return whether near tiers are in host memory of a GPU system, as options to try in turn."""
+def _places_to_try(shape: ModelShape, settings: ContextSettings, shares_slots: bool) -> list[bool]:
+    """Return the memories in which experts in lower tiers may be stored, in the order to try them.
+
+    An entry is True for the host memory of a system with a GPU, and False otherwise.
+    """
     asked = settings.near_place
     if not shape.host_slots or asked == DEVICE:
         return [False]
@@ -220,7 +240,11 @@ def _places(shape: ModelShape, settings: ContextSettings, shares_slots: bool) ->
 
 
 def uniform_counts(n_cold: int, near: NearTiers, settings: ContextSettings) -> tuple[int, ...]:
-    """Return how many of n_cold experts of a layer get each near tier if all have the same losses.
+    """Return how many experts of a layer each lower tier gets if all experts have the same losses.
+
+    - n_cold: the number of experts to divide among the lower tiers.
+    - near: the lower tiers.
+    - settings: near_bits is the limit for the mean number of bits per weight.
 
     Raises PolicyError if near_bits is less than the smallest tier needs.
     """
@@ -243,10 +267,13 @@ def pools_of(
     shares_slots: bool,
     on_host: bool,
 ) -> TierPools:
-    """Return slots for n_hot experts of each layer in tier 0, and for others in the near tiers.
+    """Return slots for n_hot experts of each layer in tier 0 and for the others in lower tiers.
 
-    `counts` says how many experts each near tier has. on_host: near experts are in host memory and
-    computed by the host's threads, next to a GPU.
+    - near: the lower tiers (near tiers).
+    - counts: the number of experts per layer in each of them.
+    - shares_slots: whether each slot for a lower tier can hold any of these tiers.
+    - on_host: whether a system with a GPU keeps the experts in lower tiers in host memory, where
+      CPU threads compute them.
     """
     unused = set(range(1, len(shape.tiers))) - set(near.tiers)
     groups: list[tuple[tuple[int, ...], int]] = [((tier,), 0) for tier in sorted(unused)]
@@ -263,17 +290,25 @@ def pools_of(
 
 
 def as_uses(learned: np.ndarray, n_expert_used: int) -> np.ndarray:
-    """Return the usage that earlier runs learned, as uses of _LEARNED_TOKENS tokens."""
+    """Convert the expert usage of earlier runs to numbers of uses, to add to those of this run.
+
+    The numbers are those of _LEARNED_TOKENS tokens, each with n_expert_used experts per layer.
+    learned: the fraction of tokens that used each expert, [n_layers, n_expert].
+    """
     return shares(learned, np.zeros_like(learned)) * n_expert_used * _LEARNED_TOKENS
 
 
 @dataclass(frozen=True, kw_only=True)
 class ContextPlacement(Placement):
-    """A placement with K hot experts per layer.
+    """The expert slots of the policy `context`, with K hot experts per layer in the best tier.
 
-    n_hot: K, the experts of each layer in tier 0. near_counts: experts in each near tier.
-    shares_slots: near tiers share slots, so their counts follow the conversation. on_host: near
-    tiers are in host memory next to a GPU. hotness: usage in earlier runs.
+    - near: the lower precisions (near tiers) of the other experts.
+    - n_hot: K.
+    - near_counts: the number of experts per layer in each near tier.
+    - shares_slots: whether near tiers share slots, so that their counts follow the conversation.
+    - pools: the slots, grouped by size.
+    - on_host: whether a system with a GPU keeps the near tiers in host memory.
+    - hotness: the fraction of tokens that used each expert in earlier runs, or None.
     """
 
     near: NearTiers
@@ -287,11 +322,14 @@ class ContextPlacement(Placement):
     def of_use(
         self, counts: np.ndarray, gates: np.ndarray, before: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the importance and the tier of each expert, both [n_layers, n_expert].
+        """Return the importance of each expert, and the tier that it should have.
 
-        The importance is float64, the tier uint8.
+        The importance is float64 and the tier is uint8, both [n_layers, n_expert]. The result
+        depends on the use of the experts:
 
-        counts, gates: use by the conversation. before: uses before it.
+        - counts, gates: the conversation's uses of each expert, and the sums of its routing
+          weights.
+        - before: the uses before this conversation.
         """
         settings, near = self.settings, self.near
         scores = importance(counts, gates, before, settings, self.shape.n_expert_used)
@@ -304,7 +342,11 @@ class ContextPlacement(Placement):
         return scores, tiers
 
     def first(self, hotness: np.ndarray | None = None) -> Sequence[Transition]:
-        """Return a transition of every expert to its tier according to the hotness alone."""
+        """Return a transition of every expert to the tier that its use in earlier runs implies.
+
+        hotness: the fraction of tokens that use each expert. If given, it replaces the use in
+        earlier runs.
+        """
         none = np.zeros((self.shape.n_layers, self.shape.n_expert))
         known = self.hotness if hotness is None else hotness
         before = none if known is None else as_uses(known, self.shape.n_expert_used)
@@ -316,44 +358,44 @@ class ContextPlacement(Placement):
         if near.stored:
             names = [f"{a} ({b:.2f} bits)" for a, b in zip(names, near.stored, strict=True)]
         counts = zip(self.near_counts, names, strict=True)
-        said = ", ".join(f"{n} {name}" for n, name in counts if n) or "none near"
+        lower = [f"{n} in {name}" for n, name in counts if n]
         if self.shares_slots:
-            bits = f"{self.settings.near_bits:g} nominal bits"
-            said = f"{sum(self.near_counts)} in {', '.join(names)}, {bits} on average"
-        where = ", which the host computes" if self.on_host else ""
-        return (
-            f"context, of {self.shape.n_expert} experts a layer {self.n_hot} hot in "
-            f"{self.shape.tiers[0]}, {said}{where}"
-        )
+            bits = f"{self.settings.near_bits:g} bits per weight on average"
+            lower = [f"{sum(self.near_counts)} in {' or '.join(names)} ({bits})"]
+        best = f"{self.n_hot} of {self.shape.n_expert} experts per layer in {self.shape.tiers[0]}"
+        computed_by = ", lower precisions computed by the CPU" if self.on_host else ""
+        return f"context, {', '.join([best, *lower])}{computed_by}"
 
 
 class ContextAware(Policy):
-    """Keep the K most important experts of each layer in tier 0 and the others in near tiers.
+    """Keeps the K most important experts of each layer in tier 0 and the others in lower tiers.
 
-    All of them are resident. Their importance follows from their use by the conversation.
+    All experts are resident. The importance of an expert follows from its use by the conversation.
 
-    In prefill, each layer adds P, the uses of each expert, and W, its routing weights. The last
-    layer computes only one token of a prompt, so the predictions of the layer before, which sees
-    all tokens, are counted instead. Tokens of an answer count in P alone. `SequenceUse` says which
-    sequences are summed. The usage of finished sequences becomes part of the profile.
+    In prefill, each layer counts the uses of each expert and adds up the routing weights. The last
+    layer computes only one token of a prompt. For this layer, the predictions of the layer before
+    it are counted instead, because they exist for all tokens. For tokens of an answer, only uses
+    are counted. The use of sequences that ended becomes part of the profile of earlier runs.
 
-    After a prompt, `importance` and `place` choose each expert's tier. Experts move in the
-    background, at step boundaries, moves to lower tiers first, then the most important ones. No
-    token waits, except the first token of an answer if that is requested (`placement` wait).
+    After a prompt, the tier of each expert is chosen. Experts then change their tier in the
+    background, between steps. Changes to lower tiers come first, then those of the most important
+    experts. Tokens do not wait for the changes. With the setting `placement` wait, the first token
+    of an answer waits.
 
-    If near tiers share slots, the prefix split of section 4.2 chooses the number of experts per
-    near tier for each layer and sequence. If each has its own slots, the numbers are fixed: those
-    of the split for experts with equal losses, whose importance falls as 1/rank (`near_weights`
-    importance) or is uniform (plain). With two near tiers, the bit budget determines both numbers,
-    so separate slots are as good and take less memory.
+    If the lower (near) tiers share slots, the prefix split of section 4.2 chooses the number of
+    experts per tier for each layer and sequence. If each near tier has its own slots, the numbers
+    are fixed. They are those of the prefix split for experts with equal losses. The importance of
+    the experts is assumed to fall as 1/rank (`near_weights` importance) or to be uniform (plain).
+    With two near tiers, the bit budget determines both numbers, so separate slots are as good and
+    take less memory.
     """
 
     about = About(
         name="context",
         summary=(
             "Every expert is resident: those that the conversation used most in the best "
-            "precision, the others in lower ones. They are placed once per prompt, in the "
-            "background, and no token waits for it."
+            "precision, the others in lower ones. The precisions are chosen once per prompt and "
+            "changed in the background, and no token waits for that."
         ),
         Settings=ContextSettings,
         reason="places every expert by the prompt",
@@ -375,19 +417,20 @@ class ContextAware(Policy):
         budget_bytes: int,
         history: History,
     ) -> ContextPlacement:
-        """Place every expert in a near tier, and K of each layer in the best tier instead.
+        """Divide a memory budget into slots: K experts per layer get tier 0, others lower tiers.
 
-        K is as many as fit, or hot_experts.
+        K is the setting hot_experts, or the largest number that fits.
 
-        Raises PolicyError if the model has no second tier in use, for near tiers that it lacks or
-        that are too many, and for shared slots in device memory.
+        Raises PolicyError if the model has no second tier or not the tiers that the settings name.
+        Also raises PolicyError if the settings name too many tiers, or slots that tiers share in a
+        GPU's memory.
         """
         near = NearTiers.of(shape, settings)
         shares_slots = settings.near_slots == SHARED and len(near.tiers) > 1
-        places = _places(shape, settings, shares_slots)
+        places = _places_to_try(shape, settings, shares_slots)
         if shares_slots and not (shape.shares_slots or places[-1]):
             raise PolicyError(
-                f"--near-slots {SHARED} needs slots in host memory: leave it out, or give "
+                f"--near-slots {SHARED} works only in host memory: leave it out, or give "
                 f"--near-place {HOST}"
             )
         n, asked = shape.n_expert, settings.hot_experts
@@ -427,15 +470,15 @@ class ContextAware(Policy):
         self.updates = 0
         self.use = SequenceUse(*size)
         self._learned: np.ndarray = np.zeros(size)
-        self._predicted = -1  # the step of which look-ahead has counted the last layer
-        self._placed = True  # whether no prompt was read since the latest placement
+        self._predicted = -1  # the step in which predictions were counted for the last layer
+        self._placed = True  # whether no prompt was read since tiers were chosen last
         self._wanted: np.ndarray | None = None
-        self._latest: np.ndarray | None = None  # wanted by the latest placement
+        self._latest: np.ndarray | None = None  # the tiers that were chosen last
         self._scores: np.ndarray = np.zeros(size)
         self._moved = self._steps = 0
 
     def learned(self) -> Learned:
-        """Return the share of tokens that use each expert, in earlier runs and this one."""
+        """Return the fraction of tokens that used each expert, in earlier runs and in this run."""
         used = self.use.past + self.use.sums[0]
         if not used.any():
             return Learned(hotness=np.array(self._learned))
@@ -443,7 +486,7 @@ class ContextAware(Policy):
         return Learned(hotness=frequency)
 
     def _before(self) -> np.ndarray:
-        """Return the usage that earlier runs learned, in uses."""
+        """Return the expert usage that earlier runs learned, as a number of uses."""
         return as_uses(self._learned, self.shape.n_expert_used)
 
     def recall(self, hotness: np.ndarray) -> None:
@@ -453,9 +496,10 @@ class ContextAware(Policy):
         return self.use.save(sequence)
 
     def restore_sequence(self, sequence: int, state: bytes) -> None:
-        """Restore a sequence's usage.
+        """Restore the expert use of a sequence from the bytes that save_sequence returned.
 
-        Its experts are placed again after the next tokens, as after a prompt.
+        The tiers of experts are chosen again after the next tokens of the sequence, as after a
+        prompt.
         """
         self.use.restore(sequence, state)
         self._placed = False
@@ -463,9 +507,14 @@ class ContextAware(Policy):
     def warm(
         self, resident: np.ndarray | None = None, target: np.ndarray | None = None
     ) -> Sequence[Transition] | None:
-        """Return the transitions of every expert to its tier.
+        """Return the transitions of experts to their wanted tiers.
 
-        The tiers follow from the profile or, before an answer, from the conversation.
+        At the start of a run, all experts are moved according to earlier runs. Before an answer,
+        experts for which slots are free are moved according to the conversation. Return None if
+        answers do not wait.
+
+        resident, target: the tiers of experts in memory and after their transitions. None at the
+        start of a run.
         """
         if resident is None or target is None:
             wanted = self._latest = self._place()
@@ -476,14 +525,14 @@ class ContextAware(Policy):
         return self._moves(resident, target)
 
     def _place(self) -> np.ndarray:
-        """Return the tier of each expert by the usage known now, uint8 [n_layers, n_expert]."""
+        """Return the tier that each expert should have by its use, uint8 [n_layers, n_expert]."""
         use = self.use
         counts, gates = use.sums
         self._scores, tiers = self.placement.of_use(counts, gates, self._before() + use.past)
         return tiers
 
     def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
-        """Use each expert in its resident tier, and count the uses of the layer's tokens."""
+        """Request each expert in the tier in which it is resident, and count the tokens' uses."""
         step, layer, last = event.step, event.layer, self.shape.n_layers - 1
         out.tier_array[:] = served(self.wants.default_tier, view.resident_array[layer])
         of = event.sequences_array
@@ -496,10 +545,10 @@ class ContextAware(Policy):
             self.use.count(step, last, event.ahead_ids_array[0], gates, of)
 
     def on_step(self, report: StepReport) -> Sequence[Transition]:
-        """Count the step, and return the moves for which slots are free now.
+        """Count a finished step, and return the transitions for which slots are free now.
 
-        Experts are placed after the first decode step, because a prompt in several parts has prompt
-        ends in each of them.
+        New tiers are chosen after the first decode step that follows a prompt. They are not chosen
+        after a prefill step, because a prompt may take several of these.
         """
         if report.counts is None or report.resident is None or report.target is None:
             return ()
@@ -512,7 +561,7 @@ class ContextAware(Policy):
         return self._moves(report.resident, report.target)
 
     def _place_anew(self) -> None:
-        """Choose tiers once after each prompt."""
+        """Choose the tier of each expert again if a prompt was read since the last choice."""
         if self._placed:
             return
         self._wanted = self._latest = self._place()
@@ -521,7 +570,10 @@ class ContextAware(Policy):
         self._steps = 0
 
     def _moves(self, resident: np.ndarray, target: np.ndarray) -> list[Transition]:
-        """Return the possible moves towards the latest placement, most important experts first."""
+        """Return the transitions of experts to their chosen tiers for which slots are free now.
+
+        Transitions to lower tiers come first, then those of the most important experts.
+        """
         wanted = self._wanted
         if wanted is None:
             return []
@@ -533,10 +585,14 @@ class ContextAware(Policy):
         return moves
 
     def report(self) -> Mapping[str, Any]:
-        """Figures since the runtime started.
+        """Return figures about the policy's work since the runtime started.
 
-        placements, and moves for them; decode steps that the latest placement took; hot and near
-        experts of a layer by tier, on average; the bits of near experts, nominal and as stored.
+        - placements: how often tiers were chosen; moves: the number of transitions for them.
+        - steps: the decode steps that the transitions of the latest choice took.
+        - hot_per_layer, near_per_layer: the mean number of experts of a layer in the best tier and
+          in each lower (near) tier.
+        - near_bits, near_bits_stored: the mean bits per weight of experts in lower tiers, by the
+          names of the tiers and as stored.
         """
         latest, placement, names = self._latest, self.placement, self._near.names
         near = [float(n) for n in placement.near_counts]

@@ -50,29 +50,36 @@ _NOISE = 1e-9
 
 
 def critical_counts(lam: float, n_layers: int, m: int, schedule: str = COSINE) -> list[int]:
-    """Return t_l, the number of critical experts, of every MoE layer (eq. 5).
+    """Return t_l, the number of critical experts in each MoE layer (eq. 5).
 
-    t_l is ceil(r(l) * M), at least 1.
+    Critical experts are computed in the high tier. t_l is ceil(r(l) * M), at least 1.
 
-    r(l) = (1 - lambda) * c(l) + lambda is the share of critical experts in layer l; `falling`
-    returns c(l), and the cosine schedule is eq. 4. The minimum of 1 differs from the paper: with
-    lambda = 0, the last layer of a 4/0 plan would have no expert.
+    M is the argument m, the number of experts to choose from. r(l) = (1 - lambda) * c(l) + lambda
+    is the fraction of critical experts in layer l. `falling` returns c(l) for a schedule; the
+    cosine schedule is eq. 4. The minimum of 1 differs from the paper. Without it, lambda = 0 would
+    leave the last layer without any expert if the others are skipped.
     """
     shares = [(1 - lam) * c + lam for c in falling(schedule, n_layers)]
     return [min(m, max(1, math.ceil(share * m - _NOISE))) for share in shares]
 
 
 def realised(counts: list[int], m: int) -> float:
-    """Return the mean of t_l / M over the MoE layers."""
+    """Return the mean share of critical experts: counts[layer] / m, averaged over the MoE layers.
+
+    counts: the number of critical experts in each layer. m: the number of experts to choose from.
+    """
     return sum(counts) / (m * len(counts))
 
 
 def solve(retention: float, n_layers: int, m: int, schedule: str = COSINE) -> list[int]:
-    """Return t_l of every layer for the lambda whose mean share t_l / M is nearest to retention.
+    """Return the number of critical experts of each layer for a mean share nearest to retention.
 
-    M is the number of experts in the layer from which t_l are critical: those that a token selects
-    in decode, those that the prompt uses in prefill. lambda is in [0, 1], so shares below about one
-    half are reached only with the flat schedule: in eq. 4, the mean of r(l) is (1 + lambda) / 2.
+    Critical experts are computed in the high tier. The share of a layer is its number divided by M,
+    which is the argument m. In decode, M is the number of experts that a token selects. In prefill,
+    it is the number of experts that the prompt uses in the layer.
+
+    The function searches lambda (see `critical_counts`) in [0, 1]. With the cosine schedule, the
+    mean share is about (1 + lambda) / 2. So shares below about one half need the schedule "flat".
     """
     if n_layers == 1:
         return critical_counts(retention, 1, m, schedule)
@@ -100,9 +107,11 @@ def load_ahead(
 ) -> list[int]:
     """Prefetch the experts that the next layers are predicted to select in a decode step (eq. 8).
 
-    critical[layer] is t_l. Predicted ranks below t_l are requested in tier 0, the other ranks in
-    tier `low`, or not at all if it is None. Resident experts are requested too, so that the store
-    keeps them. With several tokens, the predictions of all tokens are requested, by frequency.
+    critical[layer] is t_l, the number of critical experts. The first t_l predicted experts are
+    requested in tier 0. The other predicted experts are requested in tier `low`, or not at all if
+    `low` is None. Experts in memory are requested too, so that the store keeps them. With several
+    tokens, the predictions of all tokens are merged by `union`.
+
     Returns the experts requested for the next layer.
     """
     asked: list[int] = []
@@ -124,12 +133,11 @@ def load_ahead(
 
 
 def union(ids: np.ndarray, t: int, n_expert: int) -> tuple[list[int], int]:
-    """Return the experts that any token is predicted to select, critical ones first.
+    """Return the experts that any token is predicted to select, and the number of critical ones.
 
-    Also return the number of critical ones.
-
-    An expert is critical if it is among the first t of some token. Both parts are ordered by the
-    number of tokens, then by the best rank, then by index. ids: int32 [T, k], best first.
+    Critical experts come first. An expert is critical if it is among the first t of a token. Within
+    the critical experts and within the others, the order is by number of tokens, then by best rank,
+    then by index. ids: predicted experts of each token, best first, int32 [T, k].
     """
     n_tokens, k = ids.shape
     load = np.bincount(ids.ravel(), minlength=n_expert)
@@ -149,11 +157,11 @@ GATES, MISSING = "gates", "missing"
 
 @dataclass(frozen=True)
 class DyMoESettings(LookAhead):
-    """Settings of the policy dymoe."""
+    """Settings of the policy `dymoe`, which computes important experts in a higher precision."""
 
     retention: float | None = setting(
         None,
-        "Average share of critical experts, 0 to 1.",
+        "Average share of critical experts, which are computed in the high precision, 0 to 1.",
         metavar="R",
         within=(0.0, 1.0),
         shown=f"1, or {_USUAL_RETENTION} with a low precision",
@@ -166,40 +174,43 @@ class DyMoESettings(LookAhead):
     )
     lower_which: str = setting(
         GATES,
-        "Which experts of an answer are lowered or skipped: those with the lowest gates, as in "
-        "the paper (gates), or at most as many of those that are not resident (missing).",
+        "Which experts of an answer get the low precision or are skipped: those with the lowest "
+        "gate weights, as in the paper (gates), or at most as many that are not in memory "
+        "(missing).",
         metavar="WHICH",
         choices=(GATES, MISSING),
     )
     heavy_hitters: float = setting(
         0.4,
-        "Share of a prompt's tokens, those that receive the most attention, whose experts count "
-        "as critical.",
+        "Share of a prompt's tokens that count as important: those that receive the most "
+        "attention. The experts that these tokens use most are critical.",
         metavar="R",
         within=(0.0, 1.0),
     )
     prefetch_low: bool = setting(
         True,
-        "Also prefetch experts of an answer that are predicted to be low; the paper (eq. 8) "
-        "prefetches only critical ones.",
+        "Also prefetch the predicted experts that an answer needs in the low precision. The paper "
+        "(eq. 8) prefetches only those in the high precision.",
     )
     prompts_pass: bool = setting(
         True,
-        "Stream the experts that a prompt uses less through a part of the slots, so that they do "
-        "not evict all others.",
+        "Read the experts that a prompt uses less into a part of the slots only, so that they do "
+        "not evict all other experts.",
     )
 
 
 def _one_precision(shape: ModelShape, rules: Rules) -> bool:
-    """Whether there is no lower tier and no skipping."""
+    """Return whether experts have only one tier: no lower tier is in use and none is skipped."""
     return len(shape.tiers) < 2 and not rules.skip
 
 
 class Depth(NamedTuple):
-    """The number of critical experts by depth.
+    """How many experts of each layer are critical, that is, computed in the high tier.
 
-    retention: the requested average share. critical: t_l of each layer. realised: the average of
-    t_l / k. least: the smallest average that the schedule can reach.
+    - retention: the requested mean share of critical experts, 0 to 1.
+    - critical: the number of critical experts t_l of each layer, of the k that a token selects.
+    - realised: the actual mean of t_l / k.
+    - least: the smallest mean that the schedule can reach.
     """
 
     retention: float
@@ -209,9 +220,10 @@ class Depth(NamedTuple):
 
     @classmethod
     def of(cls, shape: ModelShape, settings: DyMoESettings, rules: Rules) -> Depth:
-        """Solve the schedule for the settings.
+        """Compute the number of critical experts of each layer for a model and these settings.
 
-        Raises TiersError if retention is below 1 and there is no second tier.
+        Raises TiersError if the setting retention is below 1, but there is neither a second tier
+        nor skipping.
         """
         one_precision = _one_precision(shape, rules)
         usual = 1.0 if one_precision else _USUAL_RETENTION
@@ -229,16 +241,21 @@ class Depth(NamedTuple):
 
 @dataclass(frozen=True)
 class DyMoEPlacement(Placement):
-    """A placement with a schedule of critical experts.
+    """The expert slots of the policy `dymoe`, and the number of critical experts per layer.
 
-    room: the number of slots of each layer in each tier. depth: the number of critical experts.
+    - room: the number of slots of each layer in each tier, indexed [layer][tier].
+    - depth: how many experts of each layer are critical, that is, computed in the high tier.
     """
 
     room: Sequence[Sequence[int]]
     depth: Depth
 
     def fractions(self, uses: np.ndarray) -> np.ndarray:
-        """The realised share of uses is high, and the rest is low or skipped."""
+        """Return the fraction of each expert's uses that is requested in each tier.
+
+        The fraction in the high tier is the mean share of critical experts, for every expert. The
+        rest is low or skipped.
+        """
         high = self.depth.realised
         mix = (high, 1.0 - high)[: len(self.shape.tiers)]
         return np.broadcast_to(mix, (*uses.shape, len(mix)))
@@ -253,21 +270,23 @@ class DyMoEPlacement(Placement):
         if depth.retention < depth.least:
             schedule = self.settings.schedule
             other = "" if schedule == FLAT else f"; --schedule {FLAT} does"
-            less = f": the schedule {schedule} reaches no less{other}"
-        return f"dymoe {high}/{low} r={depth.retention:g} (realised {depth.realised:.3f}{less})"
+            less = f": the schedule {schedule} reaches no smaller share{other}"
+        achieved = f"realised {depth.realised:.3f}{less}"
+        return f"dymoe {high}/{low} retention={depth.retention:g} ({achieved})"
 
 
 class DyMoE(Policy):
-    """Compute the t_l most important experts of each layer and step in tier 0.
+    """Computes the most important experts of each layer and step in the high tier (tier 0).
 
-    The others are computed in tier 1 or not at all. Each layer has its own slots, and the next
-    layer's experts are prefetched.
+    These are t_l experts of layer l, called critical. The others are computed in tier 1 or skipped.
+    Each layer has its own slots, and the experts of the next layer are prefetched.
 
-    The importance of an expert is its gate score for a token of an answer (eq. 3), and the number
-    of heavy-hitter tokens for a prompt (eq. 2). In a step of several sequences, each sequence has
-    its own ranking, and an expert is high if one of them needs it high. The experts that a prompt
-    uses most may fill three quarters of a layer's high slots; the others are streamed through at
-    most half of them.
+    For a token of an answer, the importance of an expert is its gate score (eq. 3). For a prompt,
+    the importance is the number of heavy-hitter tokens that use the expert (eq. 2). In a step of
+    several sequences, experts are ranked for each sequence. An expert is computed in the high tier
+    if one of the sequences needs that. The experts that a prompt uses most may fill three quarters
+    of a layer's high slots. The other experts of a prompt are streamed through at most half of the
+    high slots.
     """
 
     about = About(
@@ -275,7 +294,7 @@ class DyMoE(Policy):
         summary=(
             "The default if not every expert fits. Critical experts are computed in the high "
             "tier, the others in the low tier or skipped. Early layers have more critical "
-            "experts than late ones. Prefetches for the next layer while that is faster."
+            "experts than late ones. Experts of the next layer are prefetched while that is faster."
         ),
         Settings=DyMoESettings,
         reason="decides token by token",
@@ -294,14 +313,16 @@ class DyMoE(Policy):
         budget_bytes: int,
         history: History,
     ) -> DyMoEPlacement:
-        """Divide the budget into one slot group per (layer, kind, tier).
+        """Divide a memory budget into one slot group for each layer, matrix kind and tier.
 
-        First comes the working set of one token in every layer, t_l high and k - t_l low experts,
-        so that one token's experts fit at once. The rest is divided by expected use per byte.
+        First, each layer gets slots for the k experts that one token selects: t_l critical experts
+        in the high tier and k - t_l in the low tier. The rest of the budget is divided by expected
+        use per byte.
 
-        A high slot serves high and low requests: (t + (k-t) * low/high bytes) / k of a layer's
-        demand per byte. A low slot serves only low requests: (k-t) / k. High slots win unless
-        nearly all experts of a layer are sub-critical.
+        A high slot serves requests for the high and for the low tier. Its value is (t_l + (k - t_l)
+        * low_bytes / high_bytes) / k. A low slot serves only requests for the low tier, so its
+        value is (k - t_l) / k. High slots have the larger value unless nearly all experts of a
+        layer are low.
         """
         settings = settings.with_usual()
         depth = Depth.of(shape, settings, rules)
@@ -355,17 +376,17 @@ class DyMoE(Policy):
         self.critical = self.placement.depth.critical
 
     def update_settings(self, settings: Any) -> None:
-        """Replace the settings and solve the depth schedule again."""
+        """Replace the settings, and compute the number of critical experts of each layer again."""
         depth = Depth.of(self.shape, settings, self.rules)
         super().update_settings(settings)
         self.placement = replace(self.placement, depth=depth)
         self.critical, self._prefill_counts = depth.critical, {}
 
     def prefill_critical(self, layer: int, n_used: int) -> int:
-        """Return t_l = ceil(r(l) * M) for a prompt.
+        """Return how many of the n_used experts that a prompt uses in a layer are critical.
 
-        M is n_used, the number of experts that the prompt's tokens use in the layer. lambda is
-        solved for each M, so that the mean of t_l / M stays near r despite rounding.
+        Critical experts are computed in the high tier. The numbers are solved for each n_used, so
+        that their mean share stays near the setting retention despite rounding.
         """
         counts = self._prefill_counts.get(n_used)
         if counts is None:
@@ -407,14 +428,16 @@ class DyMoE(Policy):
     def _high(
         self, layer: int, ids: np.ndarray, weights: np.ndarray, view: StoreView
     ) -> np.ndarray:
-        """Return which experts the tokens need in the high tier, bool [n_expert].
+        """Return a mask of the experts that the tokens need in the high tier, bool [n_expert].
 
-        ids, weights: [T, k].
+        ids, weights: the chosen experts of each token and their routing weights, [T, k].
 
-        By gates, these are the t_l experts with the highest gates of each token. By residency
-        (lower_which "missing"), at most k - t_l experts of each token that are not resident in the
-        high tier are lowered, lowest gates first. An expert among the token's first quarter (at
-        least one), or one that another token needs high, is never lowered.
+        With lower_which "gates", each token needs its t experts with the highest weights. t is the
+        number of critical experts of the layer.
+
+        With "missing", the mask has all experts that are in memory in the high tier. Each token
+        also needs its first quarter of experts by weight, at least one. Of its missing experts, the
+        k - t with the lowest weights are left out, and the others are needed.
         """
         t, k = self.critical[layer], ids.shape[1]
         order = np.argsort(-weights, axis=1, kind="stable")
@@ -437,7 +460,7 @@ class DyMoE(Policy):
         return ()
 
     def report(self) -> Mapping[str, Any]:
-        """Return the report of Prefetching."""
+        """Return whether prefetching is on, and its recall and precision per layer."""
         return self._ahead.report()
 
     def describe(self) -> str:

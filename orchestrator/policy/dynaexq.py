@@ -50,9 +50,10 @@ MOVING = 254
 
 @dataclass(slots=True)
 class Swap:
-    """One change of a layer's hot set: `down` is demoted, and `up` gets its high slot.
+    """An exchange in a layer: expert `down` moves to the low tier, and `up` gets its high slot.
 
-    down: None if a high slot is free already. promoting: the promotion has been requested.
+    - down: None if a high slot is free without moving an expert down.
+    - promoting: whether the second half, the move of `up` to the high tier, was requested.
     """
 
     layer: int
@@ -62,7 +63,7 @@ class Swap:
 
     @property
     def moving(self) -> int:
-        """The expert that the current half of the swap moves."""
+        """The expert that moves in the current half of the exchange: `down` first, then `up`."""
         return self.up if self.promoting or self.down is None else self.down
 
 
@@ -71,11 +72,11 @@ CACHED_HIGH = 0.5
 
 
 def resident_pools(shape: ModelShape, capacity: Sequence[int]) -> TierPools:
-    """Return slots for every expert in one of two tiers, capacity[layer] of them high.
+    """Return slots for every expert in a high or a low tier, capacity[layer] of them high.
 
-    A swap first demotes into a reserve low slot, and then promotes into the freed high slot. So low
-    pools have a few more slots than experts, as many as swaps may run at once, and high pools have
-    none.
+    An exchange of two experts first moves one expert down into a spare low slot, and then the other
+    up into the freed high slot. So low slots include a few spare ones, which limit the number of
+    exchanges at a time. High slots include no spare ones.
     """
     n_low = [shape.n_expert - n_high for n_high in capacity]
     high, low = Places((HIGH,), capacity, reserve=False), Places((LOW,), n_low, most_moves=4)
@@ -83,9 +84,10 @@ def resident_pools(shape: ModelShape, capacity: Sequence[int]) -> TierPools:
 
 
 def fewest_high(shape: ModelShape, most: int = 1) -> list[int]:
-    """Return the capacity of the smallest budget.
+    """Return the smallest possible number of experts in the high tier, for each layer.
 
-    It is one high expert for each slot size, limited to `most`.
+    For each slot size, one layer has one high expert, and the other layers have none. `most` is an
+    upper limit, so `most` 0 means no high experts.
     """
     first = {pool.layers[0] for pool in pools_by_size(shape, HIGH)}
     return [min(most, int(layer in first)) for layer in range(shape.n_layers)]
@@ -94,12 +96,10 @@ def fewest_high(shape: ModelShape, most: int = 1) -> list[int]:
 def resident_plan(
     shape: ModelShape, budget_bytes: int, most_high: int | None
 ) -> tuple[TierPools, list[int]] | None:
-    """Return slots for every expert in one of two tiers.
+    """Return slots for every expert in a high or low tier, and the number of high ones per layer.
 
-    Also return the number of high experts of each layer.
-
-    n_l = spare bytes / (high - low) in every layer, at most most_high. Returns None if not even one
-    high expert of each slot size fits the budget.
+    Each layer has about the same number of high experts: as many as the budget allows, at most
+    most_high. Return None if the budget is smaller than the minimum (see `fewest_high`).
     """
     full = shape.n_expert if most_high is None else min(shape.n_expert, most_high)
     least, sizes = fewest_high(shape, full), slot_sizes(shape)
@@ -113,10 +113,10 @@ def resident_plan(
 
 
 def _shortlist(swaps: Sequence[Swap], low_pool_of: np.ndarray) -> list[Swap]:
-    """Return the first MAX_QUEUE swaps of each low pool.
+    """Return the exchanges that wait for a slot: the first MAX_QUEUE of each pool of low slots.
 
-    The limit makes a slow pool leave places to the others. low_pool_of: the low pool of each layer,
-    whose reserve slots the swaps need.
+    Each exchange needs a spare slot of its layer's pool. The limit per pool prevents a slow pool
+    from filling the queue. low_pool_of: the pool of each layer.
     """
     listed = Counter[int]()
     kept = []
@@ -131,14 +131,14 @@ def _shortlist(swaps: Sequence[Swap], low_pool_of: np.ndarray) -> list[Swap]:
 def cache_plan(
     shape: ModelShape, budget_bytes: int, most_high: int | None
 ) -> tuple[SlotPlan, int, list[int]]:
-    """Return slots for a part of the experts.
+    """Return slots for a part of the experts, for a budget that does not hold all in the low tier.
 
-    The result is (plan, high experts per layer, low copies of each layer). If the budget is too
-    small, these are the minimum.
+    The result is the slot plan, the number of high experts per layer, and the number of low slots
+    of each layer. If the budget is too small, these are the minimum.
 
-    Low copies of one token's experts come first. The share CACHED_HIGH of the rest is for high
-    copies, of at most most_high experts per layer. If that is less than one high copy per layer,
-    there are no high experts, only the one high slot of each size that the store requires.
+    The first part of the budget is for low copies of one token's experts. The fraction CACHED_HIGH
+    of the rest is for high copies, at most most_high per layer. If that is less than one high copy
+    per layer, no expert is high. The store then still requires one high slot of each size.
     """
     layers = range(shape.n_layers)
     low_bytes = [shape.expert_slot_bytes(layer, LOW) for layer in layers]
@@ -160,18 +160,19 @@ def cache_plan(
 
 
 def as_range(counts: np.ndarray) -> str:
-    """Return the minimum and the maximum as text."""
+    """Return the minimum and the maximum of the counts as text, such as "3" or "3 to 5"."""
     fewest, most = int(counts.min()), int(counts.max())
     return str(fewest) if fewest == most else f"{fewest} to {most}"
 
 
 @dataclass(frozen=True)
 class DynaExqSettings(Intervals):
-    """Settings of the policy dynaexq."""
+    """Settings of the policy `dynaexq`, which keeps the most used experts in a higher precision."""
 
     rank_slack: int = setting(
         0,
-        "How many ranks an expert may fall below the hot set before it is replaced.",
+        "How many ranks by usage an expert may be below the most used ones and still keep the "
+        "high precision.",
         within=(0, 65535),
     )
     hot_experts: int | None = inherit(Shared, "hot_experts")
@@ -179,10 +180,10 @@ class DynaExqSettings(Intervals):
 
 class _TwoTiers(Precisions):
     def high(self, offer: TierOffer) -> FileTier:
-        """Return the tier above the named low tier.
+        """Return the high tier: the tier above the low tier that the user named.
 
-        If none is named, return the tier above the best one in which all low copies fit; otherwise
-        the last but one.
+        If the user named none, return the best tier for which every expert fits the budget in the
+        next lower tier. If there is no such tier, return the last tier but one.
         """
         if len(offer.tiers) < 2:
             return offer.tiers[0]
@@ -192,10 +193,11 @@ class _TwoTiers(Precisions):
         return next((high for high, low in pairs if _fit(offer, high, low)), pairs[-1][0])
 
     def low(self, offer: TierOffer, high: FileTier) -> FileTier | None:
-        """Return the named low tier.
+        """Return the low tier: the tier that the user named.
 
-        If none is named, return the best tier below the high one in which all low copies fit;
-        otherwise the lowest.
+        If the user named none, return the best tier below `high` in which all experts fit in
+        memory. If there is no such tier, return the lowest one. Return None if no tier is below
+        `high`.
         """
         below = offer.tiers[high + 1 :]
         if offer.low is not None or not below:
@@ -204,7 +206,7 @@ class _TwoTiers(Precisions):
 
 
 def _fit(offer: TierOffer, high: FileTier, low: FileTier) -> bool:
-    """Whether every expert fits in one of these two tiers."""
+    """Return whether the budget holds every expert in one of these two tiers."""
     return resident_plan(offer.shape(high, low), offer.budget_bytes, None) is not None
 
 
@@ -215,11 +217,13 @@ def hottest_first(scores: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class DynaExqPlacement(Placement):
-    """A placement with n_l high experts per layer.
+    """The expert slots of the policy `dynaexq`, with n_l experts of layer l in the high tier.
 
-    pools: slots of all experts; None if not all low copies fit, so that experts are cached.
-    capacity: n_l. cached: low slots of each layer while caching. Both are int [n_layers]. hotness:
-    usage in earlier runs.
+    - pools: the slots of all experts. None if the budget does not hold every expert in the low
+      tier, so that experts are cached.
+    - capacity: n_l, int [n_layers].
+    - cached: the number of low slots of each layer if experts are cached, else 0, int [n_layers].
+    - hotness: the fraction of tokens that used each expert in earlier runs, or None.
     """
 
     pools: TierPools | None
@@ -232,19 +236,24 @@ class DynaExqPlacement(Placement):
         return self.pools is None
 
     def fractions(self, uses: np.ndarray) -> np.ndarray:
-        """The hot set is high, and the others are low.
+        """Return the fraction of each expert's uses that is requested in each tier.
 
-        Hot experts have more than a proportional share of uses.
+        The most used experts of each layer are always requested in the high tier, as many as it has
+        slots for. The other experts are always requested in the low tier.
         """
         rank = np.argsort(hottest_first(uses), axis=1, kind="stable")
         hot = rank < self.capacity[:, None]
         return np.stack([hot, ~hot], axis=2).astype(np.float64)
 
     def first(self, hotness: np.ndarray | None = None) -> Sequence[Transition]:
-        """Return a transition of each expert to its tier.
+        """Return the experts to load before the first token, and their tiers.
 
-        The n_l hottest are high (the first n_l without a hotness). While caching, return only as
-        many low copies as fit.
+        The n_l most used experts of layer l are loaded in the high tier and the others in the low
+        tier. If experts are cached, only as many are loaded as fit. If the usage is unknown, the
+        order is by index.
+
+        hotness: the fraction of tokens that use each expert. If given, it replaces the use in
+        earlier runs.
         """
         known = self.hotness if hotness is None else hotness
         if known is None:
@@ -265,7 +274,7 @@ class DynaExqPlacement(Placement):
             return f"dynaexq {high}/{low}, {as_range(self.capacity)} {of} high"
         least = resident_pools(self.shape, fewest_high(self.shape)).plan().total_bytes
         needed = format_size(least)
-        why = f"low copies of all do not fit, they take {needed}"
+        why = f"low copies of all experts take {needed}, which does not fit"
         if not self.capacity.any():
             return f"dynaexq {low}, caching {as_range(self.cached)} {of}: {why}"
         n_high, n_low = as_range(self.capacity), as_range(self.cached)
@@ -273,27 +282,32 @@ class DynaExqPlacement(Placement):
 
 
 class DynaExq(Learning):
-    """Keep n_l experts of each layer in tier 0 and the others in tier 1, all of them resident.
+    """Keeps the n_l most used experts of layer l in tier 0 (high) and the others in tier 1 (low).
 
-    Each update computes a new score S of each expert (see `Learning`), the share of tokens that use
-    it.
+    All experts are resident. S is the fraction of tokens that use an expert, as a moving average
+    (see `Learning`). It is computed anew after each interval of steps.
 
-    An expert outside the hot set replaces one inside under three conditions. It is among the n_l
-    hottest; the expert inside is not among the n_l + rank_slack hottest; and S differs by more than
-    hysteresis times the layer's mean S. The slack is 0 by default, because it keeps an unused
-    expert in the hot set as long as the experts outside are used even less.
+    The hot set of a layer has its high experts. An expert outside the hot set replaces an expert
+    inside under three conditions:
 
-    If the low copies alone do not fit, they are cached instead (`caching`): each layer evicts the
-    least recently used copy, and tokens wait for misses. A part of the slots still holds high
-    copies of the hot set, which are loaded on demand.
+    - The expert outside is among the n_l experts with the highest S.
+    - The expert inside is not among the n_l + rank_slack experts with the highest S.
+    - Their S differs by more than hysteresis times the layer's mean S.
+
+    rank_slack is 0 by default. A larger value keeps an unused expert in the hot set as long as the
+    experts outside are used even less.
+
+    If the budget does not hold all low copies, they are cached (`caching`). Each layer then evicts
+    the least recently used copy, and tokens wait for misses. Some slots still hold high copies of
+    the hot set, which are loaded on demand.
     """
 
     about = About(
         name="dynaexq",
         summary=(
             "Every expert is resident in one of two precisions: the most used experts high, as "
-            "many as fit the budget, and the others low. Experts are exchanged in the background, "
-            "and no token waits for it."
+            "many as fit the budget, and the others low. Experts exchange their precisions in the "
+            "background, and no token waits for that."
         ),
         Settings=DynaExqSettings,
         reason="fills the budget with high copies",
@@ -312,9 +326,10 @@ class DynaExq(Learning):
         budget_bytes: int,
         history: History,
     ) -> DynaExqPlacement:
-        """Place every expert low, and n_l = spare bytes / (high - low) of each layer high instead.
+        """Divide a memory budget into slots for every expert, in the low tier or in the high tier.
 
-        If that does not fit, return slots for a part of the experts.
+        Each layer has about the same number of high experts, as many as fit. If the budget does not
+        hold every expert in the low tier, return slots for a part of the experts.
         """
         resident = resident_plan(shape, budget_bytes, settings.hot_experts)
         if resident is not None:
@@ -358,11 +373,14 @@ class DynaExq(Learning):
         return self.placement.first(self._scores)
 
     def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
-        """While caching, request the hot set high and the others low."""
+        """Request the most used experts (the hot set) in the high tier and others in the low tier.
+
+        The runtime calls this method only if not every expert is resident.
+        """
         out.tier_array[:] = np.where(self._hot[event.layer], HIGH, LOW)
 
     def on_step(self, report: StepReport) -> Sequence[Transition]:
-        """Count the step, and return the transitions to start now."""
+        """Count the uses of experts in a finished step, and return the transitions to start now."""
         moves = self._learn(report)
         self._choose_reports()
         return moves
@@ -382,9 +400,9 @@ class DynaExq(Learning):
         return moves
 
     def _update(self, hot: np.ndarray) -> None:
-        """End an interval: make the list of swaps for the new scores.
+        """At the end of an interval, choose the exchanges between the high and the low tier.
 
-        hot: bool [n_layers, n_expert], experts that are high or moving there.
+        hot: the experts that are in the high tier or on the way to it, bool [n_layers, n_expert].
         """
         if self.caching:
             for swap in self._swaps(self._hot, np.zeros_like(self._hot)):
@@ -401,10 +419,14 @@ class DynaExq(Learning):
         self._queue = self._swaps(hot, busy)
 
     def _swaps(self, hot: np.ndarray, busy: np.ndarray) -> list[Swap]:
-        """Return the changes of the hot sets: first into free places, then by falling gain.
+        """Return the exchanges that the current scores imply.
 
-        hot, busy: bool [n_layers, n_expert], experts in the hot set after all current swaps, and
-        experts that are moving.
+        Exchanges that only fill a free high slot come first. The others follow by falling gain in
+        score.
+
+        - hot: the experts that will be in the high tier after all current exchanges, bool
+          [n_layers, n_expert].
+        - busy: the experts that are moving, which may not be exchanged.
         """
         scores, n = self._scores, self.capacity[:, None]
         settings = self.settings
@@ -435,11 +457,13 @@ class DynaExq(Learning):
         return swaps if self._pools is None else _shortlist(swaps, self._pools.pool_of[:, LOW])
 
     def _advance(self, tiers: np.ndarray, tracker: Tracker) -> list[Transition]:
-        """Return the next half of each running swap, then new swaps for which slots are free.
+        """Return the transitions that continue running exchanges and start new ones.
 
-        Demotions come first, because they free high slots. A swap whose pool is full waits in the
-        queue, and later swaps continue. tiers: the tier of each expert, or MOVING, [n_layers,
-        n_expert].
+        Running exchanges come first, because their moves to the low tier freed high slots. A new
+        exchange starts only if its pool has a free slot. Otherwise it stays in the queue, and the
+        next exchanges are tried.
+
+        tiers: the tier of each expert, or MOVING, [n_layers, n_expert]. tracker: the free slots.
         """
         moves: list[Transition] = []
         self._active = [swap for swap in self._active if self._go_on(swap, tiers, tracker, moves)]
@@ -467,9 +491,13 @@ class DynaExq(Learning):
         tracker: Tracker,
         moves: list[Transition],
     ) -> bool:
-        """Continue a swap.
+        """Continue an exchange of two experts. Appends its next transition to `moves`.
 
-        Returns False when it is done, or given up because the store could not move the expert.
+        The transition is appended only if a slot is free. Returns False when the exchange has
+        ended. It also ends if the store could not move the expert.
+
+        - tiers: the tier of each expert, or MOVING.
+        - tracker: the free slots.
         """
         tier = tiers[swap.layer, swap.moving]
         if tier == MOVING:
@@ -487,10 +515,12 @@ class DynaExq(Learning):
         return True
 
     def report(self) -> Mapping[str, Any]:
-        """Figures since the runtime started.
+        """Return figures about the policy's work since the runtime started.
 
-        updates of the hotness; experts promoted and demoted; swaps given up and waiting;
-        high_per_layer, the minimum and maximum of n_l.
+        - high_per_layer: the minimum and maximum number of experts per layer in the high tier.
+        - updates: the number of intervals after which the usage was updated.
+        - promotions, demotions: the experts that moved to the high or to the low tier.
+        - given_up, waiting: the exchanges that failed, and those that have not finished.
         """
         high = [int(self.capacity.min()), int(self.capacity.max())]
         waiting = len(self._queue) + len(self._active)

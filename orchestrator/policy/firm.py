@@ -57,7 +57,7 @@ Absent = Sequence[tuple[int, int]]
 
 
 def mask_of(experts: Iterable[int]) -> int:
-    """Return a bit mask with one bit for each expert."""
+    """Return a bit mask with bit i set for each expert i."""
     mask = 0
     for expert in experts:
         mask |= 1 << expert
@@ -65,7 +65,11 @@ def mask_of(experts: Iterable[int]) -> int:
 
 
 def depth_of(way: str, n_ahead: int) -> int:
-    """Return how many of n_ahead look-ahead layers a voting method can use."""
+    """Return how many earlier layers may vote with this voting method, at most n_ahead.
+
+    The method "mol" uses the predictions of all n_ahead layers. The other methods use only those of
+    the nearest layer.
+    """
     return n_ahead if way == MOL else min(1, n_ahead)
 
 
@@ -76,13 +80,18 @@ def agreed(
     layers: int,
     scores: Sequence[float] = (),
 ) -> list[int]:
-    """Return the experts S_l that are expected in a layer, in the order of the nearest vote.
+    """Return the experts that are expected in a layer, in the order of the nearest layer's vote.
 
-    mol (eq. 6): experts among the first K candidates of each of the nearest P layers, or of fewer
-    if fewer voted. rank: the first K of the nearest layer. margin: experts of the nearest layer
-    whose score is high enough; scores [k] are its scores, best first. With K = k the threshold is
-    the last score, so all count. Each candidate less raises the threshold by half an octave, so a
-    layer that is sure of more experts gets more of them.
+    A vote is the list of the experts that an earlier layer predicts, best first. votes: nearest
+    layer first. K is the argument `candidates`, and P is the argument `layers`. `way` is the
+    method:
+
+    - mol (eq. 6): the experts among the first K of each of the nearest P votes. If fewer layers
+      voted, all votes are used.
+    - rank: the first K experts of the nearest vote.
+    - margin: the experts of the nearest vote whose score reaches a threshold. `scores` has the
+      scores of this vote. If K is the length of the vote, the threshold is its last score, so all
+      experts count. Each decrease of K by 1 raises the threshold by the factor sqrt(2).
     """
     if not votes:
         return []
@@ -102,7 +111,11 @@ def agreed(
 def every_set(
     way: str, votes: Sequence[Sequence[int]], depth: int, scores: Sequence[float] = ()
 ) -> list[list[int]]:
-    """Return agreed() for every (K, P) as bit masks, [P - 1][K - 1], with P up to depth."""
+    """Return the experts that are expected in a layer for every choice of K and P, as bit masks.
+
+    K is the number of candidates per vote, and P, up to depth, is the number of votes (see
+    `agreed`). The result is indexed [P - 1][K - 1].
+    """
     numbers = range(1, len(votes[0]) + 1)
     return [
         [mask_of(agreed(way, votes, k, p, scores)) for k in numbers] for p in range(1, depth + 1)
@@ -110,11 +123,11 @@ def every_set(
 
 
 def group_of(n_layers: int) -> list[int]:
-    """Return the index in GROUPS of each layer.
+    """Return the group of each layer: 0 for shallow, 1 for middle and 2 for deep layers.
 
-    Of sixteen layers five are shallow and four deep, as in Figure 6; other models are divided in
-    proportion. Each group has at least one layer of those that can be predicted, which are all but
-    the first.
+    With sixteen layers, the first five are shallow and the last four are deep, as in Figure 6.
+    Other models are divided in proportion. The first layer cannot be predicted, so the shallow
+    group has at least two layers.
     """
     shallow = max(2, int(5 * n_layers / 16 + 0.5))
     deep = max(1, int(4 * n_layers / 16 + 0.5))
@@ -123,20 +136,22 @@ def group_of(n_layers: int) -> list[int]:
 
 
 def absent_of(missing: Mapping[int, int], kinds: Sequence[int]) -> Absent:
-    """Return the absent matrices as (bit mask of experts, number of matrices) pairs.
+    """Group the prefetched matrices that are not in memory by the experts that lack them.
 
-    Matrices with the same absent experts share a pair. missing: bits of absent matrices by expert.
-    kinds: the bits of the prefetched matrices.
+    Return pairs (bit mask of experts, number of matrices that exactly these experts lack).
+
+    - missing: for each expert, the bits of its matrices that are not in memory.
+    - kinds: the bits of the matrices that are prefetched.
     """
     sets = (mask_of(e for e, bits in missing.items() if bits & kind) for kind in kinds)
     return tuple(Counter(sets).items())
 
 
 def unused_and_missed(expected: int, used: int, absent: Absent) -> tuple[int, int]:
-    """Return (n_unused, n_miss - n_hit) of eq. 11 in matrices.
+    """Return two numbers of matrices: those prefetched in vain, and those read on demand.
 
-    expected, used: bit masks of experts. Resident matrices count in neither, because they are not
-    read.
+    They are n_unused and n_miss - n_hit of eq. 11. Matrices in memory are not read, so they do not
+    count. expected, used: bit masks of experts. absent: the result of `absent_of`.
     """
     unused = missed = 0
     for gone, n in absent:
@@ -146,24 +161,30 @@ def unused_and_missed(expected: int, used: int, absent: Absent) -> tuple[int, in
 
 
 def least(means: Sequence[Sequence[float]], pairs: Iterable[Votes]) -> Votes:
-    """Return the (K, P) with the least loss among pairs.
+    """Return the pair (K, P) with the smallest mean loss.
 
-    Ties go to fewer layers, then fewer candidates. means: [P - 1][K - 1].
+    K is the number of candidates per vote, and P is the number of voting layers. If losses are
+    equal, the smaller P wins, then the smaller K. means: the mean losses, indexed [P - 1][K - 1].
     """
     return min(pairs, key=lambda pair: (means[pair[1] - 1][pair[0] - 1], pair[1], pair[0]))
 
 
 class Weights(NamedTuple):
-    """alpha and beta of eq. 11. matrices: how many matrices of an expert are prefetched."""
+    """The weights of the two parts of the loss in eq. 11.
+
+    - waste: alpha, the weight of experts that are prefetched but not used.
+    - miss: beta, the weight of experts that are read on demand.
+    - matrices: how many matrices of an expert are prefetched.
+    """
 
     waste: float
     miss: float
     matrices: int
 
     def mean(self, counts: np.ndarray, n: int) -> Any:
-        """Return the mean loss of eq. 11 for sums [..., 2] over n results of unused_and_missed.
+        """Return the mean loss of eq. 11, given sums over n results of `unused_and_missed`.
 
-        Return 0 if n is 0.
+        counts: the sums, [..., 2]. Return 0 if n is 0.
         """
         lost = self.waste * counts[..., 0] + self.miss * counts[..., 1]
         return (lost / self.matrices / max(1, n)).tolist()
@@ -171,17 +192,20 @@ class Weights(NamedTuple):
 
 @dataclass
 class Climb:
-    """Hill climbing by Algorithm 1 for one group, with its gaps filled and its errors corrected.
+    """Searches the best (K, P) for one group of layers by hill climbing (Algorithm 1).
 
-    It starts with all k candidates and the deepest vote, and decreases P first, because the loss is
-    smooth in P. At each update it moves one step if the mean loss there is lower, and stays
-    otherwise. Both losses are counted on the same tokens, all since the start. The paper compares
-    successive intervals, whose noise is larger than the difference between neighbours. After
-    `patience` updates without a step the search reverses its direction, and after two reversals it
-    changes the axis, so it explores the plane in both directions. In the paper's form, K or P only
-    grows while the other falls. A step outside 1 .. k or 1 .. depth is a reversal.
+    K is the number of candidates per vote, and P is the number of voting layers. The search starts
+    at the maxima K = k and P = depth, and decreases P first, because the loss is smooth in P. At
+    each update, it moves to the neighbour in its direction if the mean loss is lower there. After
+    `patience` updates without a move, it reverses its direction. After two reversals, it changes
+    the other number. A border of the ranges 1 .. k and 1 .. depth also reverses the direction.
 
-    seen: the pairs that the search visited or compared; the final step chooses among them.
+    This differs from the paper in two ways. The mean losses of both points are counted on the same
+    tokens, all since the start. The paper compares successive intervals, whose noise is larger than
+    the difference between neighbours. In the paper, one number only grows while the other falls.
+
+    - at: the current (K, P).
+    - seen: the pairs that the search visited or compared. `end` chooses among them.
     """
 
     k: int
@@ -199,9 +223,9 @@ class Climb:
         self.seen.add(self.at)
 
     def update(self, means: Sequence[Sequence[float]]) -> None:
-        """End an interval and move if the neighbour is better.
+        """At the end of an interval, move to the next pair (K, P) if its mean loss is lower.
 
-        means: mean losses since the start, [P - 1][K - 1].
+        means: the mean losses since the start, indexed [P - 1][K - 1].
         """
         ahead = self._ahead()
         for _ in range(3):  # try the other three directions at a border
@@ -219,11 +243,14 @@ class Climb:
             self._turn()
 
     def end(self, means: Sequence[Sequence[float]]) -> None:
-        """Choose the pair with the least loss among those seen: the last step of Algorithm 1."""
+        """End the search: choose the pair with the smallest mean loss among the compared pairs.
+
+        This is the last step of Algorithm 1. means: the mean losses, indexed [P - 1][K - 1].
+        """
         self.at = least(means, self.seen)
 
     def _ahead(self) -> Votes | None:
-        """Return the next pair in the current direction, or None at the border."""
+        """Return the next pair (K, P) in the current direction, or None at the border."""
         at = [*self.at]
         at[self.axis] += self.delta
         k, p = at
@@ -239,10 +266,14 @@ class Climb:
 
 
 class Tuner:
-    """Chooses (K, P) for each group of layers.
+    """Chooses, for each group of layers, how many predicted experts are prefetched.
 
-    tuned: the choice is final. every: one token in this many is counted. until: the number of
-    tokens after which the choice is final.
+    A vote is the list of experts that a layer predicts for a later layer. The choice is a pair: K,
+    the number of candidates per vote, and P, the number of voting layers.
+
+    - tuned: whether the choice is final.
+    - every: one token in this many is counted for the choice.
+    - until: the number of tokens after which the choice is final.
     """
 
     every = 4
@@ -257,10 +288,15 @@ class Tuner:
         patience: int,
         tokens: int,
     ) -> None:
-        """groups: result of group_of.
+        """Start a tuner at the maximum pair `start` = (K, P).
 
-        start: the maximum of candidates and layers, used at first. steps: tokens between two
-        updates. tokens: tokens until the best pair is fixed.
+        - way: how the pair is found: "climb", "all" or "off".
+        - groups: the group of each layer, from `group_of`.
+        - weights: the weights of the loss.
+        - steps: the number of tokens between two updates.
+        - patience: the number of updates without gain after which hill climbing reverses its
+          direction.
+        - tokens: the number of tokens until the choice is final.
         """
         self.way = way
         self.groups = groups
@@ -271,7 +307,7 @@ class Tuner:
         k, depth = start
         self._weights = weights
         self._pairs = [*product(range(1, k + 1), range(1, depth + 1))]
-        # Sums of unused_and_missed by group: of the active pair, and of every (K, P).
+        # For each group, sums of unused_and_missed for the current (K, P), and for every (K, P).
         self._ran = np.zeros((len(GROUPS), 2), np.int64)
         self._sums = np.zeros((len(GROUPS), depth, k, 2), np.int64)
         self._n_ran, self._n = Counter[int](), Counter[int]()
@@ -282,43 +318,49 @@ class Tuner:
         ]
 
     def of(self, layer: int) -> Votes:
-        """Return (K, P) of a layer."""
+        """Return the current choice for a layer: (candidates per vote, voting layers)."""
         return self.chosen[self.groups[layer]]
 
     @property
     def counts(self) -> bool:
-        """Whether predictions of this token are compared with its use.
+        """Whether the predictions for the current token are compared with the experts that it uses.
 
-        Only one token in `every` is counted, to keep decisions short.
+        Only one token in `every` is counted, because counting takes time while the token waits.
         """
         return self.tokens % self.every == 0
 
     def count(
         self, layer: int, sets: Sequence[Sequence[int]], used: Sequence[int], absent: Absent
     ) -> None:
-        """Count every (K, P) on one layer of one token.
+        """Count the wrong and missing predictions of a layer for one token, for every pair (K, P).
 
-        Predictions are ranked, so the set of each pair is known without running it. The search is
-        therefore exhaustive, with the same noise for all pairs. sets: result of every_set; the
-        other arguments are those of unused_and_missed.
+        The experts that a pair would expect follow from the ranked votes, so no pair has to be
+        tried. The search is therefore exhaustive, and all pairs are compared on the same tokens.
+
+        - sets: the expected experts of every pair, from `every_set`.
+        - used: the experts that the token uses.
+        - absent: the matrices that are not in memory, from `absent_of`.
         """
         group, bits = self.groups[layer], mask_of(used)
         self._sums[group] += [[unused_and_missed(one, bits, absent) for one in row] for row in sets]
         self._n[group] += 1
 
     def means(self, group: int) -> list[list[float]]:
-        """Return the mean loss per layer and token of every (K, P), [P - 1][K - 1]."""
+        """Return the mean loss per layer and token of every pair (K, P), indexed [P - 1][K - 1]."""
         found: list[list[float]] = self._weights.mean(self._sums[group], self._n[group])
         return found
 
     def observe(self, layer: int, unused: int, missed: int) -> None:
-        """Add the result of unused_and_missed of the active (K, P) in a layer."""
+        """Add the matrices that the current choice read in vain and missed in a layer.
+
+        unused, missed: the result of `unused_and_missed`.
+        """
         group = self.groups[layer]
         self._ran[group] += unused, missed
         self._n_ran[group] += 1
 
     def token(self) -> None:
-        """End a token after its last layer, and update the choice if an interval ended."""
+        """End a token after its last layer. At the end of an interval, update the choice."""
         self.tokens += 1
         if self.tuned or (self.tokens % self._steps and self.tokens < self.until):
             return
@@ -332,16 +374,19 @@ class Tuner:
                 self.chosen[group] = climb.at
 
     def by_group(self) -> dict[str, Votes]:
-        """Return (K, P) of each group that has a predictable layer."""
+        """Return the current choice (candidates per vote, voting layers) by group of layers.
+
+        Groups without a layer that can be predicted are left out.
+        """
         return {GROUPS[group]: self.chosen[group] for group in self._used()}
 
     def losses(self) -> dict[str, float | None]:
-        """Return the mean loss per layer and token of the active pairs, by group."""
+        """Return the mean loss per layer and token of the choices used so far, by layer group."""
         ran = {group: self._weights.mean(self._ran[group], n) for group, n in self._n_ran.items()}
         return {GROUPS[group]: ran.get(group) for group in self._used()}
 
     def _last(self, group: int) -> int:
-        """Return the deepest layer of a group, at least 1."""
+        """Return the index of the last layer of a group, at least 1."""
         return max((i for i, each in enumerate(self.groups) if each == group), default=1) or 1
 
     def _used(self) -> list[int]:
@@ -354,9 +399,10 @@ _VOTING = ("prefetch", "agree", "votes", "tune", "n_ahead")
 
 
 def read_votes(text: str) -> list[Votes]:
-    """Return (K, P) of each group from text such as "4,1", for all groups, or "4,1/8,3/8,3".
+    """Parse the setting `votes`, and return (candidates, voting layers) of each group of layers.
 
-    Raises ValueError.
+    The text is "4,1" for all groups, or "4,1/8,3/8,3" for shallow, middle and deep layers. Raises
+    ValueError for other text.
     """
     pairs = [tuple(int(part) for part in pair.split(",")) for pair in text.split("/")]
     if len(pairs) not in (1, len(GROUPS)) or any(len(pair) != 2 or min(pair) < 1 for pair in pairs):
@@ -366,53 +412,63 @@ def read_votes(text: str) -> list[Votes]:
 
 @dataclass(frozen=True)
 class FIRMSettings(LookAhead):
-    """Settings of the policy firm. Raises SettingError for inconsistent settings."""
+    """Settings of the policy `firm`, which prefetches the experts that earlier layers predict.
+
+    Raises SettingError for settings that contradict each other.
+    """
 
     prefetch_kinds: int = setting(
         3,
-        "How many matrices of an expert are prefetched, in the order of computing: gate; gate and "
-        "up; all.",
+        "How many matrices of an expert are prefetched: 1 (gate), 2 (gate and up) or 3 (all).",
         within=(1, 3),
     )
     agree: str = setting(
         RANK,
-        "Which experts are expected: rank, the first K that the previous layer predicts; mol, as "
-        "in the paper, those among the first K of each of P layers; margin, those that the "
-        "previous layer scores far enough above its last candidate.",
+        "Which predicted experts are prefetched. rank: the first K that the previous layer "
+        "predicts. mol, as in the paper: those among the first K predictions of each of P earlier "
+        "layers. margin: those that the previous layer scores far enough above its last one.",
         metavar="HOW",
         choices=AGREE_WAYS,
     )
     votes: str | None = setting(
         None,
-        "K,P: candidates of a vote, and layers that vote (more than one only with mol); "
-        "K,P/K,P/K,P for shallow, middle and deep layers.",
+        "K,P: how many experts each layer predicts, and how many layers predict (more than one "
+        "only with --agree mol). K,P/K,P/K,P gives the values for shallow, middle and deep layers.",
         metavar="K,P",
         shown="tuned",
     )
     tune: str | None = setting(
         None,
-        "How K and P are found: climb, the paper's hill climbing; all, counting every pair on the "
-        "same tokens; off.",
+        "How K and P of --votes are found: climb (the paper's hill climbing), all (every pair is "
+        "counted on the same tokens), or off.",
         metavar="HOW",
         choices=TUNE_WAYS,
         shown=f"{ALL}, off with votes",
     )
-    tune_steps: int = setting(32, "Decode steps between two changes of K and P.", within=(1, 2**24))
+    tune_steps: int = setting(
+        32, "Decode steps between two changes of K and P of --votes.", within=(1, 2**24)
+    )
     tune_patience: int = setting(
-        2, "Updates without gain after which climb reverses its direction.", within=(1, 2**16)
+        2,
+        "With --tune climb: number of updates without gain after which the direction is reversed.",
+        within=(1, 2**16),
     )
     tune_tokens: int = setting(
-        512, "Decode steps after which K and P are fixed.", within=(1, 2**24)
+        512, "Decode steps after which K and P of --votes are no longer tuned.", within=(1, 2**24)
     )
     waste_weight: float = setting(
-        0.5, "Loss of an expert that is prefetched but not used.", within=(0.0, 1e6)
+        0.5,
+        "Weight of an expert that is prefetched but not used, when K and P of --votes are tuned.",
+        within=(0.0, 1e6),
     )
     miss_weight: float = setting(
-        0.5, "Loss of an expert that is loaded on demand.", within=(0.0, 1e6)
+        0.5,
+        "Weight of an expert that is read on demand, when K and P of --votes are tuned.",
+        within=(0.0, 1e6),
     )
 
     def __post_init__(self) -> None:
-        """Refuse settings that would have no effect."""
+        """Raise SettingError for a setting that would have no effect with the other settings."""
         super().__post_init__()
 
         def refuse(wrong: bool, name: str, complaint: str) -> None:
@@ -424,37 +480,39 @@ class FIRMSettings(LookAhead):
             deepest = self.deepest or 0
         except ValueError:
             deepest = -1
-        complaint = f"must be K,P such as 4,1, or three of them as 4,1/8,3/8,3, not '{votes}'"
+        complaint = f"must be K,P such as 4,1, or three such pairs as in 4,1/8,3/8,3, not '{votes}'"
         refuse(deepest < 0, "votes", complaint)
         off = "prefetch off" if self.prefetch == OFF else "n_ahead 0"
         for name, value in (("votes", votes), ("tune", self.tune)):
             useless = (self.prefetch == OFF or n_ahead == 0) and value not in (None, OFF)
-            complaint = f"is {value}, and nothing is loaded ahead with {off}: leave one out"
+            complaint = f"is {value}, but nothing is prefetched with {off}: leave one of them out"
             refuse(useless, name, complaint)
         if self.agree != MOL:
             refuse(
                 deepest > 1,
                 "votes",
-                f"asks {deepest} layers in '{votes}', and with {self.agree} one votes: write K,1, "
-                f"or choose {MOL} for agree",
+                f"has {deepest} voting layers in '{votes}', but with agree {self.agree} only one "
+                f"layer votes: write K,1, or choose {MOL} for agree",
             )
             refuse(
                 (n_ahead or 0) > 1,
                 "n_ahead",
-                f"is {n_ahead}, and with {self.agree} only the layer before votes: leave it out, "
-                f"or choose {MOL} for agree",
+                f"is {n_ahead}, but with agree {self.agree} only the previous layer votes: leave "
+                f"it out, or choose {MOL} for agree",
             )
         if votes is not None and most is not None:
-            complaint = f"asks {deepest} layers in '{votes}', and {most[1]:g} can vote"
+            complaint = (
+                f"has {deepest} voting layers in '{votes}', but at most {most[1]:g} can vote"
+            )
             refuse(deepest > most[1], "votes", complaint)
-            complaint = f"is {n_ahead}, and the votes '{votes}' are of {deepest} layers"
+            complaint = f"is {n_ahead}, but the votes '{votes}' need {deepest} layers"
             refuse(n_ahead not in (None, deepest), "n_ahead", f"{complaint}: leave it out")
-            complaint = f"is {self.tune}, and votes sets the tuned values: leave one out"
+            complaint = f"is {self.tune}, but votes fixes the tuned values: leave one of them out"
             refuse(self.tune not in (None, OFF), "tune", complaint)
 
     @property
     def deepest(self) -> int | None:
-        """The maximum number of voting layers; None if it is tuned.
+        """The maximum number of voting layers in `votes`; None if it is tuned.
 
         Raises ValueError for votes that cannot be parsed.
         """
@@ -462,38 +520,41 @@ class FIRMSettings(LookAhead):
 
     @property
     def way(self) -> str:
-        """The method that finds K and P."""
+        """How the numbers of candidates and voting layers are found: "climb", "all" or "off"."""
         return self.tune or (ALL if self.votes is None else OFF)
 
     def with_usual(self) -> FIRMSettings:
-        """Return the settings with n_ahead set, if it was None, to the number of voting layers, or
-        to the paper's number if it is tuned.
+        """Return these settings with a value for n_ahead if it is None.
+
+        The value is the number of voting layers in `votes`. If that is tuned, the value is 3 for
+        the voting method mol, as in the paper, and 1 for other methods.
         """
         if self.n_ahead is not None:
             return self
         return replace(self, n_ahead=self.deepest or depth_of(self.agree, 3))
 
     def limited(self, depth: int, asked: Collection[str]) -> FIRMSettings:
-        """Limit the look-ahead to `depth` layers.
+        """Return these settings for a trace whose predictions reach only `depth` layers ahead.
 
-        Raises ConfigError if votes in `asked` need more layers; recorded votes that need more are
-        dropped, because they had no effect.
+        Raises ConfigError if the user set votes that need more layers. Recorded votes that need
+        more layers are dropped, because they had no effect. asked: the names of the settings that
+        the user set.
         """
         if self.deepest is None or self.deepest <= depth:
             return super().limited(depth, asked)
         if "votes" in asked:
             raise ConfigError(
-                f"the trace looks {depth} layers ahead, and the votes '{self.votes}' are of "
-                f"{self.deepest}: record it with --agree {MOL} --n-ahead {self.deepest}"
+                f"the trace predicts experts {depth} layers ahead, and the votes '{self.votes}' "
+                f"need {self.deepest}: record it with --agree {MOL} --n-ahead {self.deepest}"
             )
         return replace(self, votes=None, n_ahead=None).limited(depth, asked)
 
     @classmethod
     def changed(cls, recorded: Mapping[str, Any], changes: Mapping[str, Any]) -> FIRMSettings:
-        """Apply changes to recorded settings.
+        """Return the settings of a recorded run with some changes.
 
-        If a change concerns the voting, only the voting method is kept from the recorded voting
-        settings.
+        If a change affects how layers vote, the recorded values of votes, tune and n_ahead are
+        dropped, because they were chosen for the recorded way of voting.
         """
         if any(changes.get(name, recorded.get(name)) != recorded.get(name) for name in _VOTING):
             recorded = {k: v for k, v in recorded.items() if k not in _VOTING[2:]}
@@ -512,18 +573,21 @@ _TUNED_FOR = ("agree", "prefetch_kinds", "n_ahead", "waste_weight", "miss_weight
 
 @dataclass(frozen=True)
 class FIRMPlacement(Placement):
-    """A placement in one tier. room: the number of slots of each layer in each tier."""
+    """The expert slots of the policy `firm`.
+
+    room: the number of slots of each layer in each tier, indexed [layer][tier].
+    """
 
     room: Sequence[Sequence[int]]
 
     @property
     def n_slots(self) -> int:
-        """Slots for whole experts, in all layers."""
+        """The number of slots for whole experts in all layers."""
         return sum(sum(each) for each in self.room)
 
     @property
     def text(self) -> str:
-        """A phrase for the status line with the initial votes."""
+        """The description for the status line, with the initial numbers of candidates and votes."""
         n_ahead = self.wants.n_ahead
         if not n_ahead:
             return f"firm {self.shape.tiers[0]}, one precision"
@@ -534,7 +598,10 @@ class FIRMPlacement(Placement):
         return self.voting(chosen[group] for group in groups)
 
     def voting(self, votes: Iterable[Votes]) -> str:
-        """Return the phrase for the status line with these votes of the layer groups."""
+        """Return the description for the status line with the given choice of each layer group.
+
+        votes: pairs (candidates per vote, voting layers).
+        """
         pairs = " ".join(f"{k},{p}" for k, p in dict.fromkeys(votes))
         asked = self.settings
         text = f"firm {self.shape.tiers[0]}, one precision, n={asked.prefetch_kinds}"
@@ -542,28 +609,28 @@ class FIRMPlacement(Placement):
 
 
 class FIRM(Policy):
-    """One precision, with slots per layer and prefetching by votes.
+    """Computes every expert in one precision, and prefetches experts that earlier layers predict.
 
-    In decode, the predictions of earlier layers decide which experts are expected in the next layer
-    (eq. 4 to 6). Their first matrices are prefetched: all gates, then all ups. The numbers of
-    candidates and voting layers are tuned for shallow, middle and deep layers (eq. 9 to 11,
-    Algorithm 1). With several sequences, the experts expected by any token are prefetched. Prompts
-    are handled as in DyMoE with one precision.
+    In decode, earlier layers vote on the experts of the next layer (eq. 4 to 6). The first matrices
+    of the expected experts are prefetched: all gates, then all ups. The numbers of candidates and
+    voting layers are tuned for shallow, middle and deep layers (eq. 9 to 11, Algorithm 1). In a
+    step with several sequences, the experts that are expected for any token are prefetched. Prompts
+    are handled as in the policy dymoe with one precision.
 
-    The defaults differ from the paper and were measured to be as fast or faster: only the previous
-    layer predicts (rank), whole experts are prefetched, and every (K, P) is counted. The paper's
-    forms are options: votes of several layers (mol), only the gate or gate and up, and hill
-    climbing.
+    The defaults differ from the paper and were measured to be as fast or faster. Only the previous
+    layer votes (rank), and whole experts are prefetched. Instead of hill climbing, all pairs of
+    numbers are compared on the same tokens. The paper's forms are options: votes of several layers
+    (mol), only the gate or gate and up, and hill climbing.
 
-    tuner: chooses K and P.
+    tuner: chooses the numbers of candidates and voting layers.
     """
 
     about = About(
         name="firm",
         summary=(
             "One precision, lossless. Prefetches the experts that a layer predicts for the next "
-            "one, and tunes how many at run time. The paper's form, with gates alone and votes of "
-            "several layers, is an option."
+            "one, and tunes their number at run time. The paper's form, with only the gate "
+            "matrices and votes of several layers, is an option."
         ),
         Settings=FIRMSettings,
         reason="runs one precision",
@@ -582,9 +649,9 @@ class FIRM(Policy):
         budget_bytes: int,
         history: History,
     ) -> FIRMPlacement:
-        """Give each layer the same number of slots, in one slot group per (layer, kind).
+        """Give each layer the same number of expert slots, in one slot group per layer and matrix.
 
-        Raises PolicyError if votes have more candidates than the model's routers choose.
+        Raises PolicyError if the setting votes has more candidates than the model's routers choose.
         """
         settings = settings.with_usual()
         most = max(k for k, _ in read_votes(settings.votes or "1,1"))
@@ -631,7 +698,10 @@ class FIRM(Policy):
             self.tuner.chosen, self.tuner.tuned = read_votes(asked.votes), True
 
     def learned(self) -> Learned:
-        """Return the tuned votes and the settings that they were tuned for, once they are fixed."""
+        """Return the tuned votes and the settings for which they were tuned.
+
+        The result is empty until the votes are final.
+        """
         asked, tuner = self.settings, self.tuner
         if not (tuner.tuned and tuner.tokens and self.wants.n_ahead) or asked.way == OFF:
             return Learned()
@@ -662,7 +732,11 @@ class FIRM(Policy):
             self._ask(event, expected, view, out)
 
     def _agree(self, event: RouteEvent, one: bool) -> list[int]:
-        """Return S of the next layer: eq. 6 for each token, and the union over tokens."""
+        """Return the experts that are expected in the next layer by the voting method (eq. 6).
+
+        The votes of each token are combined, and the results of all tokens are merged. one: whether
+        the step has a single token.
+        """
         layer, way, tuner = event.layer + 1, self.settings.agree, self.tuner
         candidates, layers = tuner.of(layer)
         # The last layer computes fewer tokens; votes with another number of tokens do not match.
@@ -680,7 +754,11 @@ class FIRM(Policy):
     def _ask(
         self, event: RouteEvent, expected: list[int], view: StoreView, out: DecisionBuffer
     ) -> None:
-        """Prefetch the first matrix of every expected expert, then the second ones, and so on."""
+        """Prefetch the expected experts of the next layer, matrix by matrix.
+
+        The first matrix of every expert is requested first, then the second matrix of every expert.
+        If all matrices are prefetched, each expert is requested as a whole.
+        """
         layer = event.layer + 1
         kinds = self._kinds[layer]
         whole = len(kinds) == len(self.shape.slots[layer][0])
@@ -695,10 +773,11 @@ class FIRM(Policy):
             self._expected = (layer, expected, {each: missing[each] for each in predicted})
 
     def _observe(self, layer: int, used: list[int], view: StoreView) -> None:
-        """Compare the expected experts of a layer with those that one token uses.
+        """Compare the experts that were expected in a layer with those that one token uses.
 
-        Predicted experts count as they were when predicted, because they may have been prefetched
-        since; other experts count as they are now.
+        A matrix of a predicted expert counts as missing if it was missing at the time of the
+        prediction, because it may have been prefetched since. A matrix of another expert counts as
+        missing if it is missing now.
         """
         self._ahead.score.observe(layer, used)
         (expected_layer, expected, missing), every = self._expected, self._every
@@ -713,19 +792,21 @@ class FIRM(Policy):
             self.tuner.count(layer, every, used, absent)
 
     def on_step(self, report: StepReport) -> tuple[()]:
-        """Tune and score from decode steps with one token."""
+        """Update the tuner and the prefetching statistics after a decode step with one token."""
         if report.phase == _DECODE and report.n_tokens == 1 and self._ahead.on:
             self.tuner.token()
         self._ahead.step_done(report)
         return ()
 
     def report(self) -> Mapping[str, Any]:
-        """Return the report of Prefetching for counted tokens, and further figures.
+        """Return figures about prefetching and tuning since the runtime started.
 
-        The report has recall (eq. 7) and precision (eq. 8).
-
-        size: the mean of |S| by layer, without which recall and precision mean little. By group of
-        layers: votes, [K, P]; loss, the mean of eq. 11. tuned: whether the votes are fixed.
+        - prefetch: whether prefetching is on, off or paused.
+        - recall (eq. 7), precision (eq. 8), size: for each layer, over the counted tokens. size is
+          the mean number of expected experts.
+        - votes: [candidates per vote, voting layers] for each group of layers.
+        - loss: the mean of eq. 11 for each group of layers.
+        - tuned: whether the votes are final.
         """
         return {
             **self._ahead.report(),
@@ -742,15 +823,15 @@ class FIRM(Policy):
 
 
 def look_ahead(settings: FIRMSettings, rules: Rules) -> int:
-    """Return how many layers ahead experts are predicted.
+    """Return how many layers ahead experts are predicted. 0 means no prediction.
 
-    Return 0 with exact rules, because results must not depend on residency.
+    The result is 0 if results must not depend on which experts are in memory (`rules.exact`).
     """
     return (settings.n_ahead or 0) if settings.prefetch != OFF and not rules.exact else 0
 
 
 def tuned_for(settings: FIRMSettings) -> dict[str, Any]:
-    """Return the settings that the votes are tuned for."""
+    """Return the settings whose values affect which votes the tuner chooses."""
     return {name: getattr(settings, name) for name in _TUNED_FOR} | {"tune": settings.way}
 
 
@@ -761,12 +842,14 @@ def recalled(
     shape: ModelShape,
     rules: Rules,
 ) -> FIRMSettings:
-    """Return the settings with the votes that an earlier run tuned.
+    """Return the settings with the votes that an earlier run tuned, if they suit this run.
 
-    They have no more look-ahead than the votes need.
+    They suit if the settings that affect tuning are equal and the number of slots is similar. The
+    look-ahead is reduced to the layers that the votes need. Otherwise, return the settings
+    unchanged.
 
-    Only if this run would tune for the same conditions: the same settings of _TUNED_FOR and about
-    as many slots. Otherwise the settings are returned unchanged.
+    - tuned: the votes of the earlier run and its settings.
+    - n_slots: the number of expert slots in this run.
     """
     votes, slots = tuned.get("votes"), tuned.get("slots")
     n_ahead = look_ahead(settings, rules)

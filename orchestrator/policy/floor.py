@@ -53,9 +53,10 @@ Way = tuple[float, int, int, float, int | None]
 
 
 class Account:
-    """The loss budget of one sequence in nats.
+    """The quality loss that one sequence may still cause, in nats.
 
-    left: the rest of earlier tokens. spent: by the current token.
+    - left: the loss that its earlier tokens were allowed but did not use.
+    - spent: the loss that its current token has used.
     """
 
     __slots__ = ("left", "spent")
@@ -66,12 +67,14 @@ class Account:
 
 @dataclass(frozen=True, slots=True)
 class LayerCosts:
-    """Costs and savings of lowering an expert of one layer.
+    """The costs and savings of skipping an expert of one layer or computing it in a lower tier.
 
-    skip, low: nats of each expert at a gate weight of 1, skipped and in tier 1, float64 [n_expert].
-    high_bytes, low_bytes: bytes of an expert in tiers 0 and 1; 0 if there is no tier 1.
-    present_bytes: the reading, in bytes, that counts as saved when a resident high expert is
-    skipped.
+    - skip, low: the estimated loss in nats if an expert with gate weight 1 is skipped or computed
+      in tier 1, float64 [n_expert].
+    - high_bytes, low_bytes: the bytes of an expert in tiers 0 and 1. low_bytes is 0 without a tier
+      1.
+    - present_bytes: the bytes that count as saved if an expert that is in memory in tier 0 is
+      skipped. No read is saved then, but computing time is.
     """
 
     skip: memoryview
@@ -82,30 +85,33 @@ class LayerCosts:
 
     @property
     def dearest(self) -> float:
-        """An upper bound of the cost per saved byte, in nats.
+        """The highest possible cost of lowering or skipping an expert, in nats per saved byte.
 
-        A higher price has no further effect.
+        A price above this value has no further effect.
         """
         saved = (self.high_bytes, self.low_bytes, self.present_bytes)
         return max(self.skip) / min(each for each in saved if each)
 
     @property
     def least_present(self) -> float:
-        """The minimum cost of skipping a resident expert at a gate weight of 1, in nats per byte.
+        """The lowest cost of skipping an expert that is in memory, in nats per saved byte.
+
+        The expert is assumed to have gate weight 1.
 
         Infinite if skipping saves nothing.
         """
         return min(self.skip) / self.present_bytes if self.present_bytes else math.inf
 
     def ways(self, expert: int, square: float, resident: int) -> Sequence[Way]:
-        """Return the possible ways to lower an expert.
+        """Return the possible ways to lower (compute in a lower tier) or skip an expert.
 
-        square: the sum of its squared gate weights over the tokens that need it. resident: its tier
-        in memory, or ABSENT.
+        - An expert in memory in the high tier can only be skipped.
+        - An expert in memory in the low tier can be computed in that tier instead of the high one.
+        - An expert that is not in memory can be skipped. If that costs less per saved byte, it can
+          be read in the low tier instead, and skipped as a second way on top of that.
 
-        A resident low copy replaces the high one. An absent expert is skipped; or, if that costs
-        less per byte, read in the low tier and optionally skipped as a second step. An expert that
-        is resident in the high tier can only be skipped.
+        square: the sum of the expert's squared gate weights over the tokens that need it. resident:
+        the expert's tier in memory, or ABSENT.
         """
         skip, n_bytes, low_bytes = self.skip[expert], self.high_bytes, self.low_bytes
         if resident == 0:
@@ -124,10 +130,10 @@ class LayerCosts:
 
 
 def layer_costs(shape: ModelShape, estimate: KlEstimate, present: float) -> list[LayerCosts]:
-    """Return the costs of each layer.
+    """Return, for each layer, the costs and savings of skipping experts or using a lower tier.
 
-    present: the saving of skipping a resident expert, as a share of the saving of skipping a
-    missing one.
+    estimate: the estimated losses. present: the saving of skipping an expert in memory, as a
+    fraction of the saving of skipping a missing expert.
     """
     found = []
     for layer, nats in enumerate(estimate.nats):
@@ -141,10 +147,14 @@ def layer_costs(shape: ModelShape, estimate: KlEstimate, present: float) -> list
 def spend(
     ways: list[Way], squares: Mapping[int, float], account: Account, price: float, allowed: float
 ) -> dict[int, int]:
-    """Choose ways to lower one token's experts, cheapest first, up to a price in nats per byte.
+    """Choose which experts of one token to skip or lower, cheapest first. Returns {expert: tier}.
 
-    The token may spend `allowed` nats and the rest of its account. squares: squared gate weights of
-    the experts. Returns {expert: tier} and updates account.spent.
+    Ways that cost more than `price`, in nats per saved byte, are not chosen. The token may spend
+    `allowed` nats and the rest of its account. The function adds the chosen losses to
+    account.spent.
+
+    - ways: the possible ways to lower an expert. The list is sorted in place.
+    - squares: the squared gate weight of each expert.
     """
     lowered: dict[int, int] = {}
     spent, most = account.spent, account.left + allowed
@@ -166,10 +176,12 @@ def spend_all(
     price: float,
     allowed: float,
 ) -> dict[int, int]:
-    """Choose ways as spend does, for several tokens.
+    """Choose which experts of several tokens to skip or lower. Returns {expert: tier}.
 
-    Every token that needs an expert must have enough left. claims: by expert, the account and
-    squared gate weight of each token that needs it.
+    The choice is as in `spend`. In addition, each token that needs an expert must be able to pay
+    its part of the loss.
+
+    claims: for each expert, the account and the squared gate weight of each token that needs it.
     """
     lowered: dict[int, int] = {}
     ways.sort()
@@ -193,13 +205,16 @@ _BURST_EXPERTS = 8
 
 
 class ReadBehind:
-    """Reads the high copies of experts that were lowered twice within a few steps.
+    """Reads experts in the high tier that were skipped or lowered twice within a few steps.
 
-    The rate of reads is limited.
+    The reads happen after those that the current tokens need, at a limited rate.
     """
 
     def __init__(self, shape: ModelShape, rate: int) -> None:
-        """rate: bytes per second, 0 for no limit."""
+        """Start with no reads.
+
+        rate: the limit in bytes per second; 0 for no limit.
+        """
         self._rate, self._granted = rate, 0.0
         self._bytes = [shape.expert_slot_bytes(layer, 0) for layer in range(shape.n_layers)]
         never = -AGAIN_STEPS - 1
@@ -214,13 +229,14 @@ class ReadBehind:
         resident: memoryview,
         out: DecisionBuffer,
     ) -> None:
-        """Request the experts remembered from the previous layer, within the rate.
+        """Request the experts that were noted in the previous layer, and note those of this layer.
 
-        Then remember those of this layer. The store accepts no prefetch for the layer that is being
-        computed.
+        An expert is noted if it was skipped or lowered twice within a few steps and is not in
+        memory in the high tier. The request comes one layer later, because the store accepts no
+        prefetch for the layer that is being computed. Requests over the rate are dropped.
 
-        lowered: experts lowered in this layer. resident: best tier in memory of the layer's
-        experts, or ABSENT.
+        - lowered: the experts that are skipped or lowered in this layer.
+        - resident: for each expert of the layer, the best tier in memory, or ABSENT.
         """
         before, experts = self._pending
         if experts:
@@ -238,7 +254,7 @@ class ReadBehind:
         self._pending = layer, again
 
     def step_done(self, us: float) -> None:
-        """Add the bytes that the rate allows for a step of `us` microseconds."""
+        """After a step of `us` microseconds, allow more bytes to be read, according to the rate."""
         most = _BURST_EXPERTS * self._bytes[0]
         self._granted = min(self._granted + self._rate * us / 1e6, most)
 
@@ -256,7 +272,7 @@ _LEAST_SQUARE = 1e-3
 
 @dataclass(frozen=True)
 class FloorSettings(LookAhead):
-    """Settings of the policy floor."""
+    """Settings of the policy `floor`, which skips missing experts within an allowed loss."""
 
     max_loss: float = setting(
         0.01,
@@ -271,8 +287,8 @@ class FloorSettings(LookAhead):
     )
     keep_top: int = setting(
         1,
-        "Number of experts of each token, those with the highest gates, that are never lowered or "
-        "skipped.",
+        "Number of experts of each token that are never skipped or computed in a lower precision: "
+        "those with the highest gate weights.",
         within=(0, 2**16),
     )
     loss_schedule: str = setting(
@@ -282,19 +298,20 @@ class FloorSettings(LookAhead):
     )
     low_share: float = setting(
         0.25,
-        "With --low-tier: the share of the slots' bytes for low copies.",
+        "With --low-tier: the share of the expert memory for experts in the low precision.",
         within=(0.0, 1.0),
     )
     skip_present: float = setting(
         0.002,
-        "Saving of skipping a resident expert, relative to skipping a missing one. It is small, so "
-        "that missing ones are skipped first. 0: resident experts are never skipped.",
+        "How much it counts as saved to skip an expert that is in memory, relative to a missing "
+        "one. A small value means that missing experts are skipped first. 0: experts in memory are "
+        "never skipped.",
         within=(0.0, 1.0),
     )
     read_behind: bool = setting(
         True,
-        "Read an expert afterwards if it was skipped or lowered twice within a few tokens, so that "
-        "it is resident at its next use.",
+        "Read an expert afterwards if it was skipped or computed in the low precision twice within "
+        "a few tokens. It is then in memory at its next use.",
     )
     transition_rate: int | None = inherit(Background, "transition_rate")
     losses: Path | None = inherit(Shared, "losses")
@@ -302,10 +319,11 @@ class FloorSettings(LookAhead):
 
 @dataclass(frozen=True, kw_only=True)
 class FloorPlacement(Placement):
-    """A placement with a loss budget.
+    """The expert slots of the policy `floor`, and the estimate of the quality loss.
 
-    room: the number of slots of each layer in each tier. estimate: losses of lower tiers; None if
-    unknown. share: the share of max_loss that is spent now.
+    - room: the number of slots of each layer in each tier, indexed [layer][tier].
+    - estimate: the estimated loss of lower tiers and of skipping; None if unknown.
+    - share: the fraction of the setting max_loss that the policy spends now.
     """
 
     room: Sequence[Sequence[int]]
@@ -314,7 +332,7 @@ class FloorPlacement(Placement):
 
     @property
     def allowed(self) -> float:
-        """The loss budget of a token, in nats."""
+        """The quality loss that one token may cause, in nats."""
         allowed: float = self.share * self.settings.max_loss
         return allowed
 
@@ -329,22 +347,25 @@ class FloorPlacement(Placement):
 
 
 class Floor(Policy):
-    """Spend a loss budget on experts that are missing from memory.
+    """Skips or lowers experts that are not in memory, within a quality loss that the user allows.
 
-    Experts of an answer that are resident in the high tier are used high. Of the missing ones, some
-    are skipped or computed with a low copy, within the loss that the user allows. Loss that is
-    still left is spent on skipping resident experts, which saves computing time.
+    "Lower" means to compute an expert in the low tier. Experts of an answer that are in memory in
+    the high tier are used. Some of the missing experts are skipped or lowered, to save reads. If
+    the allowed loss is not used up, experts in memory are skipped too, which saves computing time.
+    Prompts are lossless.
 
-    allocation/estimate.py estimates the loss of a token. Of all ways to save reading, those with
-    the least loss per byte come first, up to a price in nats per byte. The price is the same in all
-    layers: at equal prices, moving loss from one expert to another gains nothing. The price rises
-    while tokens lose less than allowed, and falls while they lose more or little is left. In
-    addition, a token is limited to the budget of the layers so far (by the schedule) plus the rest
-    of earlier tokens of its sequence. `keep_top` experts of each token are never lowered.
+    allocation/estimate.py estimates the loss of a token. Of all ways to save reads, those with the
+    least loss per saved byte come first, up to a price in nats per byte. The price is the same in
+    all layers, because then no other distribution of the same loss saves more bytes. The price
+    rises while tokens lose less than allowed, and falls while they lose more.
 
-    An expert that is skipped or lowered again within a few tokens is read afterwards, after all
-    other reads, within --transition-rate. Look-ahead prefetches experts that are not predicted to
-    be skipped at the current price and budget. Prompts are lossless.
+    In addition, a token may not spend more than the allowed loss of the layers so far and the loss
+    that earlier tokens of its sequence left. `keep_top` experts of each token are never lowered or
+    skipped.
+
+    An expert that is skipped or lowered twice within a few tokens is read afterwards, after all
+    other reads, within --transition-rate. Experts predicted for the next layer are prefetched,
+    unless they would be skipped at the current price and budget.
     """
 
     about = About(
@@ -370,10 +391,10 @@ class Floor(Policy):
         budget_bytes: int,
         history: History,
     ) -> FloorPlacement:
-        """Give each layer the same number of slots, in one group per (layer, kind, tier).
+        """Give each layer the same number of slots, in one group per layer, matrix kind and tier.
 
-        Low copies get the share low_share of the budget, as long as one high copy per layer fits
-        next to them.
+        Low copies get the fraction low_share of the budget. They get less if one high copy per
+        layer would not fit otherwise.
         """
         settings = settings.with_usual()
         low_bytes, low_counts = 0, [0] * shape.n_layers
@@ -427,7 +448,7 @@ class Floor(Policy):
 
     @property
     def allowed(self) -> float:
-        """The loss budget of a token now, in nats: max_loss, or half of it."""
+        """The quality loss that one token may cause now, in nats: max_loss, or half of it."""
         return self.placement.allowed
 
     def update_settings(self, settings: Any) -> None:
@@ -435,15 +456,16 @@ class Floor(Policy):
         self._divide_by_depth()
 
     def _spend_share(self, share: float) -> None:
-        """Spend this share of max_loss from now on."""
+        """From now on, allow this fraction of the setting max_loss."""
         if share != self.placement.share:
             self.placement = replace(self.placement, share=share)
             self._divide_by_depth()
 
     def _divide_by_depth(self) -> None:
-        """Divide the budget by depth, and reset the price.
+        """Divide the allowed loss of a token among the layers, and reset the price.
 
-        The new price would spend the budget if all ways to save had the same cost.
+        The price is the limit for the loss per saved byte. The new price would use up the allowed
+        loss if all experts had the same cost.
         """
         budget, shape = self.allowed, self.shape
         # A layer's part of the budget is proportional to the share of experts that may be lowered.
@@ -463,7 +485,8 @@ class Floor(Policy):
             return
         if not self._costs:
             raise PolicyError(
-                f"the policy {self.name} has no estimate of the losses of lower tiers"
+                f"the policy {self.name} has no estimate of the losses of lower tiers: run "
+                "moe-edge calibrate"
             )
         if event.step != self._step:
             self._begin(event)
@@ -484,7 +507,10 @@ class Floor(Policy):
             self._behind.ask(event.step, event.layer, lowered, resident, out)
 
     def _begin(self, event: RouteEvent) -> None:
-        """Begin a step at its first layer. Losses charged by a step that failed are dropped."""
+        """Begin a decode step at its first layer: find the loss account of each token's sequence.
+
+        Losses that a failed step added to the accounts are dropped.
+        """
         self._step = event.step
         self._missing_before = self._missing
         for account in self._running:
@@ -494,7 +520,10 @@ class Floor(Policy):
         self._asks_ahead = self._ahead.on
 
     def _lower(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> dict[int, int]:
-        """Return the tiers of the experts that the only token of a step skips or lowers."""
+        """Choose which experts to skip or lower in a step with one token.
+
+        Returns {expert: tier} with the chosen lower tier, or SKIP.
+        """
         layer, ids, weights = event.layer, event.ids.tolist(), event.weights.tolist()
         resident = view.resident[layer]
         missing = [at for at, expert in enumerate(ids) if resident[expert]]
@@ -519,7 +548,10 @@ class Floor(Policy):
         return lowered
 
     def _lower_all(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> dict[int, int]:
-        """Return the tiers of the experts that several tokens skip or lower."""
+        """Choose which experts to skip or lower in a step with several tokens.
+
+        Returns {expert: tier} with the chosen lower tier, or SKIP.
+        """
         layer, accounts = event.layer, self._accounts_of(event)
         resident, costs = view.resident[layer], self._costs[layer]
         rows, gates = event.ids_array.tolist(), event.weights_array.tolist()
@@ -543,19 +575,20 @@ class Floor(Policy):
         return spend_all(ways, claims, self._price, self._allowed[layer])
 
     def _accounts_of(self, event: RouteEvent) -> list[Account]:
-        """Return the accounts of an event's tokens.
+        """Return the loss account of each token of an event.
 
-        The last layer computes only some tokens of a step.
+        The last layer computes only some tokens of a step, so the event may have fewer tokens.
         """
         if len(self._running) == event.n_tokens:
             return self._running
         return [self._accounts[each] for each in event.sequences_array.tolist()]
 
     def _ask(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
-        """Prefetch predicted experts of the next layer.
+        """Prefetch the experts that the only token of a step is predicted to use in the next layer.
 
-        Resident ones are prefetched to keep them. Missing ones are prefetched if skipping them
-        costs more than the price, or more than the budget left after cheaper skips.
+        Experts in memory are requested so that the store keeps them. A missing expert is requested
+        only if it will not be skipped: skipping costs more than the price, or more than the loss
+        that is left.
         """
         layer, keep_top = event.layer + 1, self._keep_top
         resident, costs = view.resident[layer], self._costs[layer]
@@ -578,9 +611,10 @@ class Floor(Policy):
         self._ahead.score.expect(layer, asked)
 
     def _ask_all(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
-        """Prefetch as _ask does, for several tokens.
+        """Prefetch the experts that several tokens are predicted to use in the next layer.
 
-        Both the cost of an expert for all tokens and its cost for each token count.
+        A missing expert is requested only if it will not be skipped. Skipping must cost more than
+        the price for all tokens together, or more than one of the tokens has left.
         """
         layer = event.layer + 1
         resident, costs = view.resident[layer], self._costs[layer]
@@ -605,11 +639,10 @@ class Floor(Policy):
         out.prefetch_all(layer, [expert for expert in wanted if expert not in skipped], 0)
 
     def on_step(self, report: StepReport) -> tuple[()]:
-        """Settle a decode step.
+        """After a decode step, settle its losses and adjust the limit for the loss per saved byte.
 
-        Sequences keep the unspent loss, up to the budget of a few tokens, and the price is
-        adjusted. If a report says that the texts are unusual, half of max_loss is spent from then
-        on.
+        Each sequence keeps the allowed loss that it did not use, up to the loss of a few tokens. If
+        the report says that the text is unusual, only half of max_loss is allowed from then on.
         """
         if report.unusual is not None:
             self._spend_share(0.5 if report.unusual else 1.0)
@@ -639,11 +672,14 @@ class Floor(Policy):
         return ()
 
     def report(self) -> Mapping[str, Any]:
-        """Return figures of the decoded tokens since the runtime started.
+        """Return figures about the decoded tokens since the runtime started.
 
-        max_loss: the loss budget of a token now, in nats. loss: the mean estimated loss. missing,
-        lowered: shares of the chosen experts that were not resident high, and that were lowered or
-        skipped. The rest is the report of Prefetching.
+        - max_loss: the quality loss that one token may cause now, in nats.
+        - loss: the mean estimated loss of the tokens.
+        - missing: the fraction of the chosen experts that were not in memory in the high tier.
+        - lowered: the fraction of the chosen experts that were lowered or skipped.
+
+        It also has the figures about prefetching.
         """
         return {
             "max_loss": self.allowed,

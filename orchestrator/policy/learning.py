@@ -21,54 +21,63 @@ MAX_QUEUE = 64
 
 @dataclass(frozen=True)
 class Intervals(Background):
-    """Settings of policies that learn from intervals of steps."""
+    """Settings of policies that update their usage statistics after each interval of steps."""
 
     update_steps: int = setting(
         32,
-        "Decode steps between two updates of the hot sets; 0 for no updates. A prefill step "
-        "also ends an interval.",
+        "Number of decode steps after which the most used experts are determined again; 0 for "
+        "never. A prefill step also ends this interval.",
         within=(0, 2**24),
     )
     update_ms: int | None = setting(
         None,
-        "Milliseconds of steps between two updates of the hot sets, as in the paper; replaces "
-        "--update-steps. 0 for no updates.",
+        "Milliseconds of compute after which the most used experts are determined again, as in "
+        "the paper, instead of --update-steps; 0 for never.",
         within=(0, 2**31),
     )
     hotness_decay: float = setting(
-        0.8, "Decay factor (alpha) of the hotness's moving average.", within=(0.0, 1.0)
+        0.8,
+        "Decay factor (alpha) of the moving average of each expert's usage.",
+        within=(0.0, 1.0),
     )
     hysteresis: float = setting(
         0.25,
-        "How much hotter an expert has to be than the expert that it replaces, as a multiple of "
-        "the mean score of its layer.",
+        "How much more an expert must be used than the expert that it replaces, as a multiple of "
+        "the mean usage in its layer.",
         within=(0.0, 1e6),
     )
 
 
 def wants_to_learn(wants: PolicyRequirements, settings: Intervals) -> PolicyRequirements:
-    """Return wants extended by the requirements of a policy that learns from intervals."""
+    """Return `wants`, extended by the requirements of a policy that learns the usage of experts.
+
+    Such a policy needs the expert counts and the expert states after each step. It also needs a
+    limit for the rate of transitions.
+    """
     rate = USUAL_RATE if settings.transition_rate is None else settings.transition_rate
     return replace(wants, counts=True, states=True, transition_rate=rate, learns=True)
 
 
 class Learning(Policy):
-    """A policy that follows S, a moving average of the usage of each expert over intervals.
+    """Base class of policies that follow how often tokens use each expert, averaged over intervals.
 
-    At the end of each interval, S <- a S + (1 - a) f (DynaExq, section 3.5). f is the share of the
-    interval's tokens that use the expert, 0 to 1. The paper uses token counts instead, but a
-    prefill step of 512 tokens predicts the next steps no better than some dozens of tokens do.
+    S is an exponential moving average. At the end of each interval, S <- a S + (1 - a) f (DynaExq,
+    section 3.5). f is the fraction of the interval's tokens that use the expert. The paper uses
+    token counts instead of f. With counts, a prefill step of 512 tokens would outweigh all decode
+    steps, although it predicts the next steps no better than some dozens of tokens do.
 
-    a = alpha ** w, where w is the fraction of a whole interval that the layer saw. By the clock
-    (update_ms) that is 1; otherwise it is tokens / update_steps, at most 1. The last layer sees
-    only prompt tokens with an output, so its average decays less.
+    An interval is update_steps decode steps, and a prefill step also ends it. With the setting
+    update_ms, as in the paper, an interval is that much compute time of steps.
 
-    An interval is update_steps decode steps, and a prefill step also ends it. With update_ms, as in
-    the paper, an interval is that time of steps according to the step reports.
+    a = alpha ** w, where alpha is the setting hotness_decay and w is at most 1. w is the number of
+    tokens that the layer computed, divided by the interval's number of tokens. Without update_ms,
+    the divisor is at least update_steps. The last layer computes only prompt tokens with an output,
+    so its average decays less.
 
-    updates: the number of finished intervals. _scores: S, float64 [n_layers, n_expert], zeros
-    before the first interval ends. _at_rest: no transition runs or waits, so the policy has nothing
-    to do until the scores change; a policy that needs the counts of each step leaves it False.
+    - updates: the number of finished intervals.
+    - _scores: S, float64 [n_layers, n_expert]. It is zero before the first interval ends.
+    - _at_rest: whether no expert is in transition or waits for one. The policy then has nothing to
+      do until the interval ends. A subclass that needs the counts of each step leaves this False.
     """
 
     settings: Intervals
@@ -88,17 +97,20 @@ class Learning(Policy):
         return Learned(hotness=self._scores.copy())
 
     def _choose_reports(self) -> None:
-        """Request the arrays of reports only in the phases in which the policy needs them."""
+        """Request expert counts and states only for the phases in which the policy needs them."""
         phases = tuple(phase for phase in Phase if self._wants_report(phase))
         if phases != self.wants.told_in:
             self.wants = replace(self.wants, told_in=phases)
 
     def _wants_report(self, phase: Phase) -> bool:
-        """Whether the next step needs a full report: experts move, or the interval may end."""
+        """Return whether the policy needs expert counts and states after a step of this phase.
+
+        It needs them while experts change their tier, and at the end of an interval.
+        """
         return not self._at_rest or self._may_end_interval(phase)
 
     def _may_end_interval(self, phase: Phase) -> bool:
-        """Whether the next step would end an interval if it had this phase."""
+        """Return whether the next step would end an interval if it had this phase."""
         return self.settings.update_ms is not None or self._ends_interval(phase, self._steps + 1)
 
     def _ends_interval(self, phase: Phase, n_steps: int) -> bool:
@@ -108,7 +120,10 @@ class Learning(Policy):
         return steps > 0 and (phase == Phase.PREFILL or n_steps >= steps)
 
     def _count(self, report: StepReport) -> bool:
-        """Add a step to the interval. Returns True if the interval ended and the scores are new."""
+        """Add a finished step to the current interval.
+
+        If the step ends the interval, update the average usage of each expert (S) and return True.
+        """
         if report.counts is not None:
             self._counts += report.counts
         self._steps += 1

@@ -16,10 +16,10 @@ from orchestrator.policy.base import (
 
 
 class LRU(Policy):
-    """Request every routed expert in the best tier.
+    """A policy that requests every routed expert in the best tier, with LRU eviction.
 
-    Each matrix kind and slot size has one slot group, shared by all layers. The store's own LRU
-    order decides what to evict, so Python is not called during a step.
+    For each slot size, all layers share one group of slots. The native store keeps the LRU order of
+    a group, so it does not call Python during a step.
     """
 
     about = About(
@@ -44,7 +44,10 @@ class LRU(Policy):
         budget_bytes: int,
         history: History,
     ) -> Placement:
-        """Give each slot group the same share of its experts."""
+        """Divide a memory budget into slot groups, one for each matrix kind and slot size.
+
+        Each group can hold the same fraction of its experts.
+        """
         layers_of: dict[tuple[int, int], list[int]] = {}
         for layer, tiers in enumerate(shape.slots):
             for kind, size in tiers[0].items():

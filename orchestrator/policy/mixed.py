@@ -45,15 +45,17 @@ def exchanges(
 ) -> list[tuple[int, int]]:
     """Return pairs (riser, faller) of experts that should exchange their tiers, largest gain first.
 
-    No expert is in two pairs. Experts are numbered layer by layer.
+    Each expert is in at most one pair. An expert's number is layer * n_expert + index.
 
-    losses: w L, float64 [n_layers, n_expert, n_tiers]. tiers: the current tier of each expert,
-    uint8 [n_layers, n_expert]. pool_of: the pool that holds a layer's experts in a tier, int64
-    [n_layers, n_tiers], or -1 for a tier without experts; experts with the same two pools may
-    exchange. free: which experts may change, bool [n_layers, n_expert].
-
-    margin: a pair must gain more than this multiple of an expert's mean gain between the two tiers.
-    With two tiers and uniform losses, that is DynaExq's hysteresis.
+    - losses: the loss of each expert in each tier, weighted with its use, float64 [n_layers,
+      n_expert, n_tiers].
+    - tiers: the current tier of each expert, uint8 [n_layers, n_expert].
+    - pool_of: the pool of slots that a layer's experts use in each tier, int64 [n_layers, n_tiers].
+      -1 means a tier without experts. Two experts can exchange their tiers only if their layers use
+      the same two pools.
+    - free: which experts may change their tier, bool [n_layers, n_expert].
+    - margin: the minimum gain of a pair. The unit is the mean gain of an expert between the two
+      tiers.
     """
     _, n_expert, n_tiers = losses.shape
     flat, at = losses.reshape(-1, n_tiers), tiers.reshape(-1)
@@ -95,14 +97,16 @@ def moves(
     target: np.ndarray,
     losses: np.ndarray,
 ) -> list[Transition]:
-    """Return the moves towards the wanted tiers for which slots are free now.
+    """Return the transitions of experts to their wanted tiers for which slots are free now.
 
-    See TierPools.moves_to.
+    Only the lowest tier has reserve slots. If no expert moves and no slot is free for a wanted
+    transition, experts that should fall move to the lowest tier first, which frees their slots.
 
-    losses: w L, float64 [n_layers, n_expert, n_tiers]. Only the lowest tier has reserve slots. If
-    nothing is moving and no move finds a slot, experts that should fall move to the lowest tier
-    first and free their slots. The pools hold as many experts of each tier as are wanted there, so
-    each free slot has an expert that wants it.
+    - wanted: the wanted tier of each expert.
+    - resident, target: the tier of each expert in memory and after its transition, uint8 [n_layers,
+      n_expert].
+    - losses: the loss of each expert in each tier, weighted with its use, float64 [n_layers,
+      n_expert, n_tiers].
     """
     lowest = losses.shape[2] - 1
     wanted = np.where(resident == ABSENT, ABSENT, wanted)
@@ -128,17 +132,17 @@ LOOK_US = 4000.0
 
 @dataclass(frozen=True)
 class MixedSettings(Intervals):
-    """Settings of the policy mixed."""
+    """Settings of the policy `mixed`, which chooses a precision for each expert by its usage."""
 
     losses: Path | None = inherit(Shared, "losses")
 
 
 class _AnyTiers(Precisions):
     def high(self, offer: TierOffer) -> FileTier:
-        """Return the tier above the best one in which all experts fit.
+        """Return the best tier to use: the tier above the best one in which all experts fit.
 
-        A better tier is used if its single slot, which the store requires, takes a negligible part
-        of the budget.
+        The store requires at least one slot of each tier in use. So an even better tier is used if
+        one slot takes a negligible part of the budget.
         """
         tiers = offer.tiers
         fits = next((each for each in tiers if offer.fits_whole(each)), tiers[-1])
@@ -153,21 +157,25 @@ class _AnyTiers(Precisions):
 
 @dataclass(frozen=True, kw_only=True)
 class MixedPlacement(Placement):
-    """A placement with a planned tier for every expert.
+    """The expert slots of the policy `mixed`, and the tier that is planned for every expert.
 
-    tiers: uint8 [n_layers, n_expert]. pools: the slots of these experts.
+    - pools: the slots, grouped by size.
+    - tiers: the planned tiers, uint8 [n_layers, n_expert].
     """
 
     pools: TierPools
     tiers: np.ndarray
 
     def first(self, hotness: np.ndarray | None = None) -> Sequence[Transition]:
-        """Return a transition of every expert to its planned tier. hotness has no effect."""
+        """Return a transition of every expert to its planned tier.
+
+        The argument hotness has no effect.
+        """
         return every_expert_to(self.tiers)
 
     @property
     def per_tier(self) -> list[int]:
-        """The number of experts in each tier. Exchanges do not change it."""
+        """The number of experts in each tier, which exchanges of two experts do not change."""
         found: list[int] = np.bincount(self.tiers.ravel(), minlength=len(self.shape.tiers)).tolist()
         return found
 
@@ -175,34 +183,34 @@ class MixedPlacement(Placement):
     def text(self) -> str:
         counts = zip(self.per_tier, self.shape.tiers, strict=True)
         parts = ", ".join(f"{n} in {name}" for n, name in counts if n)
-        return f"mixed, of {self.tiers.size} experts {parts}"
+        return f"mixed, {self.tiers.size} experts: {parts}"
 
 
 class Mixed(Learning):
-    """Assign a tier to every expert so that the sum of w L is minimal under the budget.
+    """Chooses a tier for every expert so that the total loss is minimal within the memory budget.
 
-    See `Hull`.
+    All experts are resident. The total loss is the sum of w L over all experts (see `Hull`):
 
-    L is the loss per use of the expert in a tier: in nats if calibrate fitted the model, so that
-    layers are comparable; otherwise its mean squared error, or nominal losses. w is the share of
-    tokens that use the expert according to earlier runs; a small part is distributed uniformly.
+    - L is the loss of one use of the expert in its tier, in nats if `moe-edge calibrate` fitted the
+      model. Otherwise it is the expert's mean squared error, or a nominal loss.
+    - w is the fraction of tokens that use the expert, according to earlier runs. A small part of w
+      is the same for all experts.
 
-    Each tier has as many slots as the plan has experts in it, in pools that layers of one size
-    share. At run time, only the assignment changes: after each interval, pairs of experts exchange
-    their tiers if that gains enough (DynaExq's hysteresis), at step boundaries and within the
-    transition rate. No token waits for a read.
+    The number of experts per tier is fixed by the plan. After each interval, pairs of experts
+    exchange their tiers if that gains enough. This happens in the background, between steps and
+    within the transition rate, so no token waits for a read.
 
-    A tier without experts uses the slots of another tier if they can hold it, and otherwise one
-    slot of each size. The lowest tier has reserve slots through which experts move, unless
-    exchanges are switched off.
+    Layers of one size share a pool of slots. The lowest tier has reserve slots through which
+    experts move, unless exchanges are switched off. A tier without experts shares the slots of
+    another tier. If that is not possible, it has one slot of each size.
     """
 
     about = About(
         name="mixed",
         summary=(
             "Every expert is resident, in the tier with the best value for its bytes, given its "
-            "usage and its loss. Experts exchange tiers in the background, and no token waits "
-            "for it."
+            "usage and its loss. Experts exchange their tiers in the background, and no token "
+            "waits for that."
         ),
         Settings=MixedSettings,
         reason="fills the budget with the best precisions",
@@ -221,14 +229,17 @@ class Mixed(Learning):
         budget_bytes: int,
         history: History,
     ) -> MixedPlacement:
-        """Return the allocation for the budget, from the known usage and losses."""
+        """Choose the tier of every expert for the budget, and return the slots for them.
+
+        The choice uses the known usage and losses of the experts.
+        """
         hotness, losses = history.hotness(), history.losses(shape.tiers, per_use=True)
         scores = np.zeros((shape.n_layers, shape.n_expert)) if hotness is None else hotness
         hull = Hull(weighted(shape, scores, losses), slot_sizes(shape))
         tiers = hull.at(hull.least_bytes)
         pools = pools_of(shape, settings, tiers)
         spare, beyond = budget_bytes, budget_bytes if fits(pools, budget_bytes) else 0
-        while beyond > 0:  # slots in reserve and those of unused tiers come on top
+        while beyond > 0:  # reserve slots and slots of unused tiers exceed the budget
             tiers = hull.at(spare)
             pools = pools_of(shape, settings, tiers)
             beyond = pools.plan().total_bytes - budget_bytes
@@ -249,13 +260,17 @@ class Mixed(Learning):
         self._pools, self._wanted = self.placement.pools, self.placement.tiers.copy()
         self._used = sorted(set(self._wanted.ravel().tolist()))  # tiers that experts have
         self._moved = self._exchanged = 0
-        self._unseen_us = math.inf  # of steps since the last look
+        # Microseconds of steps since the last report with counts and states.
+        self._unseen_us = math.inf
         # The states (resident, target) for which no move found a slot; they need no second search.
         self._no_moves: tuple[bytes, bytes] | None = None
 
     @property
     def weighted(self) -> np.ndarray:
-        """The products w L of each expert in each tier, float64 [n_layers, n_expert, n_tiers]."""
+        """The loss of each expert in each tier, multiplied by how often tokens use the expert.
+
+        The array is float64 [n_layers, n_expert, n_tiers].
+        """
         of = self._weighted
         if of is None or of[0] is not self._scores:
             found = weighted(self.shape, self._scores, self.placement.losses)
@@ -263,15 +278,16 @@ class Mixed(Learning):
         return of[1]
 
     def _wants_report(self, phase: Phase) -> bool:
-        """Whether the next step needs a full report.
+        """Return whether the policy needs expert counts and states after a step of this phase.
 
-        Transitions of fast steps are checked only once per LOOK_US.
+        While experts move, it needs them once per LOOK_US microseconds of steps. It also needs them
+        at the end of an interval.
         """
         looks = not self._at_rest and self._unseen_us >= LOOK_US
         return looks or self._may_end_interval(phase)
 
     def on_step(self, report: StepReport) -> Sequence[Transition]:
-        """Count the step, and return the moves for which slots are free now."""
+        """Count the uses of experts in a finished step, and return the transitions to start now."""
         found = self._learn(report)
         self._choose_reports()
         return found
@@ -297,9 +313,10 @@ class Mixed(Learning):
         return found
 
     def _exchange(self, free: np.ndarray) -> None:
-        """Exchange the wanted tiers of pairs of experts.
+        """Choose pairs of experts that exchange their wanted tiers, and change these tiers.
 
-        free: experts that are in their wanted tier, bool [n_layers, n_expert].
+        free: the experts that are in their wanted tier and may be chosen, bool [n_layers,
+        n_expert].
         """
         pool_of = np.full((self.shape.n_layers, len(self.shape.tiers)), -1)
         pool_of[:, self._used] = self._pools.pool_of[:, self._used]
@@ -310,10 +327,13 @@ class Mixed(Learning):
         self._exchanged += len(pairs[:MAX_QUEUE])
 
     def report(self) -> Mapping[str, Any]:
-        """Figures since the runtime started.
+        """Return figures about the policy's work since the runtime started.
 
-        updates of the hotness, exchanges of two experts, moves for them; experts in each tier; the
-        loss of the plan as a share of the loss with every expert in the lowest tier.
+        - updates: the number of intervals after which the usage was updated.
+        - exchanges: the number of exchanges of two experts.
+        - moves: the number of transitions for them.
+        - experts: the number of experts in each tier.
+        - loss: the total loss, as a fraction of the loss with every expert in the lowest tier.
         """
         losses = self.weighted
         least = float(losses[..., -1].sum())
@@ -327,10 +347,12 @@ class Mixed(Learning):
 
 
 def pools_of(shape: ModelShape, settings: MixedSettings, tiers: np.ndarray) -> TierPools:
-    """Return the slots for an allocation.
+    """Return the expert slots for a choice of the tier of each expert.
 
-    A tier without experts shares the slots of the next better tier that has some, if slots can be
-    shared.
+    A tier without experts shares the slots of the tier before it. This needs experts in that tier,
+    and slots that can hold several tiers.
+
+    tiers: the tier of each expert, [n_layers, n_expert].
     """
     places: list[Places] = []
     last = len(shape.tiers) - 1
@@ -347,33 +369,40 @@ def pools_of(shape: ModelShape, settings: MixedSettings, tiers: np.ndarray) -> T
 
 
 def fits(pools: TierPools, budget_bytes: int) -> bool:
-    """Whether the slots of these pools are within a budget."""
+    """Return whether all slots of these pools together are within a budget."""
     return pools.plan().total_bytes <= budget_bytes
 
 
 def weighted(shape: ModelShape, scores: np.ndarray, losses: np.ndarray | None) -> np.ndarray:
-    """Return w L of each expert in each tier, float64 [n_layers, n_expert, n_tiers]."""
+    """Return the loss of each expert in each tier, multiplied by how often tokens use the expert.
+
+    The result is float64 [n_layers, n_expert, n_tiers].
+
+    - scores: the fraction of tokens that use each expert, [n_layers, n_expert].
+    - losses: the loss of one use in each tier. None stands for losses that depend only on the
+      number of bits per weight.
+    """
     each = nominal(shape) if losses is None else losses
     found: np.ndarray = weights(scores)[..., None] * each
     return found
 
 
 def weights(scores: np.ndarray) -> np.ndarray:
-    """Return w, the share of each expert in its layer's use, float64 [n_layers, n_expert].
+    """Return each expert's fraction of all uses in its layer, float64 [n_layers, n_expert].
 
-    Rows sum to 1.
+    Each layer's values sum to 1. The part UNIFORM_SHARE of this sum is divided equally among the
+    experts, so that rarely used ones count too. A layer without uses gets equal values.
 
-    scores: S. The share UNIFORM_SHARE is distributed uniformly. A layer without counts has uniform
-    usage.
+    scores: how often tokens use each expert, [n_layers, n_expert].
     """
     found: np.ndarray = (1 - UNIFORM_SHARE) * shares(scores) + UNIFORM_SHARE / scores.shape[1]
     return found
 
 
 def nominal(shape: ModelShape) -> np.ndarray:
-    """Return losses that replace a missing loss table, float64 [n_layers, n_expert, n_tiers].
+    """Return losses to use if none were measured, float64 [n_layers, n_expert, n_tiers].
 
-    Each bit more divides the mean squared error by four, for all experts equally.
+    All experts have the same losses. One more bit per weight divides the loss by four.
     """
     bits = shape.bits or tuple(map(nominal_bits, shape.tiers))
     return nominal_losses(bits, shape.n_layers, shape.n_expert)

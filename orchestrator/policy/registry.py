@@ -24,31 +24,36 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
 # of this name. tests/unit/library/test_plugins.py compares them.
 RESERVED = frozenset(
     (
-        "alias all_tiers allow_host api_key api_key_file as_before as_json bandwidth beside "
-        "beside_token body_limit cache_ram calib caps chat_template choices compute_ms "
-        "conversations cors_origin ctx device direct_io draft dry_allowed_length dry_base "
-        "dry_multiplier dry_penalty_last_n dynatemp_exponent dynatemp_range exact exact_tiers "
-        "expert_ram file force force_managed format frequency_penalty grammar high_tier host hot "
-        "importance importance_window io_threads json keep_messages kl kl_from kv latency_us "
-        "layers layout link logits_all low low_tier max_tokens min_p mirostat mirostat_eta "
-        "mirostat_tau misses model named near_data no_verify out parallel patience picture policy "
-        "port prefill presence_penalty prompt prompt_cache prompt_cache_limit prompt_tokens queue "
-        "quick ram remember renormalize repeat_last_n repeat_penalty resume reuse routing rows "
-        "runs schema scored seed sequences shape stop study system temp text think threads "
-        "timeout together tokens top_k top_n_sigma top_p trusted_proxy typical_p ubatch uniform "
-        "use_extra_bufts use_mmap verify vocab vram wait window xtc_probability xtc_threshold"
+        "alias all_tiers allow_host api_key api_key_file as_before as_json bandwidth body_limit "
+        "cache_ram calib caps chat_template choices compute_ms conversations cors_origin ctx "
+        "device direct_io draft dry_allowed_length dry_base dry_multiplier dry_penalty_last_n "
+        "dynatemp_exponent dynatemp_range exact exact_tiers expert_ram extra_bytes "
+        "extra_token_bytes file force force_managed format frequency_penalty grammar high_tier "
+        "host hot importance importance_window io_threads json keep_messages kl kl_from kv "
+        "latency_us layers layout link logits_all low low_tier max_tokens min_p mirostat "
+        "mirostat_eta mirostat_tau misses model named near_data no_verify out parallel patience "
+        "picture policy port prefill presence_penalty prompt prompt_cache prompt_cache_limit "
+        "prompt_tokens queue quick ram remember renormalize repeat_last_n repeat_penalty resume "
+        "reuse routing rows runs schema scored seed sequences shape stop study system temp text "
+        "think threads timeout together tokens top_k top_n_sigma top_p trusted_proxy typical_p "
+        "ubatch uniform use_extra_bufts use_mmap verify vocab vram wait window xtc_probability "
+        "xtc_threshold"
     ).split()
 )
 
 
 class Policies(MutableMapping[str, type[Policy]]):
-    """Policy classes by the names that users type.
+    """A mapping from policy names to policy classes, including those of installed packages.
 
-    faults: a sentence about each installed policy that cannot be used.
+    The first access looks for policies of installed packages. faults: one sentence for each policy
+    of an installed package that cannot be used.
     """
 
     def __init__(self, own: Iterable[type[Policy]], reserved: Collection[str]) -> None:
-        """own: our policies. reserved: further names that no policy may have."""
+        """Make a registry with the policies of this package.
+
+        own: these policies. reserved: further names that no policy may have.
+        """
         self.own = {each.name: each for each in own}
         self.faults: list[str] = []
         self._known = dict(self.own)
@@ -57,7 +62,10 @@ class Policies(MutableMapping[str, type[Policy]]):
         self._is_searched = False
 
     def _all(self) -> dict[str, type[Policy]]:
-        """Return the known policies. The first call looks for installed ones."""
+        """Return all policies by name.
+
+        The first call imports the policies of installed packages.
+        """
         if not self._is_searched:
             self._is_searched = True  # a policy that is imported now may use the registry
             self._search()
@@ -96,11 +104,14 @@ class Policies(MutableMapping[str, type[Policy]]):
         return len(self._all())
 
     def add(self, policy: Any) -> str:
-        """Add a policy class and return its name. A class that is defined again, as in a notebook,
-        replaces its predecessor.
+        """Add a policy class to the registry and return its name.
 
-        Raises PolicyError for anything that is not a policy, and for a name or a setting that is
-        taken.
+        If a class with the same module and class name was added before, the new class replaces it.
+        So a notebook can define a policy again.
+
+        Raises PolicyError for an object that is not a policy class. Also raises PolicyError if
+        another policy or a setting of moe-edge already uses the name of the policy or of one of its
+        settings.
         """
         fault = self._fault(policy)
         if fault is not None:
@@ -109,35 +120,46 @@ class Policies(MutableMapping[str, type[Policy]]):
         return str(policy.name)
 
     def _fault(self, policy: Any) -> str | None:
-        """Return why a class cannot be added, or None."""
+        """Return the reason why an object cannot be added as a policy, or None if it can."""
         if not (isinstance(policy, type) and issubclass(policy, Policy)):
             return f"{policy!r} is not a policy: derive a class from orchestrator.policy.Policy"
-        where = reference(policy)
+        class_path = reference(policy)
         if not isinstance(getattr(policy, "name", None), str):
-            return f"the policy {where} declares no `about`"
+            return (
+                f"the policy {class_path} declares no `about`: set this class attribute to an "
+                "About object"
+            )
         name = policy.name
         if not _NAME.fullmatch(name):
-            return f"the policy {where} has the name {name!r}: use a-z, 0-9, - and _"
+            return f"the policy {class_path} has the name {name!r}: use a-z, 0-9, - and _"
         known = self._all()
         taken = known.get(name)
-        if name in self._reserved or (taken is not None and reference(taken) != where):
+        if name in self._reserved or (taken is not None and reference(taken) != class_path):
             owner = "moe-edge" if taken is None or name in self.own else reference(taken)
-            return f"the policy {where} has the name {name}, which {owner} uses: choose another one"
+            return (
+                f"the policy {class_path} has the name {name}, which {owner} uses: choose another "
+                "name"
+            )
         others = [each for other, each in known.items() if other != name]
         for setting, declared in policy.Settings.declared().items():
             if setting in RESERVED:
-                return f"the policy {where} has the setting {setting}, which moe-edge uses itself"
+                return (
+                    f"the policy {class_path} has the setting {setting}, which moe-edge uses "
+                    "itself: choose another name"
+                )
             for other in others:
                 if other.Settings.declared().get(setting, declared) != declared:
                     return (
-                        f"the policy {where} declares the setting {setting} in another way than "
-                        f"the policy {other.name}"
+                        f"the policy {class_path} declares the setting {setting} in another way "
+                        f"than the policy {other.name}: choose another name"
                     )
         return None
 
     def named(self, given: str | type[Policy]) -> str:
-        """Return the name of a policy that is given by its name, as `module:Class`, or as a class.
-        The latter two are added. Raises PolicyError.
+        """Return the name of a policy that is given by name, as text `module:Class`, or as a class.
+
+        A name is returned unchanged. A class, or the class that `module:Class` imports, is added to
+        the registry. Raises PolicyError if the class cannot be imported or added.
         """
         if not isinstance(given, str):
             return self.add(given)
@@ -158,8 +180,9 @@ class Policies(MutableMapping[str, type[Policy]]):
         return self.add(found)
 
     def for_processes(self, name: str) -> str:
-        """Return how another process finds a policy: its name, or `module:Class`.
+        """Return a text with which another process finds a policy.
 
+        The text is the policy's name, or `module:Class` for a policy that this program added.
         Raises ConfigError for a class that another process cannot import.
         """
         policy = self._all().get(name)
@@ -179,13 +202,15 @@ class Policies(MutableMapping[str, type[Policy]]):
 
 
 def reference(policy: type[Policy]) -> str:
-    """Return `module:Class`."""
+    """Return the text `module:Class` that identifies a policy class."""
     return f"{policy.__module__}:{policy.__qualname__}"
 
 
 def settings_of(policies: Iterable[type[Policy]]) -> dict[str, Setting]:
-    """Return every setting of the policies, by name. Policies that have the same setting share its
-    declaration; raises TypeError if they do not.
+    """Return the declarations of all settings of these policies, by setting name.
+
+    If several policies have the same setting, they must share one declaration. Raises TypeError
+    otherwise.
     """
     found: dict[str, Setting] = {}
     for policy in policies:
@@ -196,9 +221,10 @@ def settings_of(policies: Iterable[type[Policy]]) -> dict[str, Setting]:
 
 
 def _is_offered() -> bool:
-    """Whether an installed package may offer a policy.
+    """Return whether an installed package declares an entry point for policies.
 
-    importlib.metadata would answer this too, but its import takes longer than all of this.
+    The function searches the text of the metadata files, because importing importlib.metadata takes
+    longer.
     """
     group = GROUP.encode()
     for folder in map(Path, sys.path):

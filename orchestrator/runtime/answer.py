@@ -17,8 +17,8 @@ from orchestrator.errors import ConfigError, NativeError
 from orchestrator.events import GenerationStats, percentile
 from orchestrator.native import NativeRequest
 
-# Tokens that come faster than this are read together. A reader cannot see the difference, and each
-# time that it wakes it takes a core from the threads that compute.
+# Tokens that arrive faster than this are read together. A person cannot see the difference. Each
+# time that the reading thread wakes up, it takes a core from the threads that compute.
 REST_S = 0.04
 # The number of fast parts after which the next ones are read together.
 FAST = 2
@@ -26,23 +26,27 @@ _EVENT, _EVENT_END, _LAST = b"data: ", b"\n\n", b"[DONE]"
 
 
 class Pace:
-    """Decides when a reader of an answer should look for more.
+    """Decides how long the reader of an answer waits before it looks for new text again.
 
-    It waits long enough that fast tokens are read together.
+    While tokens arrive fast, the reader rests for REST_S seconds between two looks. Several tokens
+    are then read together.
     """
 
     def __init__(self, now_s: Callable[[], float] = monotonic) -> None:
-        """now_s: the clock."""
+        """Begin without waits. now_s: returns the current time in seconds."""
         self._now_s = now_s
         self._n_fast, self._last_s = 0, now_s()
 
     @property
     def rests(self) -> bool:
-        """Whether to wait REST_S before the next look."""
+        """Whether the reader should wait REST_S seconds before it looks for text again."""
         return self._n_fast >= FAST
 
     def came(self) -> None:
-        """Something was read. After a rest, tokens stay fast."""
+        """Record that the reader found new text.
+
+        If texts arrive fast, the reader from then on waits REST_S seconds before each look.
+        """
         if self.rests:
             return
         now_s = self._now_s()
@@ -50,18 +54,20 @@ class Pace:
         self._last_s = now_s
 
     def nothing(self) -> None:
-        """Nothing was there after a rest."""
+        """Record that the reader found no new text. The waits before each look then end."""
         self._n_fast = 0
 
 
 class Answer:
-    """A request that is being answered on a thread of its own, made by `Runtime.submit`.
+    """The answer to one request, which a thread of its own computes.
 
-    Iterate over it for the events of a stream. A program with an event loop waits until fileno()
-    can be read, and calls take(). Call close when no more of it is wanted.
+    `Runtime.submit` makes the object. Iterate over it to get the events of the answer. A program
+    with an event loop waits until fileno() is readable, and then calls take(). Call close when the
+    rest of the answer is not needed.
 
-    status: the HTTP status and is_stream: whether the answer comes as events; both are known once
-    something was taken. error: why the runtime could not answer, once the answer has ended.
+    status: the HTTP status. is_stream: whether the answer is a stream of events. Both values are
+    known after the first take() that returned text. error: the exception that ended the answer, or
+    None.
     """
 
     def __init__(
@@ -73,29 +79,29 @@ class Answer:
         tokens_done: Callable[[], float],
         stop_of: Callable[[], tuple[str, bool]],
         changed: Callable[[], str],
-        too_long: str,
+        prompt_remedy: str,
     ) -> None:
-        """answer: runs the request to its end on the answer's thread.
+        """Start a thread that answers the request.
 
-        Its arguments are the answer and a file descriptor, to which it writes when something has
-        come. costs: returns the costs until now. failure: returns why the last step failed.
-        tokens_done: returns the computed tokens of the running step. stop_of: returns, after the
-        end, the cause of it ("end", "word" or "limit") and whether the context was full. changed:
-        returns a sentence if a model file was written to, else "". too_long: ends the sentence
-        about a prompt that does not fit.
+        answer: runs the request to its end on that thread. Its arguments are this object and a file
+        descriptor, to which it writes a byte when text has arrived. costs: returns the costs until
+        now. failure: returns why the last step failed. tokens_done: returns how many tokens of the
+        running step are computed. stop_of: returns why a complete answer ended ("end", "word" or
+        "limit") and whether the context was full. changed: returns a sentence if a model file was
+        written to, else "". prompt_remedy: advice for a prompt that does not fit the context.
 
-        Raises OSError if no file descriptors or threads are left; the request is closed then.
+        Raises OSError if no file descriptors or threads are left. The request is closed then.
         """
         self.error: BaseException | None = None
         self.is_shared = False  # whether other answers decoded at the same time
         self._request, self._costs, self._failure = request, costs, failure
         self._tokens_done, self._stop_of = tokens_done, stop_of
-        self._changed, self._too_long = changed, too_long
+        self._changed, self._prompt_remedy = changed, prompt_remedy
         self._final: dict[str, Any] | None = None
         self._is_cancelled = False
         self._ended = threading.Event()
         self._timings: dict[str, Any] = {}
-        self._progress: dict[str, Any] = {}  # of the prompt
+        self._progress: dict[str, Any] = {}  # how many tokens of the prompt are read
         try:
             self._from, self._to = os.pipe()
         except OSError:
@@ -111,7 +117,7 @@ class Answer:
         except RuntimeError as error:
             request.close()
             self._close_pipe()
-            raise OSError(0, "no thread can be started") from error
+            raise OSError(0, "the system cannot start a thread for the answer") from error
 
     def _run(self, answer: Callable[[Answer, int], None]) -> None:
         try:
@@ -138,12 +144,12 @@ class Answer:
 
     @property
     def n_left(self) -> int:
-        """Bytes of an ended answer that were not taken yet."""
+        """Number of bytes of an ended answer that `take` has not returned yet."""
         return self._request.n_left
 
     @property
     def has_ended(self) -> bool:
-        """Whether the work has ended, taken or not."""
+        """Whether the answer has ended, even if `take` has not returned all of it yet."""
         return self._ended.is_set()
 
     @property
@@ -152,13 +158,13 @@ class Answer:
         return self._is_cancelled
 
     def fileno(self) -> int:
-        """Return a file descriptor that can be read when take may have something new."""
+        """Return a file descriptor that becomes readable when `take` may return new text."""
         return self._from
 
     def take(self) -> tuple[bytes, bool]:
-        """Return the parts since the last call, and whether the answer is complete.
+        """Return (text since the last call, whether the answer is complete).
 
-        A stream comes as whole events; any other answer comes as one part.
+        The text of a stream consists of whole events. Any other answer is returned as one piece.
         """
         with suppress(BlockingIOError):
             os.read(self._from, 4096)
@@ -167,12 +173,12 @@ class Answer:
         return text, has_ended
 
     def cancel(self) -> None:
-        """End the answer soon; safe in a signal handler and from any thread."""
+        """Make the answer end soon. Safe in a signal handler and on any thread."""
         self._is_cancelled = True
         self._request.cancel()
 
     def close(self) -> None:
-        """End the answer, and wait for that. Safe to call twice. Does not raise."""
+        """Cancel the answer, and wait until its thread has ended. Safe to call twice."""
         self.cancel()
         self._ended.wait()
         self._thread.join()
@@ -185,31 +191,38 @@ class Answer:
         self._from = self._to = -1
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until something may have come; False if nothing has within timeout_s."""
+        """Wait until `take` may return new text. Return False if timeout_s seconds have passed."""
         readable, _, _ = select.select([self._from], [], [], timeout_s)
         return bool(readable)
 
     def wait_for_end(self, timeout_s: float | None = None) -> bool:
-        """Wait until the work has ended, read or not; False if it has not within timeout_s."""
+        """Wait until the answer has ended. Return False if timeout_s seconds have passed before."""
         return self._ended.wait(timeout_s)
 
     def failure(self) -> str | None:
-        """Return why a step failed, in a sentence; None if the reason is not known."""
+        """Return a sentence that says why a step failed, or None if the reason is not known."""
         return self._failure()
 
     def tokens_done(self) -> float:
-        """Return how many tokens of the running step are computed, by its layers."""
+        """Return how many tokens of the running step are computed.
+
+        Each computed layer adds its share, so the number need not be whole.
+        """
         return self._tokens_done()
 
     def costs(self) -> dict[str, Any]:
-        """Return the fields of GenerationStats that the store knows, until now or the end."""
+        """Return the costs of the answer until now, or until its end, by names of GenerationStats.
+
+        Examples are the cache hit rate, the bytes read from disk and the wait for them.
+        """
         return self._final if self._final is not None else self._costs(self)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Yield the JSON of each event of a stream, or that of an answer which is none.
+        """Yield the parsed JSON of each event of a stream.
 
-        Raises what error says, NativeError or ConfigError for an answer that failed, and
-        ChangedError if a model file was written to, because the answer is wrong then.
+        An answer that is not a stream gives one object. Raises ConfigError for a request that
+        cannot be answered, and NativeError if computing failed. Raises ChangedError if a model file
+        was written to, because the answer is wrong then. At the end, raises `error` if it is set.
         """
         pace = Pace()
         while True:
@@ -233,16 +246,19 @@ class Answer:
     def _events(self, text: bytes) -> Iterator[dict[str, Any]]:
         if not self.is_stream:
             if text:
-                yield self._heard(json.loads(text))
+                yield self._record(json.loads(text))
             return
         for line in text.split(_EVENT_END):
             if line.startswith(b"error: "):
                 line = _EVENT + line[len(b"error: ") :]
             if line.startswith(_EVENT + b"{"):
-                yield self._heard(json.loads(line[len(_EVENT) :]))
+                yield self._record(json.loads(line[len(_EVENT) :]))
 
-    def _heard(self, event: dict[str, Any]) -> dict[str, Any]:
-        """Keep what an event says of the whole answer. Raises for an error."""
+    def _record(self, event: dict[str, Any]) -> dict[str, Any]:
+        """Store the timings and the prompt progress of an event, and return the event.
+
+        Raises ConfigError or NativeError if the event reports an error.
+        """
         if "error" in event:
             raise self._fault(event["error"])
         self._timings = event.get("timings") or self._timings
@@ -250,21 +266,25 @@ class Answer:
         return event
 
     def _fault(self, error: Mapping[str, Any]) -> Exception:
-        """Return the exception for an error that the core reports."""
+        """Return the exception for an error that llama.cpp's server core reports.
+
+        A wrong request or a prompt that is too long gives ConfigError. Other errors give
+        NativeError.
+        """
         message = str(error.get("message", ""))
         if error.get("type") == "exceed_context_size_error":
             return ConfigError(
                 f"the prompt has {error.get('n_prompt_tokens')} tokens, the context holds "
-                f"{error.get('n_ctx')}{self._too_long}"
+                f"{error.get('n_ctx')}: {self._prompt_remedy}"
             )
         if error.get("code") == 400:
             return ConfigError(message)
-        return NativeError(self._failure() or message or "llama.cpp failed to evaluate")
+        return NativeError(self._failure() or message or "llama.cpp failed to compute the answer")
 
     def stats(self, mode: str, policy: dict[str, Any]) -> GenerationStats:
-        """Return what an answer cost that was read to its end or cancelled.
+        """Return the statistics of the answer. Call this after its end or after `cancel`.
 
-        mode and policy: the status line, and the policy's report.
+        mode: the status line. policy: figures that the policy reports about its own work.
         """
         times_ms = [each / 1000 for each in self._request.token_times()]
         gaps_ms = [later - earlier for earlier, later in pairwise(times_ms)]
@@ -288,7 +308,10 @@ class Answer:
         )
 
     def _finish(self) -> str:
-        """How the answer ended, as GenerationStats.finish."""
+        """Return why the answer ended, as a value of GenerationStats.finish.
+
+        The values are "end", "stop", "length", "context" and "cancelled".
+        """
         if not self._timings:
             return "cancelled"
         stop, is_full = self._stop_of()

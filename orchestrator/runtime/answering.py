@@ -24,8 +24,8 @@ AHEAD_COPIES = 6
 # For each token of the vocabulary: an entry in the list of candidates of each answer, and one in
 # that of the probabilities that a request asks for (get_token_probabilities).
 CANDIDATE_BYTES = 12
-# A grammar keeps, for each token of the vocabulary that it refuses, its code points and its place
-# in the lists of those that are left (llama_grammar_apply_impl).
+# A grammar keeps the code points of each token of the vocabulary that it refuses, and the position
+# of the token in the lists of candidates (llama_grammar_apply_impl).
 GRAMMAR_TOKEN_BYTES = 256
 
 _LIBRARY = "libmoe-edge-server.so"
@@ -34,15 +34,15 @@ _PLAIN_TEMPLATE = "{{ messages[0].content }}"
 
 @dataclass(frozen=True)
 class Answering:
-    """How a runtime answers. None of it belongs to the model.
+    """Settings of a runtime that answers requests. They do not depend on the model.
 
-    parallel: answers that decode at the same time; each has a context of `Config.ctx` tokens.
-    front_bytes: memory of the program around the runtime, such as HTTP and bodies of requests.
-    scored: tokens of a prompt whose logits an evaluator may want at once. grammars: whether
-    requests may bring a grammar or a JSON schema. name: of the model, for clients. chat_template:
-    used instead of the model's own. threads: how the names of the runtime's threads begin.
-    reads_ahead: whether experts that are likely to be used are read into free slots while nothing
-    is asked for.
+    parallel: number of answers that decode at the same time. Each has a context of `Config.ctx`
+    tokens. front_bytes: memory of the rest of the program, such as HTTP and request bodies. scored:
+    the largest number of prompt tokens whose logits an evaluator may read after one step. grammars:
+    whether requests may contain a grammar or a JSON schema. name: name of the model for clients.
+    chat_template: replaces the chat template of the model. threads: prefix of the names of the
+    runtime's threads. reads_ahead: whether likely experts are read into free slots while no request
+    runs.
     """
 
     parallel: int = 1
@@ -55,8 +55,9 @@ class Answering:
     reads_ahead: bool = True
 
     def request(self, config: Config) -> PlanRequest:
-        """Return the request for a model's plan, with a context for all answers and the memory that
-        they need.
+        """Return a request to plan the memory of a model for these answers.
+
+        The planned context is large enough for all parallel answers.
         """
         each = ANSWER_BYTES + AHEAD_COPIES * AHEAD_BYTES
         of_vocabulary = CANDIDATE_BYTES * (self.parallel + 1)
@@ -64,28 +65,30 @@ class Answering:
             sequences=self.parallel - 1,
             conversations=True,
             scored=self.scored,
-            beside=self.front_bytes + each * self.parallel,
-            beside_token=of_vocabulary + GRAMMAR_TOKEN_BYTES * self.grammars,
+            extra_bytes=self.front_bytes + each * self.parallel,
+            extra_token_bytes=of_vocabulary + GRAMMAR_TOKEN_BYTES * self.grammars,
         )
         if config.ctx:
             config = config.with_changes(ctx=config.ctx * self.parallel)
         return PlanRequest(config, needs)
 
 
-def kept_prompts(n_bytes: int, part: int, parallel: int) -> tuple[int, int]:
-    """Divide n_bytes of memory for prompts that were read before.
+def kept_prompts(n_bytes: int, checkpoint_bytes: int, parallel: int) -> tuple[int, int]:
+    """Divide memory between copies of earlier conversations and checkpoints of running ones.
 
-    part: bytes of a checkpoint of one conversation, 0 for a model whose memory can be cut at any
-    token. Returns (MiB for copies of conversations, checkpoints of each running conversation).
+    n_bytes: the memory to divide. checkpoint_bytes: size of one checkpoint; 0 for a model whose
+    sequences can be truncated at every token, which needs no checkpoints. parallel: number of
+    running conversations. Returns (MiB for copies, number of checkpoints per running conversation).
     """
-    places = min(PROMPT_MARKS, n_bytes // 2 // (part * parallel)) if part else 0
-    return (n_bytes - places * part * parallel) >> 20, places
+    each = checkpoint_bytes * parallel
+    n_checkpoints = min(PROMPT_MARKS, n_bytes // 2 // each) if each else 0
+    return (n_bytes - n_checkpoints * each) >> 20, n_checkpoints
 
 
 def server_library(bindings: Bindings) -> ServerLibrary:
-    """Return llama.cpp's server core, from the folder of the loaded libllama.
+    """Load llama.cpp's server core, a library next to the loaded libllama.
 
-    Raises NativeError if it is missing or was made for another version of moe-edge.
+    Raises NativeError if the library is missing or was built for another version of moe-edge.
     """
     path = Path(bindings.api.__file__).parent / "lib" / _LIBRARY
     if not path.is_file():
@@ -94,9 +97,9 @@ def server_library(bindings: Bindings) -> ServerLibrary:
 
 
 def fault_of_constraint(library: ServerLibrary, fields: Mapping[str, Any]) -> str:
-    """Return why the core cannot use a grammar or a JSON schema, in a sentence; empty if it can.
+    """Return a sentence that says why llama.cpp cannot use a grammar or a JSON schema, or "".
 
-    fields: `grammar` or `response_format`, as a request has them. No model is needed.
+    fields: the field `grammar` or `response_format` of a request. No model is needed.
     """
     request = {"messages": [{"role": "user", "content": ""}], **fields}
     (found,) = library.try_template(_PLAIN_TEMPLATE, [{"request": request, "answers": [""]}])

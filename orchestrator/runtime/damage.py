@@ -27,12 +27,15 @@ from orchestrator.native import Library, Slices, StoreSpec
 
 _CHUNK_BYTES = 1 << 20
 
-# (number of the file, offset of the tensor in it)
+# (number of the file, offset of the tensor in the file)
 Place = tuple[int, int]
 
 
 class _Listed(NamedTuple):
-    """A tensor and the checksums of its slices. A file that `pack` did not write has none."""
+    """A tensor of a model file, and the checksums of its slices.
+
+    file: number of the file. checksums: empty if `pack` did not write the file.
+    """
 
     file: int
     part: GGUFFile
@@ -41,10 +44,16 @@ class _Listed(NamedTuple):
 
 
 class Checksums:
-    """The tensors of a model's files, with the checksums that the files contain."""
+    """The tensors of a model's files, with the checksums that the files contain.
+
+    headers: (file, checksum of its header) of each file with checksums.
+    """
 
     def __init__(self, model: ExpertModel) -> None:
-        """Raise MetadataError for checksums that do not fit the tensors."""
+        """Read the checksums from the files.
+
+        Raises MetadataError if they do not fit the tensors.
+        """
         self.headers: list[tuple[GGUFFile, int]] = []
         self.tensors: list[_Listed] = []
         for number, part in enumerate(model.parts):
@@ -58,7 +67,10 @@ class Checksums:
 
 
 def with_checksums(spec: StoreSpec, checksums: Checksums) -> StoreSpec:
-    """Return the spec of a store that also compares the slices it reads with their checksums."""
+    """Return the parameters of an expert store with a checksum of each expert.
+
+    The store then verifies each expert that it reads. spec: the parameters without checksums.
+    """
     known = {(each.file, each.info.offset): tuple(each.checksums) for each in checksums.tensors}
 
     def compared(_layer: int, _kind: int, each: Slices) -> Slices:
@@ -68,21 +80,29 @@ def with_checksums(spec: StoreSpec, checksums: Checksums) -> StoreSpec:
 
 
 class InUse:
-    """The files of a running model. Checking them for changes takes some microseconds each."""
+    """Watches the files of a running model for changes.
+
+    A check takes a few microseconds per file.
+    """
 
     def __init__(
         self, paths: Sequence[Path], compare: Callable[[], DataCheck | None] = lambda: None
     ) -> None:
-        """compare: starts to compare the files with their checksums; None if they have none."""
+        """Remember the size and the modification time of each file.
+
+        compare: starts a thread that compares the files with their checksums, and returns it. It
+        returns None if the files have no checksums.
+        """
         self._known = {path: _stamp(path) for path in paths}
         self._compare = compare
         self._check: DataCheck | None = None
         self._checked: object = None  # the stamp of the file that is being compared
 
     def look(self) -> tuple[str, bool]:
-        """Return (a sentence about a changed file or "", whether its contents changed).
+        """Return (sentence about a changed file or "", whether its contents may have changed).
 
-        If another file took the name, the contents of the opened file did not change.
+        The second value is False if only the path names another file now. The opened file is still
+        the old one then.
         """
         replaced = ""
         for path, known in self._known.items():
@@ -94,18 +114,21 @@ class InUse:
                 self._known[path] = now
                 continue
             if now != known:
-                replaced = f"{path} is another file now: answers come from the one of the start."
+                replaced = f"{path} is another file now: answers still come from the old file."
         return replaced, False
 
     def check(self) -> None:
-        """Raise ChangedError if a file was written to: answers would mix two versions of it."""
+        """Raise ChangedError if a file was written to, because answers would mix two versions."""
         sentence, is_changed = self.look()
         if is_changed:
             raise ChangedError(sentence)
 
     def _fault_of(self, path: Path, now: object, is_as_long: bool) -> str:
-        """Return why a file whose time changed cannot be trusted; "" if its checksums still fit."""
-        written = f"{path} was written to while it is in use: start again."
+        """Return a sentence that says why a modified file must not be used any longer.
+
+        Return "" if the contents of the file still match its checksums.
+        """
+        written = f"{path} was written to while it is in use: load the model again."
         if not is_as_long:
             return written
         if self._check is None or self._checked != now:
@@ -115,12 +138,14 @@ class InUse:
         if self._check is None:
             return written
         if self._check.is_running:
-            return f"{path} was written to while it is in use: it is compared with its checksums."
+            return (
+                f"{path} was written to while it is in use, so it is compared with its checksums."
+            )
         return written if self._check.error is not None else ""
 
 
 def _stamp(path: Path) -> tuple[tuple[int, int], int, int] | None:
-    """Return a file's identity, size and time of modification; None if it does not exist."""
+    """Return (identity, size, modification time) of a file, or None if it cannot be read."""
     try:
         found = path.stat()
     except OSError:
@@ -129,7 +154,11 @@ def _stamp(path: Path) -> tuple[tuple[int, int], int, int] | None:
 
 
 def managed_places(model: ExpertModel) -> set[Place]:
-    """Return the places of the experts and of the tables that the store reads in parts."""
+    """Return the positions of all tensors that llama.cpp does not read as a whole.
+
+    These are the experts, and the lookup tables of which only some rows are read. Each position is
+    (number of the file, offset in the file).
+    """
     experts = {
         (each.file_index, each.offset)
         for layer in model.slices
@@ -141,19 +170,23 @@ def managed_places(model: ExpertModel) -> set[Place]:
 
 
 class DataCheck:
-    """Checks the tensors that llama.cpp reads, in a thread.
+    """Checks the tensors that llama.cpp reads, in a thread of its own.
 
-    It compares checksums, and looks for NaN in norms, routers and other small tensors: llama.cpp
-    would compute nonsense from them without an error. End it with ``finish`` or ``stop``.
+    The thread compares checksums. It also searches norms, routers and other small tensors for NaN,
+    from which llama.cpp would compute nonsense without an error. End the thread with ``finish`` or
+    ``stop``.
     """
 
     def __init__(
         self, library: Library, checksums: Checksums, without: Collection[Place] = ()
     ) -> None:
-        """without: tensors that are left out because the store checks them."""
+        """Start the thread. without: positions of tensors that are skipped.
+
+        The store verifies the skipped tensors itself. A position is (number of the file, offset).
+        """
         self._crc32 = library.crc32
         self._headers = checksums.headers
-        # llama.cpp loads neither lower tiers nor tensors that a second file repeats.
+        # llama.cpp does not load lower tiers, nor tensors that a second file repeats.
         tensors = {each.info.name: each for each in reversed(checksums.tensors)}
         self._todo = [
             each
@@ -168,10 +201,10 @@ class DataCheck:
         self._thread.start()
 
     def finish(self) -> None:
-        """Wait until everything is compared.
+        """Wait until all tensors are checked.
 
-        Raises DamagedError for the first tensor that differs or holds NaN, GGUFError for a file
-        that cannot be read.
+        Raises DamagedError for the first tensor with a wrong checksum or a NaN. Raises GGUFError
+        for a file that cannot be read.
         """
         while self._thread.is_alive():
             interrupts.check()
@@ -181,11 +214,11 @@ class DataCheck:
 
     @property
     def is_running(self) -> bool:
-        """Whether the thread still compares. Afterwards `error` holds the first fault, or None."""
+        """Whether the check is still running. Afterwards `error` holds the first fault, or None."""
         return self._thread.is_alive()
 
     def stop(self) -> None:
-        """End the comparison early, without a result."""
+        """End the check early, without a result."""
         self._stopped = True
         self._thread.join()
 
@@ -218,7 +251,10 @@ class DataCheck:
                 view = buffer.data[: min(_CHUNK_BYTES, start + slice_bytes - at)]
                 n = os.preadv(fd, [view], at)
                 if n == 0:
-                    raise GGUFError(f"{listed.part.path}: the file ends at offset {at}: it was cut")
+                    raise GGUFError(
+                        f"{listed.part.path}: the file ends too early, at offset {at}: get another "
+                        "copy of it"
+                    )
                 if _may_hold_nan(info):
                     is_nan = np.isnan(buffer[: n - n % 4].view(np.float32))
                     if is_nan.any():
@@ -233,13 +269,16 @@ class DataCheck:
             if self._stopped or expected is None:
                 return
             if crc != expected:
-                what = f"expert {number} is damaged" if len(listed.checksums) > 1 else "damaged"
+                fault = f"expert {number} is damaged" if len(listed.checksums) > 1 else "damaged"
                 raise DamagedError(
-                    f"{listed.part.path}: tensor {info.name}: offset {start}: {what}: its checksum"
+                    f"{listed.part.path}: tensor {info.name}: offset {start}: {fault}: its checksum"
                     " differs"
                 )
 
 
 def _may_hold_nan(info: TensorInfo) -> bool:
-    """Return whether a tensor is searched for NaN: it is F32 and not an expert."""
+    """Return whether a tensor should be searched for NaN.
+
+    This applies to F32 tensors with at most two dimensions. Experts have three.
+    """
     return info.type is GGMLType.F32 and len(info.shape) <= 2

@@ -25,130 +25,162 @@ from orchestrator.policy.base import Learned
 from orchestrator.runtime.idle import Idle, likely
 from orchestrator.runtime.loss_meter import LossMeter
 
-# Between two looks at reads that are waited for, in seconds.
+# Pause between two checks of awaited reads, in seconds.
 _PAUSE_S = 0.0005
 
 
-class NoopDriver:
-    """A driver that does nothing, for models that run on llama.cpp's own path."""
+class BaseDriver:
+    """The methods that every driver has. They do nothing, for models without an expert store.
+
+    Such a model runs on llama.cpp's own path (`--policy plain`).
+    """
 
     store: Store | None = None
     policy: Policy | None = None
     may_wait = False
-    prompts = 0  # bytes of the copies of prompts that give way to slots
+    prompts = 0  # bytes that copies of earlier conversations use
     # Adds up the estimated quality loss. None without a loss table.
     meter: LossMeter | None = None
 
     def prepare(
         self, first: Sequence[Transition], progress: Callable[[float], None] | None
     ) -> None:
-        """Prepare the first token after the model has loaded.
+        """Read the first experts into memory, and install the callbacks of the expert store.
 
-        Reads the experts that the policy wants before the first token, and installs the callbacks.
-        Called once. progress: gets the share that is done.
+        Called once, after the model was loaded. first: the (layer, expert, tier) triples that the
+        policy needs before the first token. progress: gets the share that is read, 0 to 1.
         """
 
     def set_prompts(self, n_bytes: int, keep: Callable[[int], int]) -> None:
-        """Set the memory for copies of prompts, in bytes.
+        """Limit the memory for copies of earlier conversations to n_bytes.
 
-        keep: limits the copies to a number of bytes, and returns how many they take.
+        keep: a function that limits the copies to a number of bytes. It returns the number of bytes
+        that they use.
         """
 
     def begin(self, phase: Phase) -> None:
-        """Called before a decode whose tokens all have this phase."""
+        """Set the phase of the next call of llama_decode. All tokens of the call have this phase.
+
+        Before the first token of an answer, this waits for the experts that the policy requires.
+        """
 
     def check(self, status: int) -> None:
-        """Called after a decode with its status: raises the error of a callback or of the store."""
+        """Raise the error that made the last llama_decode fail.
+
+        The error comes from a Python callback or from the expert store. Without such an error, this
+        does nothing. status: the result of llama_decode.
+        """
 
     def between_steps(self) -> None:
-        """Called after steps whose phase `begin` set: the batch shows the phase of later steps."""
+        """Forget the phase that `begin` set. Later steps derive their phase from their batch."""
 
     def follow(self, phase: Phase) -> None:
-        """Called before a step of the server core.
+        """Prepare a step of llama.cpp's server core. phase: the phase of the step.
 
-        At the start of an answer it waits for the transitions that the policy requires.
+        Before the first token of an answer, this waits for the experts that the policy requires.
         """
 
     def stop_waiting(self) -> None:
-        """Make every wait of an answer end soon; any thread may call it."""
+        """Make answers stop waiting for experts that the policy requires. Safe on any thread."""
 
     def warmup_mode(self) -> AbstractContextManager[None]:
-        """Limit the experts that steps use during the block.
+        """Make steps in the `with` block use only a few experts, so that few must be read.
 
-        In each layer and each tier they use at most one expert. This applies to tiers that the
-        policy may request or that have experts in memory. The policy and all counters ignore these
-        steps.
+        In each layer, these steps use at most one expert per precision (tier). The policy and all
+        counters ignore the steps.
         """
         return nullcontext()
 
     def idle(self, used: np.ndarray | None, settle: Callable[[], None]) -> None:
-        """Read experts that are likely to be used into free slots, in the background.
+        """Start to read likely experts into free slots in the background, while no request runs.
 
-        This continues until end_idle is called. used: how often tokens used each expert, float64
-        [n_layers, n_expert], None if not known. settle: blocks until no step is computed.
+        The reads continue until end_idle is called. used: how often tokens of earlier runs used
+        each expert, float64 [n_layers, n_expert], or None if not known. settle: a function that
+        blocks until no step is being computed.
         """
 
     def end_idle(self) -> None:
-        """End idle reads, before a step and before the store is freed; any thread may call it."""
+        """End the background reads that `idle` started. Safe on any thread.
+
+        Call this before a step and before the expert store is freed.
+        """
 
     def tokens_done(self) -> float:
-        """Return Store.tokens_done; 0 without a store."""
+        """Return how many tokens of the running batch are computed; 0 without an expert store.
+
+        Each computed layer adds its share, so the number need not be whole.
+        """
         return 0.0
 
     def used(self) -> np.ndarray | None:
         """Return how many tokens used each expert since the start, uint32 [n_layers, n_expert].
 
-        Return None without a store. Any thread may call it.
+        Return None without an expert store. Safe on any thread.
         """
         return None
 
     @property
     def keeps_sequences(self) -> bool:
-        """Whether the policy has a state for each sequence."""
+        """Whether the policy stores a state of its own for each sequence."""
         return False
 
     def save_sequence(self, sequence: int) -> bytes | None:
-        """Return the policy's state of a sequence, to keep with its tokens, or None."""
+        """Return the state that the policy stores for a sequence, or None if it has no state.
+
+        The caller keeps the state together with the tokens of the sequence.
+        """
         return None
 
     def restore_sequence(self, sequence: int, state: bytes) -> None:
-        """Give the policy the state that save_sequence returned for a sequence.
+        """Give a state that save_sequence returned back to the policy.
 
-        The sequence holds the same tokens again. Raises PolicyError for a damaged state.
+        Called when the sequence holds the same tokens again. Raises PolicyError for a damaged
+        state.
         """
 
     def cancel(self, on: bool) -> None:
-        """Make steps end early, until called with False."""
+        """Cancel the running step and all later steps, or let steps run again if `on` is false."""
 
     def sequence_end(self, sequence: int | None = None) -> None:
-        """Called after the tokens of a sequence, or of all sequences, were dropped."""
+        """Report to the expert store that all tokens of a sequence were dropped.
+
+        None stands for all sequences.
+        """
 
     def change(self, name: str, value: Any) -> bool:
-        """Change a live setting of the policy; False if it has no such setting.
+        """Change a setting of the policy while the model stays loaded.
 
-        Raises SettingError and PolicyError, and changes nothing then.
+        Returns False if the policy has no such setting, or if it can only be set at load time.
+        Raises SettingError or PolicyError for a wrong value, and then changes nothing.
         """
         return False
 
     def report(self) -> dict[str, Any]:
-        """Return the policy's report on its own work."""
+        """Return figures that the policy reports about its own work, JSON-ready.
+
+        The result is empty without a policy.
+        """
         return {}
 
     @property
     def policy_name(self) -> str:
-        """The name of the policy."""
+        """The name of the policy that manages the experts; "plain" without a policy."""
         return PLAIN
 
     def learned(self) -> Learned:
-        """Return what the policy has learned, for the next run."""
+        """Return the expert usage and the tuned settings that the policy learned in this run.
+
+        The next run starts with them. The result is empty without a policy.
+        """
         return Learned()
 
 
-class Driver(NoopDriver):
-    """The loop between one policy and its store.
+class Driver(BaseDriver):
+    """Connects a policy with the expert store.
 
-    Between two steps another policy with the same slots may replace the policy. steps: the number
-    of steps that were reported to the policy.
+    The driver passes the routing of each layer to the policy, and the policy's decisions to the
+    store. Between two steps, `policy` may be replaced by a policy with the same slots. steps:
+    number of steps that were reported to the policy.
     """
 
     store: Store
@@ -157,7 +189,7 @@ class Driver(NoopDriver):
     def __init__(
         self, policy: Policy, store: Store, pause: Callable[[], object] = lambda: sleep(_PAUSE_S)
     ) -> None:
-        """pause: waits a moment while reads go on."""
+        """Connect the policy with the store. pause: sleeps briefly; called to wait for reads."""
         self.policy = policy
         self.store = store
         # Called after restore_sequence: (sequence, state).
@@ -165,17 +197,17 @@ class Driver(NoopDriver):
         # Divides memory between slots, KV cells, scratch and copies of prompts. None if the slots
         # have a fixed size.
         self.shared: SharedMemory | None = None
-        # Bytes of copies of prompts: at most from the shared memory, now reserved there, at most
-        # from memory of their own, and in use.
+        # Memory for copies of earlier conversations, in bytes: the limit in the shared memory, the
+        # part that is reserved there now, the limit outside of it, and the total use.
         self.shared_prompts = self._set_aside = self.own_prompts = self.prompts = 0
-        # Limits the copies to a number of bytes; returns how many they take.
+        # Limits these copies to a number of bytes, and returns how many bytes they use.
         self.keep_prompts: Callable[[int], int] = lambda _n_bytes: 0
         self._limit: int | None = None
         self._idle = Idle(store)
         self._pause = pause
         self._prompt_read = False
         self._cancelled = False
-        # Tokens since the routing was last judged, and the uses of experts until then.
+        # Tokens since judge_routing last compared the routing, and the expert counts at that time.
         self._unjudged = 0
         self._judged: np.ndarray = np.zeros(1, np.uint32)
         # Expert counts since the last report that included counts.
@@ -183,14 +215,20 @@ class Driver(NoopDriver):
         self.steps = 0
 
     def on_route(self, event: RouteEvent) -> None:
-        """Called once per MoE layer of a step: the policy decides, and the store acts on it."""
+        """Let the policy decide about one MoE layer of a step, and pass its decision to the store.
+
+        The policy chooses the precision (tier) of each expert that the router chose.
+        """
         self.policy.decide(event, self.store.view, self.store.decision)
         self.store.apply(self.store.decision)
         if self.meter is not None:
             self.meter.decided(event, self.store.view, self.store.decision)
 
     def asks(self, phase: int) -> bool:
-        """Return whether the policy is asked in steps of a phase."""
+        """Return whether the policy decides in steps of this phase.
+
+        In other steps, the store uses the policy's default tier.
+        """
         return phase in self.policy.wants.asked_in
 
     @contextmanager
@@ -225,24 +263,29 @@ class Driver(NoopDriver):
             self._prompt_read = False
 
     def on_route_unasked(self, event: RouteEvent) -> None:
-        """Do what the store does in steps in which the policy is not asked.
+        """Decide about one MoE layer as the store does in steps without the policy.
 
-        Take the default tier, or a better one that is in memory.
+        Each expert gets the policy's default precision (tier), or a better tier that is in memory.
         """
         resident = self.store.view.resident_array[event.layer]
         self.store.decision.tier_array[:] = served(self.policy.wants.default_tier, resident)
         self.store.apply(self.store.decision)
 
     def step_done(self, step: ComputedStep) -> None:
-        """Called once per step: reports it to the policy, and starts the transitions it returns."""
+        """Report a computed step to the policy, and start the transitions that the policy wants.
+
+        A transition reads an expert in another precision in the background.
+        """
         moves = self.learn(step)
         if moves:
             self.store.transition(moves)
 
     def learn(self, step: ComputedStep, unusual: bool | None = None) -> Sequence[Transition]:
-        """Report a step to the policy, and return the transitions that it asks for.
+        """Report a computed step to the policy, and return the transitions that the policy wants.
 
-        unusual: as StepReport.unusual, if another driver has the loss meter.
+        A transition (layer, expert, tier) reads an expert in another precision (tier) in the
+        background. unusual: whether the latest tokens used experts differently from the texts of
+        the loss table; ignored if this driver has a loss meter.
         """
         policy = self.policy
         wants, is_reported = policy.wants, step.phase in policy.wants.told_in
@@ -280,11 +323,12 @@ class Driver(NoopDriver):
         )
 
     def judge_routing(self, n_tokens: int) -> bool | None:
-        """Compare the routing of the last ROUTING_TOKENS tokens with the texts of the loss table.
+        """Return whether the latest tokens used experts differently from the loss table's texts.
 
-        n_tokens: of the step that ended. Returns whether they used experts in another way: then a
-        policy with a loss budget spends half of its limit. None if fewer tokens have passed since
-        the last comparison, or if the policy has no loss budget.
+        If so, a policy with a loss budget uses only half of the allowed quality loss. The
+        comparison is made once every ROUTING_TOKENS tokens. Other calls return None, and so does a
+        call for a policy without a loss budget. n_tokens: number of tokens of the step that has
+        ended.
         """
         policy, meter = self.policy, self.meter
         routing = meter.estimate.routing if meter is not None else None
@@ -308,10 +352,10 @@ class Driver(NoopDriver):
         self.load_first(first, progress)
 
     def set_route(self, route: Callable[[RouteEvent], None] | None = None) -> None:
-        """Install the routing callback.
+        """Install the callback that decides the precision (tier) of routed experts in each layer.
 
-        The policy decides in the steps in which it is asked, and its default tier is taken in the
-        others. route: a function that is called instead, in every step.
+        By default, the policy decides in steps of the phases that it asks for. Other steps use the
+        policy's default tier. route: a function that decides in every step instead of the policy.
         """
         if route is not None:
             self.store.set_route(route, self.policy.wants.default_tier)
@@ -323,9 +367,10 @@ class Driver(NoopDriver):
     def load_first(
         self, first: Sequence[Transition], progress: Callable[[float], None] | None = None
     ) -> None:
-        """Read the experts that the policy wants before the first token.
+        """Read experts into memory before the first token.
 
-        Then set the rate of later transitions.
+        Also set the policy's limit on the read rate of later transitions. first: (layer, expert,
+        tier) of the experts. progress: gets the share that is read, 0 to 1.
         """
         self.store.set_transition_rate(self.policy.wants.transition_rate)
         if first:
@@ -337,11 +382,12 @@ class Driver(NoopDriver):
         self.store.set_phase(phase)
 
     def make_room(self, room: CRoom) -> None:
-        """Called before a batch is computed or a sequence's state is restored: divide the memory.
+        """Divide the memory between KV cells, scratch, copies of conversations and expert slots.
 
-        Copies of prompts give way to the KV cells that the batch needs. Slots give way to the
-        cells, to the scratch of the batch, to the tokens after it and to one more copy, or they
-        come back.
+        Called before a batch is computed and before the state of a sequence is restored. KV cells
+        and scratch memory for the batch come first. Copies of earlier conversations and expert
+        slots divide the rest, so they shrink or grow. room: describes the memory in use and the
+        batch. Its field at_once is set to the micro-batch size.
         """
         shared = self.shared
         assert shared is not None
@@ -368,9 +414,9 @@ class Driver(NoopDriver):
             self._set_limit(limit)
 
     def _set_limit(self, limit: int) -> None:
-        """Limit the slots to a number of bytes, and wait for reads into slots beyond the limit.
+        """Limit the memory of expert slots, and wait for running reads into slots above the limit.
 
-        Raises NativeError if the step is cancelled meanwhile, or if an interrupt is pending.
+        limit: in bytes. Raises NativeError if the step is cancelled or interrupted during the wait.
         """
         self._limit = None  # until all of it is done
         while True:
@@ -378,22 +424,24 @@ class Driver(NoopDriver):
             if not self.store.limit(limit):
                 break
             if self._is_stopped():
-                raise NativeError("the step was cancelled while it waited for reads")
+                raise NativeError("the step was cancelled while it waited for expert reads")
             self._pause_for(loading)
         self._limit = limit
 
     def _is_stopped(self) -> bool:
-        """Return whether a wait for the store has to end."""
+        """Return whether waits should end, because of a cancel or a pending interrupt."""
         return self._cancelled or interrupts.asked()
 
     def _pause_for(self, loading: int) -> None:
-        """Wait a moment for reads of the store.
+        """Sleep briefly while the store reads experts.
 
-        loading: the number of reads when the caller found that it has to wait. Raises NativeError
-        if it is 0, because then no read can end the wait.
+        loading: number of reads that were running when the caller began to wait. Raises NativeError
+        if it is 0, because the caller would then wait forever.
         """
         if not loading:
-            raise NativeError("the store waits for experts that it does not read: start again")
+            raise NativeError(
+                "the store waits for experts that it does not read: restart the program"
+            )
         self._pause()
 
     def between_steps(self) -> None:
@@ -409,7 +457,7 @@ class Driver(NoopDriver):
 
     @property
     def may_wait(self) -> bool:  # type: ignore[override]
-        """Whether the first token of an answer may have to wait for the policy."""
+        """Whether the first token of an answer may wait for experts that the policy requires."""
         return self.policy.wants.waits
 
     def set_prompts(self, n_bytes: int, keep: Callable[[int], int]) -> None:
@@ -417,10 +465,10 @@ class Driver(NoopDriver):
         self.own_prompts, self.keep_prompts = n_bytes - self.shared_prompts, keep
 
     def before_answer(self) -> None:
-        """At the start of an answer, wait for the transitions that the policy requires.
+        """Read the experts that the policy requires before an answer, and wait for the reads.
 
-        If the step is cancelled or an expert cannot be read, the transitions go on in the
-        background.
+        The wait also ends if the step is cancelled or an expert cannot be read. The other reads
+        then continue in the background.
         """
         policy, store = self.policy, self.store
         failed = store.stats().transitions_failed
@@ -442,13 +490,13 @@ class Driver(NoopDriver):
                 break
 
     def _under_way(self) -> bool:
-        """Return whether an expert is in transition."""
+        """Return whether any expert is being changed to another precision (tier)."""
         resident, target = self.store.states()
         return bool((resident != target).any())
 
     @property
     def prefetched(self) -> int:
-        """The number of experts that idle reads have brought into memory."""
+        """Number of experts that were read into free slots while no request ran."""
         return self._idle.prefetched
 
     def idle(self, used: np.ndarray | None, settle: Callable[[], None]) -> None:

@@ -22,7 +22,7 @@ from orchestrator.runtime.load import Loaded
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """Log-probabilities float64 [..., n_vocab] of logits of the same shape."""
+    """Return the log-probabilities of logits [..., n_vocab], as float64 of the same shape."""
     shifted = logits.astype(np.float64)
     shifted -= shifted.max(axis=-1, keepdims=True)
     shifted -= np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
@@ -33,9 +33,9 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 class Inside:
     """The parts of a loaded model, for programs that measure or replace them.
 
-    Valid until the model is loaded again. driver, store and policy are there only if the experts
-    live in the store: each raises ConfigError otherwise. losses: the cost of lower precisions, if
-    the model has a loss table.
+    The object is valid until the model is loaded again. On llama.cpp's own path (`--policy plain`),
+    the properties driver, store and policy raise ConfigError. model: the layout of the model's
+    files. losses: estimates the quality loss of lower precisions from the model's loss table.
     """
 
     loaded: Loaded
@@ -44,22 +44,22 @@ class Inside:
 
     @property
     def managed(self) -> bool:
-        """Whether the experts live in the store; False on llama.cpp's own path."""
+        """Whether an expert store holds the experts; False on llama.cpp's own path."""
         return self.loaded.driver.store is not None
 
     @property
     def driver(self) -> Driver:
-        """The loop between the policy and the store."""
+        """The driver, which connects the policy with the expert store."""
         return self.loaded.store_driver
 
     @property
     def store(self) -> Store:
-        """The slots of experts and their counters."""
+        """The expert store, which holds experts in slots and counts hits and reads."""
         return self.driver.store
 
     @property
     def policy(self) -> Policy:
-        """The policy that decides."""
+        """The policy, which decides the precision in which each expert is computed."""
         return self.driver.policy
 
     @property
@@ -74,22 +74,22 @@ class Inside:
 
     @property
     def llama(self) -> Model:
-        """llama.cpp's model and vocabulary."""
+        """llama.cpp's model, with its vocabulary."""
         return self.loaded.model
 
     @property
     def context(self) -> LlamaContext:
-        """llama.cpp's context."""
+        """llama.cpp's context, with the KV cache."""
         return self.loaded.context
 
 
 class Evaluator:
-    """Evaluates tokens that the caller chooses and returns their logits.
+    """Evaluates tokens that the caller chooses, and returns their logits.
 
-    `Runtime.evaluator` makes one and says how long it may be used. It has one sequence of its own,
-    which eval and eval_each extend, and `Needs.sequences` others, which fork and decode_batch use.
-    inside: what the model is made of. costs: returns what was used since the context was lent, by
-    the names of GenerationStats.
+    Use it in a `with` block of `Runtime.evaluator`. The methods eval and eval_each extend the main
+    sequence. The method decode_batch extends further sequences, as many as `Needs.sequences` says.
+    inside: the parts of the loaded model. costs: returns the costs since the block began, by the
+    names of GenerationStats.
     """
 
     def __init__(self, inside: Inside, costs: Callable[[], dict[str, Any]]) -> None:
@@ -110,29 +110,32 @@ class Evaluator:
 
     @property
     def n_ctx(self) -> int:
-        """Tokens that fit the context."""
+        """Number of tokens that fit the context."""
         return self._loaded.context.n_ctx
 
     @property
     def n_cached(self) -> int:
-        """Tokens that the evaluator's own sequence holds."""
+        """Number of tokens that the main sequence holds."""
         return len(self._steps.cached)
 
     def tokenize(self, text: str, special: bool = True) -> list[int]:
         """Return the token ids of a text.
 
-        special: names of control tokens in the text become those tokens, and the begin token comes
-        first if the model wants one.
+        special: parse the names of control tokens in the text, and begin with the BOS token if the
+        model uses one.
         """
         return self._loaded.model.tokenize(text, add_special=special, parse_special=special)
 
     def eval(self, tokens: Sequence[int], pos: int, phase: Phase | None = None) -> np.ndarray:
-        """Evaluate tokens at positions pos, pos + 1, ... after dropping the cache from pos on.
+        """Evaluate tokens of the main sequence at positions pos, pos + 1, and so on.
 
-        Returns a copy of the last token's logits, float32 [1, n_vocab]. phase: what the policy is
-        told; by default decode for a single token and prefill for more. More tokens than a
-        micro-batch take several steps. Raises ConfigError for a position that the cache does not
-        reach, and NativeError for a step that failed or was cancelled.
+        Tokens that the sequence holds from pos on are dropped first. Returns a copy of the last
+        token's logits, float32 [1, n_vocab]. phase: the phase that is reported to the policy. By
+        default, a single token is decode, and more tokens are prefill. Tokens that exceed a
+        micro-batch take several steps.
+
+        Raises ConfigError if pos is beyond the end of the sequence. Raises NativeError if a step
+        fails or is cancelled.
         """
         for _ in self._evaluated(tokens, pos, phase):
             pass
@@ -142,15 +145,19 @@ class Evaluator:
     def eval_each(
         self, tokens: Sequence[int], pos: int, phase: Phase | None = None
     ) -> Iterator[np.ndarray]:
-        """Evaluate tokens as eval does, but yield the logits of every token.
+        """Evaluate tokens of the main sequence from position pos on, and yield all their logits.
 
-        Each array is a view that is valid until the next one. The model has to be loaded with
-        `Config.logits_all`, or with `Needs.scored` for steps of at most so many tokens; otherwise
-        ConfigError is raised.
+        Each step yields one array, float32 [tokens of the step, n_vocab]. The array is a view that
+        is valid until the next step. Tokens that the sequence holds from pos on are dropped first.
+        Raises ConfigError if the model was loaded without memory for these logits
+        (`Config.logits_all` or `Needs.scored`). Raises NativeError if a step fails or is cancelled.
         """
         at_once = None if self.config.logits_all else self._loaded.context.outputs
         if at_once is not None and not self._loaded.runs.request.needs.scored:
-            raise ConfigError("the model was loaded without memory for every token's logits")
+            raise ConfigError(
+                "the model was loaded without memory for every token's logits: load it with "
+                "Config.logits_all or Needs.scored"
+            )
         for n in self._evaluated(tokens, pos, phase, each=True, at_once=at_once):
             yield self._loaded.context.logits(n)
 
@@ -162,16 +169,26 @@ class Evaluator:
         each: bool = False,
         at_once: int | None = None,
     ) -> Iterator[int]:
-        """Yield the number of tokens of each step after it."""
+        """Evaluate tokens in steps from position pos on, and yield the size of each step in tokens.
+
+        each: compute the logits of every token, instead of only the last token of a step. at_once:
+        largest number of tokens in a step; None for the micro-batch size of the plan.
+        """
         steps = self._steps
         if not tokens or not 0 <= pos <= len(steps.cached):
-            raise ConfigError(f"cannot evaluate {len(tokens)} tokens at position {pos}")
+            raise ConfigError(
+                f"cannot evaluate {len(tokens)} tokens at position {pos}: the sequence holds "
+                f"{len(steps.cached)} tokens"
+            )
         if phase is None:
             phase = Phase.DECODE if len(tokens) == 1 else Phase.PREFILL
         steps.begin()
         steps.rewind(pos)
         if len(steps.cached) != pos:
-            raise NativeError("this model's memory cannot be cut in the middle")
+            raise NativeError(
+                f"this model cannot drop the tokens from position {pos} on: evaluate the whole "
+                "sequence again from position 0"
+            )
         at_once = at_once or self.plan.micro_batch(pos, len(tokens))
         for start in range(0, len(tokens), at_once):
             part = list(tokens[start : start + at_once])
@@ -180,20 +197,20 @@ class Evaluator:
             yield len(part)
 
     def fork(self, sequence: int) -> None:
-        """Let a sequence of decode_batch continue from the tokens of the evaluator's own sequence.
+        """Make a sequence of decode_batch continue from the tokens of the main sequence.
 
-        Its own tokens are dropped before; the new ones are shared, not copied. Raises ConfigError
-        for a sequence that the model was not loaded with.
+        The sequence drops its former tokens, and shares the KV cells of the main sequence. Raises
+        ConfigError if the model was loaded with fewer sequences.
         """
         self._steps.fork(sequence)
 
     def decode_batch(self, tokens: Sequence[int], sequences: Sequence[int]) -> np.ndarray:
-        """Evaluate one more token of each of several sequences, 0 to Needs.sequences - 1, in one
-        step.
+        """Evaluate one more token of each of several sequences in one step.
 
-        Returns a copy of their logits, float32 [len(tokens), n_vocab]. A step that fails leaves the
-        sequences as they were. Raises ConfigError for sequences that cannot share a step and for a
-        full context, and NativeError for a step that failed or was cancelled.
+        sequences: numbers from 0 to Needs.sequences - 1. Returns a copy of the logits, float32
+        [len(tokens), n_vocab]. A step that fails leaves the sequences as they were. Raises
+        ConfigError for sequences that cannot share a step and for a full context. Raises
+        NativeError if the step fails or is cancelled.
         """
         self._steps.begin()
         if not self._steps.step_each(tokens, sequences):
@@ -202,9 +219,9 @@ class Evaluator:
         return logits
 
     def reset(self) -> None:
-        """Forget every token of every sequence. The experts stay in memory."""
+        """Drop all tokens of all sequences. The experts stay in memory."""
         self._steps.reset()
 
     def cancel(self) -> None:
-        """End the running step soon; safe in a signal handler and from any thread."""
+        """Make the running step end soon. Safe in a signal handler and on any thread."""
         self._steps.cancel()

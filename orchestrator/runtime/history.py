@@ -1,17 +1,17 @@
-"""The history of a model: given to the policy at the start of a run, and saved at its end."""
+"""Loads the history of a model for its policy at the start of a run, and saves it at the end."""
 
 from __future__ import annotations
 
 from orchestrator.cost.planner import Planner
 from orchestrator.policy import Policy
 from orchestrator.policy.base import Placement
-from orchestrator.runtime.driver import NoopDriver
+from orchestrator.runtime.driver import BaseDriver
 
 
 class History:
-    """The hotness and usage of a model's experts and the settings that policies tuned.
+    """The history of a model: how often tokens used each expert, and settings that policies tuned.
 
-    They are from earlier runs and from this one.
+    It covers earlier runs and this run. usage: how often tokens used each expert.
     """
 
     def __init__(self, planner: Planner) -> None:
@@ -19,11 +19,17 @@ class History:
         self._planner = planner
 
     def policy(self, placement: Placement) -> Policy:
-        """Return the policy of a placement, with the history of the model."""
+        """Make the policy of a placement, which knows the model's history of earlier runs.
+
+        A placement has the settings of the policy and the slots for experts.
+        """
         return placement.make(self._planner.history)
 
-    def learn(self, driver: NoopDriver) -> None:
-        """Add the counts of the driver's store and the state that its policy has learned."""
+    def learn(self, driver: BaseDriver) -> None:
+        """Add the expert counts of this run, and the usage and settings that its policy learned.
+
+        driver: the driver of the model that has run.
+        """
         name, learned, used = driver.policy_name, driver.learned(), driver.used()
         if learned.hotness is not None:
             self._planner.hotness.learn(learned.hotness)
@@ -33,9 +39,9 @@ class History:
             self._planner.tuned.learn(name, learned.tuned)
 
     def save(self) -> None:
-        """Write the history that the config says to keep.
+        """Write the history to files, if the config allows that.
 
-        Raises OSError if a named profile cannot be written.
+        Raises OSError if a profile that the user named cannot be written.
         """
         self._planner.tuned.save()
         self.usage.save()

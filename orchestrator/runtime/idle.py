@@ -17,12 +17,13 @@ from orchestrator.policy.base import PolicyRequirements
 def likely(
     wants: PolicyRequirements, resident: np.ndarray, used: np.ndarray
 ) -> Sequence[Transition]:
-    """Return the absent experts in the order in which to read them into free slots.
+    """Return the experts that are not in memory, in the order in which to read them.
 
-    The order is by each expert's share of its layer's uses, the likeliest first. If the policy
-    wants whole layers, it is layer by layer from the first one on. Experts that were never used
-    come last. resident: as StepReport.resident. used: how often tokens used each expert, not
-    negative, [n_layers, n_expert].
+    Each item is (layer, expert, the policy's default tier). Experts with the largest share of their
+    layer's uses come first. If the policy wants whole layers, the order is layer by layer. The
+    result is empty if the policy keeps all experts in memory. resident: the best tier in memory of
+    each expert, or ABSENT. used: how often tokens used each expert. The shape of each array is
+    [n_layers, n_expert].
     """
     if wants.all_resident:
         return ()
@@ -37,10 +38,10 @@ def likely(
 
 
 class Idle:
-    """Reads experts in a thread, one after another, the likeliest first.
+    """Reads likely experts in a background thread while no request runs.
 
-    An expert is read into free slots only: nothing is evicted for it. No step may begin before
-    `stop` has returned. prefetched: the number of experts that were read since the start.
+    Experts are read only into free slots, so nothing is evicted. No step may begin before `stop`
+    has returned. prefetched: number of experts that were read so far.
     """
 
     def __init__(self, store: Store) -> None:
@@ -52,10 +53,11 @@ class Idle:
     def start(
         self, wanted: Sequence[Transition], settle: Callable[[], None] = lambda: None
     ) -> None:
-        """Start to read experts.
+        """Start a thread that reads experts into free slots.
 
-        Reading ends after the last one or at the first one that fails; the token that needs that
-        expert reports why. settle: returns when no step is computed.
+        wanted: (layer, expert, tier) of the experts, in the order of reading. The thread ends after
+        the last expert, or after a read that fails. It does not report the failure; the first token
+        that needs the expert does. settle: blocks until no step is being computed.
         """
         self.stop()
         if not wanted:
@@ -68,10 +70,10 @@ class Idle:
             self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, and return when it has ended. Any thread may call it.
+        """End the reading thread, and wait until it has ended. Safe on any thread.
 
-        The thread does not wait for the expert that it reads: the store completes that read in the
-        background. Afterwards the store is not cancelled, even if it was before.
+        The store completes a running read in the background. Ending the thread also ends a cancel
+        of the store, so later steps run normally.
         """
         thread = self._thread
         if thread is not None:
@@ -83,7 +85,7 @@ class Idle:
                 self._thread = None
 
     def wait(self) -> None:
-        """Wait for the end of the thread. For tests and measurements."""
+        """Wait until the reading thread has read all experts. For tests and measurements."""
         thread = self._thread
         if thread is not None:
             thread.join()

@@ -1,6 +1,6 @@
-"""Conversations that outlive their sequence and their process.
+"""Keeps conversations in files, so that they outlive their sequence and their process.
 
-They are files in the folder of --prompt-cache.
+The files are in the folder of --prompt-cache.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from orchestrator.config import Config
 from orchestrator.errors import PolicyError
 from orchestrator.native import NativeServer
 from orchestrator.plan.records import Plan
-from orchestrator.runtime.driver import NoopDriver
+from orchestrator.runtime.driver import BaseDriver
 from orchestrator.runtime.prompt_copies import Listed, Mark, PromptFolder, Stored, common_prefix
 from orchestrator.runtime.store_layout import has_flash
 
 _FORMAT = 1
-# Fewer tokens than these are read again rather than kept.
+# Shorter conversations are not saved, because computing them again is fast.
 LEAST_TOKENS = 16
-# A sequence is written after an answer if this many of its tokens, and half of them, are not on
-# disk.
+# A sequence is saved after an answer if at least this many of its tokens, and at least half of
+# them, are in no file.
 _UNSAVED_TOKENS = 1024
 
 
 def prompt_folder(config: Config) -> PromptFolder | None:
-    """Return the folder of --prompt-cache; None without one.
+    """Open the folder of --prompt-cache. Return None if the option was not given.
 
-    Raises ConfigError for a folder that cannot be used.
+    Raises ConfigError if the folder cannot be used.
     """
     if config.prompt_cache is None:
         return None
@@ -45,13 +45,11 @@ def prompt_folder(config: Config) -> PromptFolder | None:
 
 
 def state_key(config: Config, model: ExpertModel, plan: Plan) -> str:
-    """Return a text that identifies everything on which a sequence's state depends.
+    """Return a key for saved sequences. A saved sequence is only valid for a run with the same key.
 
-    Besides its tokens, these are the model's files, the tiers and the policy that chooses among
-    them, and the layout of keys and values.
-
-    With one tier neither policy nor budget changes the state. Without flash attention values are
-    transposed. Raises OSError.
+    The key describes the model's files, the layout of the KV cache, and the precisions (tiers) in
+    use. It also describes the policy that chooses among the precisions, if there are several.
+    Raises OSError if a model file cannot be read.
     """
     files = [(path.stat().st_size, path.stat().st_mtime_ns) for path in model.files]
     parts: dict[str, Any] = {
@@ -60,7 +58,7 @@ def state_key(config: Config, model: ExpertModel, plan: Plan) -> str:
         "model": identity(model),
         "files": files,
         "kv": config.kv,
-        "flash": has_flash(config, plan),
+        "flash": has_flash(config, plan),  # without flash attention, values are transposed
         "tiers": plan.tier_names,
     }
     placement = plan.placement
@@ -73,30 +71,35 @@ def state_key(config: Config, model: ExpertModel, plan: Plan) -> str:
 
 
 def is_worth_writing(n_tokens: int, n_saved: int) -> bool:
-    """Return whether to write a sequence of n_tokens after an answer if n_saved are in a file."""
+    """Return whether to save a sequence to a file after an answer.
+
+    This is worth the time if many of its tokens are new. n_tokens: number of tokens of the
+    sequence. n_saved: how many of these a file already holds.
+    """
     return n_tokens - n_saved >= max(_UNSAVED_TOKENS, n_tokens // 2)
 
 
 class KeptConversations:
-    """Writes what sequences hold to files, and brings files back into sequences.
+    """Saves conversations to files, and restores them when a prompt continues them.
 
-    A conversation is written before another conversation replaces it in its sequence, after an
-    answer if many of its tokens are in no file, and at the end. All work is done on `thread`, one
-    piece after the other; leave is called after the end of that.
+    A conversation is the contents of a sequence. It is saved before another conversation replaces
+    it, and when the server ends. It is also saved after an answer, if many of its tokens are in no
+    file. All work runs in turn on one thread (`thread`).
     """
 
     def __init__(
         self,
         folder: PromptFolder,
         key: str,
-        driver: NoopDriver,
+        driver: BaseDriver,
         native: NativeServer,
         thread: str,
         note: Callable[[str], None],
     ) -> None:
-        """key: everything that a state depends on besides its tokens (state_key).
+        """Prepare to save and restore the sequences of a server.
 
-        thread: its name. note: gets sentences for the log.
+        key: the result of state_key, which describes the run. native: llama.cpp's server core.
+        thread: name of the thread that does the work. note: gets sentences for the log.
         """
         self._folder, self._key, self._driver = folder, key, driver
         self._native, self._note = native, note
@@ -107,25 +110,30 @@ class KeptConversations:
         self.thread = ThreadPoolExecutor(1, thread)
 
     def before_prompt(self, sequence: int, prompt: Sequence[int]) -> None:
-        """Restore and save conversations before a prompt is read into a sequence.
+        """Restore the saved conversation that a prompt continues, before the prompt is computed.
 
-        The caller makes sure that nothing decodes on the sequence, and waits for the work. The
-        prompt is empty if it is not known.
+        The conversation that is replaced in the sequence is saved first. The caller blocks until
+        this is done. No request may decode on the sequence meanwhile. prompt: tokens; empty if they
+        are not known.
         """
         work = self._submitted(self._recall, sequence, prompt)
         if work is not None:
             work.result()
 
     def answered(self, sequences: Iterable[int], is_good: bool) -> None:
-        """Called after a request, before another request gets its sequences.
+        """Save the sequences of a finished request, if many of their tokens are in no file.
 
-        is_good: it did not fail; what a failed one left is not written.
+        Call this before another request uses the sequences. is_good: whether the request succeeded;
+        sequences of a failed request are not saved.
         """
         for each in sequences:
             self._submitted(self._keep, each, is_good)
 
     def after_that(self, work: Callable[[], None]) -> bool:
-        """Do some work after all work that was submitted before; False if the runtime ends."""
+        """Call `work` on the thread, after all work that was submitted before.
+
+        Returns False, and does not call `work`, if the thread has been shut down.
+        """
         return self._submitted(work) is not None
 
     def _submitted(self, work: Callable[..., None], *args: Any) -> Future[None] | None:
@@ -135,9 +143,9 @@ class KeptConversations:
             return None  # the server ends
 
     def _recall(self, sequence: int, prompt: Sequence[int]) -> None:
-        """Restore the longest part of the prompt that any file has.
+        """Restore the file that holds the longest part of a prompt into a sequence.
 
-        Before that, save the tokens of the sequence that this or the prompt replaces.
+        If the file or the prompt replaces other tokens in the sequence, these are saved first.
         """
         self._saved.setdefault(sequence, np.empty(0, np.int32))
         spared, is_another = self._native.match(sequence, prompt)
@@ -152,9 +160,10 @@ class KeptConversations:
         self._tell()
 
     def _best(self, prompt: Sequence[int], spared: int) -> tuple[Listed | None, int]:
-        """Return the file that spares most of a prompt, and how many of its tokens can be used.
+        """Return (the file that holds most of a prompt, number of its tokens that can be reused).
 
-        Return None if `spared` tokens, which memory spares, are about as many.
+        Return None instead of a file if no file holds considerably more than memory does. spared:
+        number of prompt tokens that are in memory and need not be computed.
         """
         best, most = None, spared + LEAST_TOKENS
         if len(prompt) <= most:
@@ -176,9 +185,10 @@ class KeptConversations:
         self._tell()
 
     def leave(self, end_s: float | None) -> None:
-        """Ends the thread and writes everything, once the native server has returned.
+        """End the thread, and save all conversations. Call this after the server core has ended.
 
-        end_s: of the monotonic clock, when no further conversation is begun to be written.
+        end_s: a time of the monotonic clock. Later than this, no further conversation is saved.
+        None means no limit.
         """
         self.thread.shutdown()
         for sequence in self._saved:
@@ -204,9 +214,9 @@ class KeptConversations:
         self._saved[sequence] = np.array(held, np.int32)
 
     def _bring(self, sequence: int, kept: Listed, n_usable: int) -> bool:
-        """Replaces what a sequence holds by a file's conversation.
+        """Replace the contents of a sequence with a saved conversation. Return False on failure.
 
-        n_usable: how many tokens of it the prompt goes on from.
+        n_usable: number of tokens of the conversation that the prompt reuses.
         """
         marks = self._folder.load(
             kept, None, lambda path: self._native.restore(sequence, path, kept.file_marks())
@@ -215,7 +225,7 @@ class KeptConversations:
             return False
         known = [each.policy for each in marks if each.policy and each.length <= n_usable + 1]
         if known:
-            with suppress(PolicyError):  # it is another policy's: this one starts anew
+            with suppress(PolicyError):  # another policy made the state, so it is not used
                 self._driver.restore_sequence(sequence, known[-1])
         return True
 

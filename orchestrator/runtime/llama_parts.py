@@ -23,8 +23,9 @@ def weights_of(
     gpu: Accelerator | None,
     progress: Callable[[float], None] | None,
 ) -> Model:
-    """Load the dense weights, or all weights if no store has the experts.
+    """Load the weights that llama.cpp holds in memory.
 
+    These are the dense weights if an expert store holds the experts, and otherwise all weights.
     progress: gets the share that is loaded, 0 to 1.
     """
     repack, mapped = config.use_extra_bufts, config.use_mmap
@@ -49,10 +50,10 @@ def weights_of(
 def context_of(
     request: PlanRequest, plan: Plan, model: Model, bindings: Bindings, gpu: Accelerator | None
 ) -> LlamaContext:
-    """Make the context of a plan.
+    """Make llama.cpp's context with the sizes that were planned.
 
-    If the system refuses to reserve memory for it, a smaller micro-batch is tried, and then a
-    shorter context, unless the user set these. Raises NativeError.
+    If the system refuses the memory, a smaller micro-batch is tried, and then a shorter context. A
+    size that the user set is not changed. Raises NativeError if no size works.
     """
     config, n_ctx, n_ubatch = request.config, plan.n_ctx, plan.n_ubatch
     while True:

@@ -17,7 +17,7 @@ from orchestrator.native import FreeCores, Store, find_device
 from orchestrator.native.llama import LlamaContext, Model
 from orchestrator.plan.records import Plan, PlanRequest
 from orchestrator.runtime.damage import DataCheck, InUse, managed_places
-from orchestrator.runtime.driver import Driver, NoopDriver
+from orchestrator.runtime.driver import BaseDriver, Driver
 from orchestrator.runtime.history import History
 from orchestrator.runtime.llama_parts import context_of, weights_of
 from orchestrator.runtime.loss_meter import LossMeter
@@ -29,8 +29,8 @@ from orchestrator.runtime.support import try_load
 Progress = Callable[[str, float | None], None]
 Part = FreeCores | LlamaContext | Store | Model
 
-# If a model takes less of a GPU than planned by this share of the cap, it is loaded again with more
-# experts. SPARE_BYTES stay free for later steps.
+# A model is loaded again with more experts, if it takes less GPU memory than planned by more than
+# this share of the cap. SPARE_BYTES stay free for later steps.
 WORTH_LOADING_AGAIN = 0.02
 SPARE_BYTES = 8 * 2**20
 MOST_LOADS = 3
@@ -38,14 +38,15 @@ MOST_LOADS = 3
 
 @dataclass
 class Loaded:
-    """A model in memory, ready to decode. Made by Loader.load; free it with close.
+    """A model in memory, ready to decode. Loader.load makes the object; free it with close.
 
-    driver: drives the policy and the store, or does nothing on llama.cpp's own path. parts: to be
-    closed in this order.
+    runs: the plan with which the model was loaded. driver: connects the policy with the expert
+    store, or does nothing on llama.cpp's own path (`--policy plain`). steps: evaluates tokens.
+    parts: the objects to close, in this order.
     """
 
     runs: ResolvedPlan
-    driver: NoopDriver
+    driver: BaseDriver
     model: Model
     context: LlamaContext
     steps: Steps
@@ -53,19 +54,27 @@ class Loaded:
 
     @property
     def plan(self) -> Plan:
+        """The memory plan: sizes of weights, expert slots and context."""
         return self.runs.plan
 
     @property
     def store_driver(self) -> Driver:
-        """The driver of a policy with a store. Raises ConfigError on llama.cpp's own path."""
+        """The driver that connects the policy with the expert store.
+
+        Raises ConfigError if the model runs without an expert store (`--policy plain`).
+        """
         if self.driver.store is None:
-            raise ConfigError("llama.cpp's own path has no policy and no store")
+            raise ConfigError(
+                "the model runs on llama.cpp's own path (--policy plain), without an expert store: "
+                "choose another --policy"
+            )
         return cast(Driver, self.driver)
 
     def warm_up(self) -> None:
-        """Compute a micro-batch and a token with few experts per layer, and forget them.
+        """Compute one token and one micro-batch, and drop their tokens again.
 
-        This allocates the GPU memory of the kernels.
+        The GPU driver allocates the memory of all kernels meanwhile, so that it can be measured.
+        Only a few experts per layer are used.
         """
         with self.driver.warmup_mode():
             # The token comes first: after a prompt, policies would prepare an answer for it.
@@ -74,21 +83,24 @@ class Loaded:
         self.steps.reset()
 
     def close(self) -> None:
-        """Frees everything; safe to call twice."""
+        """Free the context, the expert store and the model. Safe to call twice."""
         self.driver.end_idle()
         _close(self.parts)
         self.parts = ()
 
 
 class Loader:
-    """Loads a model on this machine, with the history of earlier runs.
+    """Loads the parts of a model on this machine as a plan says.
 
-    planner: resolves settings to plans.
+    planner: makes plans from settings. history: the recorded expert usage of the model. files:
+    watches the model's files for changes.
     """
 
     def __init__(self, request: PlanRequest, model: ExpertModel) -> None:
-        """request: as of Planner. Raises ConfigError for a device that is not here, NativeError
-        without the library.
+        """Prepare to load a model. Nothing is loaded yet.
+
+        request: the settings at start, and the needs of the front end. Raises ConfigError if the
+        device does not exist, and NativeError if the native library is not installed.
         """
         self.planner = Planner(request, model)
         self.bindings, self.gpu = self.planner.bindings, self.planner.gpu
@@ -100,9 +112,10 @@ class Loader:
         self._can_be_managed = False
 
     def _compare(self) -> DataCheck | None:
-        """Start to compare what llama.cpp reads with the files' checksums; None if there are none.
+        """Start a thread that compares the weights that llama.cpp reads with their checksums.
 
-        The store compares experts whenever it reads them.
+        Return None if the files have no checksums. The expert store verifies experts itself,
+        whenever it reads them.
         """
         checksums = self._specs.checksums
         if len(checksums.headers) < len(self._model.parts):
@@ -112,23 +125,24 @@ class Loader:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether a GPU computes. False for the emulated one."""
+        """Whether a GPU computes the model. False for an emulated GPU."""
         return self.gpu is not None and self.gpu.index is not None
 
     @property
     def on_disk(self) -> str:
-        """The tables of the dense weights that stay on disk if experts are managed, as a text.
+        """The names and sizes of the model's lookup tables, as a text; empty if it has none.
 
-        Empty if there are none.
+        Lookup tables stay on disk while an expert store holds the experts.
         """
         return self._model.lookup_text
 
     def load(self, runs: ResolvedPlan, progress: Progress | None = None) -> Loaded:
-        """Load a plan.
+        """Load a model as its plan says.
 
-        On a GPU the model is loaded again if a prompt and a token took more memory than planned.
-        That would break the cap. It is also loaded again if they took much less, which experts
-        could use. Raises MoeEdgeError, and leaves nothing loaded then.
+        On a GPU, a first prompt and token show how much memory the model really takes. If it takes
+        more than the cap, the model is loaded again with fewer experts. If it takes much less than
+        planned, the model is loaded again with more experts. Raises MoeEdgeError, and then leaves
+        nothing loaded.
         """
         if not self.on_gpu:
             return self._load(runs, progress)
@@ -151,7 +165,10 @@ class Loader:
 
     @cached_property
     def _free_at_first(self) -> int:
-        """Free GPU memory before any model was loaded. Kernels of earlier models count as used."""
+        """Free GPU memory in bytes before the first model was loaded, measured once.
+
+        Memory that kernels take until the process ends is still free at that time.
+        """
         return self._free_bytes()
 
     def _free_bytes(self) -> int:
@@ -160,9 +177,10 @@ class Loader:
         return find_device(self.bindings.library(), self.gpu.info.name).memory_bytes
 
     def _taken_beyond(self, loaded: Loaded, free_before: int) -> int:
-        """Return the bytes of GPU memory that a model takes beyond its plan, kernels included.
+        """Return how many bytes of GPU memory a loaded model takes in addition to its plan.
 
-        Negative if it takes less. free_before: free bytes before it was loaded.
+        The result includes the memory of kernels. It is negative if the model takes less than
+        planned. free_before: free bytes before the model was loaded.
         """
         loaded.warm_up()
         return free_before - self._free_bytes() - loaded.plan.total_bytes
@@ -172,13 +190,13 @@ class Loader:
         weights = plan.dense_bytes + (0 if plan.managed else plan.expert_bytes)
         parts: list[Part] = []
         try:
-            driver, first = NoopDriver(), None
+            driver, first = BaseDriver(), None
             if plan.placement is not None:
-                # before anything is read: a profile that cannot be used is refused here
+                # A profile that cannot be used is refused here, before anything is read.
                 policy = self.history.policy(plan.placement)
                 first = policy.warm()
                 if not self._can_be_managed:
-                    # before anything of its size is read
+                    # A model that cannot be managed is refused here, before its weights are read.
                     try_load(config.model, managed=True, known=self._model)
                     self._can_be_managed = True
                 spec = self._specs.of(config, plan)
@@ -201,12 +219,12 @@ class Loader:
                 parts.append(model)
             driver.prepare(first or (), _share_of("Reading experts", progress))
             context = context_of(runs.request, plan, model, self.bindings, self.gpu)
-            # the context goes first, then the store, then the model that it was attached to
+            # The context is closed first, then the store, then the model.
             parts.insert(0, context)
             if config.adapts_threads and not self.on_gpu:
                 parts.insert(0, FreeCores(self.bindings.library(), context.handle))
             sequences = Sequences(context, runs.request.needs.sequences)
-            # Without --ctx, the model's own longest context cannot be raised either.
+            # A context with the model's own maximum length cannot be raised.
             most = self._model.hparams.context_length
             asked = config.ctx or plan.n_ctx + (plan.n_ctx == most)
             steps = Steps(
@@ -221,7 +239,11 @@ class Loader:
 
     @contextmanager
     def _checked(self, plan: Plan) -> Iterator[None]:
-        """In the block, compare the tensors that llama.cpp reads with their checksums, once."""
+        """Compare the tensors that llama.cpp reads with their checksums during the `with` block.
+
+        Raises GGUFError at the end of the block for a damaged file. The comparison is made only
+        once for plans with an expert store, and once for plans without.
+        """
         if plan.managed in self._sound:
             yield
             return
@@ -239,9 +261,10 @@ class Loader:
 
 
 def is_worth_loading_again(plan: Plan, beyond: int) -> bool:
-    """Return whether to load a model again that took `beyond` bytes more than planned.
+    """Return whether to load a model again because its GPU memory differs from the plan.
 
-    A GPU driver allocates memory in large steps, and experts gain nothing by a little more of it.
+    This is so if the model exceeds the memory cap, or if many more experts would fit. beyond: bytes
+    that the model took in addition to the plan; negative if it took less.
     """
     over_cap = plan.total_bytes + beyond > plan.cap_bytes
     idle = -beyond - SPARE_BYTES

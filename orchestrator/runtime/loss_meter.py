@@ -9,14 +9,19 @@ from orchestrator.events import DecisionBuffer, Phase, RouteEvent, StoreView, se
 
 
 class LossMeter:
-    """Adds up the estimated quality loss of the experts that a run computes.
+    """Adds up the estimated quality loss (KL divergence) of the experts that a run computes.
 
-    nats and tokens: totals by phase since the start. halved: whether the limit of a policy with a
-    loss budget is halved now. halved_tokens: tokens of answers that were decoded while it was.
+    nats, tokens: the total loss and the number of tokens since the start, for each phase. halved:
+    whether a policy with a loss budget may use only half of it now. halved_tokens: number of tokens
+    that were decoded while `halved` was true.
     """
 
     def __init__(self, estimate: KlEstimate, exact: bool) -> None:
-        """exact: the decided tier is computed even if a better copy is in memory."""
+        """Begin with totals of 0. estimate: estimates the loss of an expert in each tier.
+
+        exact: whether experts are computed in the decided precision (tier), even if a better copy
+        is in memory.
+        """
         self.estimate = estimate
         # Whether any tier in use has a loss, skipping aside; and whether the best one has.
         self.costs = bool(estimate.nats[..., :-1].any())
@@ -31,7 +36,10 @@ class LossMeter:
         self.halved, self.halved_tokens = False, 0
 
     def decided(self, event: RouteEvent, view: StoreView, decision: DecisionBuffer) -> None:
-        """Count one layer of a step after its decision. The counts of a failed step are dropped."""
+        """Add the estimated loss of one layer, after the policy has decided on its experts.
+
+        The loss counts after step_done was called for the step. A failed step adds nothing.
+        """
         if event.step != self._step:
             self._step = event.step
             self._in_step = 0.0
@@ -47,9 +55,9 @@ class LossMeter:
         self._in_step += float(self.estimate.of_choice(event.layer, ids, weights, tiers).sum())
 
     def _of_token(self, event: RouteEvent, view: StoreView, decision: DecisionBuffer) -> float:
-        """Return the nats of a step's only token in one layer.
+        """Return the estimated loss of one layer, in nats, for a step with a single token.
 
-        It does without numpy, whose calls would take longer than the rest.
+        This function avoids numpy, because a numpy call takes longer than the few additions.
         """
         layer, ids, asked, lost = event.layer, event.ids.tolist(), decision.tier, 0.0
         costly = [at for at, expert in enumerate(ids) if asked[expert] or self._best_costs]
@@ -63,40 +71,51 @@ class LossMeter:
 
     @property
     def needs_tiers(self) -> bool:
-        """Whether `holds` was not called yet."""
+        """Whether the tiers of the experts are still unknown, because `holds` was never called."""
         return self._tiers is None
 
     def holds(self, tiers: np.ndarray) -> None:
-        """Set the tiers in which experts are computed, uint8 [n_layers, n_expert].
+        """Set the precision (tier) in which each expert is computed without a policy decision.
 
-        They apply from now on in steps in which the policy is not asked.
+        This applies from now on to steps in which the policy does not decide. tiers: uint8
+        [n_layers, n_expert].
         """
         if self._tiers is None or not np.array_equal(tiers, self._tiers):
             self._tiers, self._of_use = tiers.copy(), self.estimate.of_use(tiers)
 
     def counted(self, counts: np.ndarray) -> None:
-        """Count a step in which the policy was not asked, in the tiers that `holds` set.
+        """Add the estimated loss of a step in which the policy did not decide.
 
-        counts: as StepReport.counts.
+        The experts are in the precisions (tiers) that `holds` has set. counts: number of tokens
+        that used each expert in the step, [n_layers, n_expert].
         """
         self._in_step += float(np.vdot(counts, self._of_use))
 
     def step_done(self, phase: int, n_tokens: int) -> None:
-        """Add the losses of a step that has been computed."""
+        """Add the estimated loss of a step to the totals, after the step was computed.
+
+        n_tokens: number of tokens of the step.
+        """
         self.nats[phase] += self._in_step
         self.tokens[phase] += n_tokens
         self.halved_tokens += n_tokens * (self.halved and phase == Phase.DECODE)
         self._in_step = 0.0
 
     def mean(self, phase: int) -> float | None:
-        """Return the mean nats per token of a phase; None if it had no tokens."""
+        """Return the mean estimated loss of a phase since the start, in nats per token.
+
+        Return None if no tokens were computed in this phase.
+        """
         return self.since(([0.0 for _ in Phase], [0 for _ in Phase]), phase)
 
     def mark(self) -> tuple[list[float], list[int]]:
-        """Return the totals until now, for `since`."""
+        """Return a copy of the totals until now, which can be passed to `since` later."""
         return list(self.nats), list(self.tokens)
 
     def since(self, mark: tuple[list[float], list[int]], phase: int) -> float | None:
-        """Return the mean nats per token of a phase since a mark; None if it had no tokens."""
+        """Return the mean estimated loss of a phase since `mark` was called, in nats per token.
+
+        Return None if no tokens were computed in this phase since then. mark: the result of `mark`.
+        """
         n = self.tokens[phase] - mark[1][phase]
         return (self.nats[phase] - mark[0][phase]) / n if n else None

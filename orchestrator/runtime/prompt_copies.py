@@ -1,10 +1,10 @@
-"""The files of --prompt-cache: each one keeps the tokens and the state of a sequence.
+"""Reads and writes the files of --prompt-cache. Each file keeps the tokens and state of a sequence.
 
-A file is whole or not there, and checked before it is used. It has llama.cpp's own sequence file
-(tokens and state), the parts and the policy's states of the marks, a description in JSON, and a
-footer: lengths, and the hash of all before it. The description has the key, whether the memory can
-be cut anywhere (has_part), each mark's length and bytes, and the positions that its part covers
-(positions), which older files lack.
+Files appear complete or not at all, and are verified before they are used. A file has llama.cpp's
+own sequence file (tokens and state), the model's and the policy's states at the marks, a
+description in JSON, and a footer. The footer has lengths and a hash of everything before it. The
+description has the key, whether the sequence cannot be truncated everywhere (has_part), and each
+mark's length and bytes. Newer files also have the positions that a mark's state covers (positions).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from orchestrator.native import FileMark
 
 
 def common_prefix(a: Sequence[int] | np.ndarray, b: Sequence[int] | np.ndarray) -> int:
-    """Return the number of tokens that both sequences begin with."""
+    """Return the length of the longest common prefix of two token sequences."""
     n = min(len(a), len(b))
     differs = np.flatnonzero(np.asarray(a[:n], np.int64) != np.asarray(b[:n], np.int64))
     return int(differs[0]) if len(differs) else n
@@ -40,9 +40,9 @@ def common_prefix(a: Sequence[int] | np.ndarray, b: Sequence[int] | np.ndarray) 
 def usable(length: int, has_part: bool, marks: Sequence[int], common: int) -> int:
     """Return how many tokens of a stored sequence a prompt can reuse.
 
-    length: tokens of the sequence; common: how many of them the prompt begins with. If the
-    sequence's memory cannot be cut (has_part), it can only go back to one of its marks, which have
-    these lengths.
+    length: number of tokens of the sequence. has_part: whether the sequence can only be truncated
+    at its marks, because of sliding windows or recurrent layers. marks: number of tokens before
+    each mark. common: length of the common prefix of the sequence and the prompt.
     """
     if common >= length:
         return length
@@ -53,10 +53,11 @@ def usable(length: int, has_part: bool, marks: Sequence[int], common: int) -> in
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A place in a sequence to which its memory can go back.
+    """A position to which a sequence can be truncated, with the state at that position.
 
-    length: the tokens before it. part: the state that cutting the memory cannot restore, uint8, or
-    None if there is none. policy: the policy's state of the sequence there.
+    length: number of tokens before the position. part: state of sliding windows or recurrent
+    layers, uint8, or None if the model has none. policy: the state that the policy stores for the
+    sequence, or None.
     """
 
     length: int
@@ -65,19 +66,19 @@ class Mark:
 
     @property
     def n_bytes(self) -> int:
-        """The size of its parts in bytes."""
+        """The size of the model's state and the policy's state at this position, in bytes."""
         return (0 if self.part is None else self.part.nbytes) + len(self.policy or b"")
 
 
 ENDING = ".prompt"
 _NAME = re.compile(r"([0-9a-f]{24})-[0-9a-f]{24}\.prompt")
 _MAGIC = b"moe-edge prompt\n"
-# The bytes of llama.cpp's file and of the description; the hash; the magic.
+# The footer: size of llama.cpp's data, size of the description, hash, magic.
 _FOOTER = struct.Struct("<QQ32s16s")
 # llama.cpp's magic and version of a sequence's file, and the number of its tokens.
 _HEAD = struct.Struct("<III")
 _LLAMA = (0x67677371, 3)
-# How the tokens begin that its server writes (server_tokens).
+# The first numbers of the token list that llama.cpp's server writes (server_tokens).
 _PACKED = (-1, 1)
 _MOST_DESCRIPTION = 1 << 20
 # A file that claims more tokens is damaged: they would be read into memory before anything else.
@@ -87,17 +88,22 @@ _CHUNK = 1 << 22
 
 
 class Stored(NamedTuple):
-    """The sizes of a file's data: llama.cpp's part, and the parts of marks after it, in bytes."""
+    """The sizes of the data that llama.cpp wrote to a file.
+
+    n_bytes: size of the sequence's tokens and state. marks: position and size of the state of each
+    mark (a position to which the sequence can be truncated) after them.
+    """
 
     n_bytes: int
     marks: Sequence[FileMark] = ()
 
 
 class ListedMark(NamedTuple):
-    """A mark as a file's description lists it.
+    """An entry of a file's list of marks, the positions to which its sequence can be truncated.
 
-    part_bytes, policy_bytes: -1 for none. pos_min, pos_max: the positions that the part covers, -1
-    if the file does not say.
+    length: number of tokens before the mark. part_bytes: size of the model's state at the mark.
+    policy_bytes: size of the policy's state at the mark. A size is -1 if there is no such state.
+    pos_min, pos_max: positions that the model's state covers; -1 if the file does not say.
     """
 
     length: int
@@ -108,14 +114,18 @@ class ListedMark(NamedTuple):
 
     @property
     def n_bytes(self) -> int:
+        """The size of the model's state and the policy's state in the file, in bytes."""
         return max(0, self.part_bytes) + max(0, self.policy_bytes)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Listed:
-    """A file of the folder, as its description lists it.
+    """The description of a file in the prompt cache, which holds one sequence.
 
-    n_stored: numbers that llama.cpp stores instead of the tokens.
+    key: identifies the model and settings of the run (state_key). tokens: the tokens of the
+    sequence, int32. has_part: whether the sequence can only be truncated at its marks. marks: these
+    positions. state_end: size of llama.cpp's data at the start of the file. n_stored: length of
+    llama.cpp's list of tokens, which may contain other numbers, too.
     """
 
     path: Path
@@ -127,11 +137,18 @@ class Listed:
     n_stored: int
 
     def usable(self, common: int) -> int:
+        """Return how many tokens of this file a prompt can reuse.
+
+        common: length of the common prefix of the file's tokens and the prompt.
+        """
         places = [each.length for each in self.marks if each.part_bytes >= 0]
         return usable(len(self.tokens), self.has_part, places, common)
 
     def file_marks(self) -> list[FileMark]:
-        """Return the marks that have a part, with its place in the file."""
+        """Return the marks at which the file holds a state of the model, with its position.
+
+        A mark is a position to which the sequence can be truncated.
+        """
         found, at = [], self.state_end
         for each in self.marks:
             if each.part_bytes >= 0:
@@ -141,13 +158,17 @@ class Listed:
 
 
 class PromptFolder:
-    """The folder of --prompt-cache.
+    """The folder of --prompt-cache. Each file in it holds one conversation.
 
-    notes: sentences for the user about files that were dropped or could not be written.
+    notes: sentences for the user about files that were removed or could not be written.
     """
 
     def __init__(self, path: Path, most_bytes: int) -> None:
-        """Make the folder if it does not exist. Raises ConfigError if that is not possible."""
+        """Make the folder if it does not exist, and remove unfinished files.
+
+        most_bytes: limit for the total size of the files. Raises ConfigError if the folder cannot
+        be made or read.
+        """
         self._path, self._most_bytes = path, most_bytes
         self._unusable: set[Path] = set()
         self.notes: list[str] = []
@@ -156,7 +177,7 @@ class PromptFolder:
             names = os.listdir(path)
         except (FileExistsError, NotADirectoryError) as error:
             raise ConfigError(
-                f"--prompt-cache {path}: it is a file, or in one: name a folder"
+                f"--prompt-cache {path} is a file, or is inside a file: name a folder"
             ) from error
         except OSError as error:
             raise ConfigError(
@@ -169,7 +190,10 @@ class PromptFolder:
                 remove_abandoned(path / (original + ENDING))
 
     def of(self, key: str) -> list[Listed]:
-        """Return the files of a key, the latest used one first. Drops damaged files."""
+        """Return the saved sequences with a key, the most recently used one first.
+
+        Damaged files are removed. key: identifies the model and settings of a run (state_key).
+        """
         found = []
         for path in reversed(self._files()):
             if path.name.startswith(_short(key)) and path not in self._unusable:
@@ -182,6 +206,7 @@ class PromptFolder:
         return found
 
     def has(self, key: str, tokens: Sequence[int] | np.ndarray) -> bool:
+        """Return whether the folder has a file with this key and exactly these tokens."""
         return self._target(key, tokens).exists()
 
     def save(
@@ -192,11 +217,12 @@ class PromptFolder:
         marks: Sequence[Mark],
         write_state: Callable[[Path], Stored | int | None],
     ) -> None:
-        """Writes a sequence, and removes the files that it goes on from.
+        """Save a sequence to a file, and remove the files of its earlier, shorter states.
 
-        write_state: writes llama.cpp's file to a path, and returns its bytes, alone or with the
-        marks that it wrote after these; 0 bytes if it cannot, None if there is nothing to keep.
-        marks: further ones. A failure is noted.
+        A failure does not raise, but adds a sentence to `notes`. write_state: writes llama.cpp's
+        data to the given path, and returns the size of the data. It returns 0 if it fails, and None
+        if there is nothing to save. marks: positions to which the sequence can be truncated, in
+        addition to those that write_state has written.
         """
         path = self._target(key, tokens)
         remove_abandoned(path)
@@ -231,12 +257,14 @@ class PromptFolder:
     def load(
         self, listed: Listed, most_bytes: int | None, read_state: Callable[[Path], bool]
     ) -> tuple[Mark, ...] | None:
-        """Checks a file, and lets read_state read llama.cpp's part of it.
+        """Verify a saved file, and restore llama.cpp's state of the sequence from it.
 
-        Returns the latest marks that have at most `most_bytes` bytes, or all of them without their
-        parts if that is None. Returns None for a file that is damaged, which is dropped, and for
-        one that is gone. Returns None, too, if memory is too small for a file, which is kept for a
-        later run.
+        read_state: restores the state from a path, and returns False if memory is too small for it.
+        Returns the latest marks (positions to which the sequence can be truncated) whose data fits
+        most_bytes. If most_bytes is None, returns all marks without the model's states.
+
+        Returns None if the file cannot be used. A damaged file is removed. A file that is too large
+        for memory is kept for later runs.
         """
         try:
             with open(listed.path, "rb") as file:
@@ -251,7 +279,8 @@ class PromptFolder:
             if not read_state(listed.path):
                 self._unusable.add(listed.path)
                 self._note(
-                    f"{listed.path}: no memory for this kept conversation: it is read again."
+                    f"{listed.path}: no memory for this kept conversation, so its tokens are "
+                    "computed again."
                 )
                 return None
             os.utime(listed.path)
@@ -261,7 +290,7 @@ class PromptFolder:
         return marks
 
     def drop(self, path: Path) -> None:
-        """Removes a file that cannot be used, and notes it."""
+        """Remove a damaged file, and add a sentence about it to `notes`."""
         self._unusable.add(path)
         with contextlib.suppress(OSError):
             path.unlink()
@@ -276,7 +305,7 @@ class PromptFolder:
         return self._path / f"{_short(key)}-{digest[:24]}{ENDING}"
 
     def _files(self) -> list[Path]:
-        """Every file of ours, of any key, the latest used one last."""
+        """Return the paths of all saved sequences, the most recently used one last."""
         found = []
         with contextlib.suppress(OSError), os.scandir(self._path) as entries:
             for entry in entries:
@@ -286,9 +315,10 @@ class PromptFolder:
         return [path for _, path in sorted(found)]
 
     def _tidy(self, key: str, tokens: Sequence[int] | np.ndarray, new: Path) -> None:
-        """Remove files whose tokens the new file starts with.
+        """Remove files that a new file replaces, and old files above the size limit.
 
-        Also remove the least recently used files beyond the limit.
+        The new file replaces each file whose tokens are a prefix of `tokens`. If the total size is
+        above the limit, the least recently used files are removed. new: path of the new file.
         """
         for listed in self.of(key):
             n = len(listed.tokens)
@@ -319,12 +349,16 @@ def _write(
     marks: Sequence[Mark],
     stored: Stored,
 ) -> None:
-    """Writes what follows llama.cpp's bytes and the marks that are stored. Raises OSError."""
+    """Complete a file with its marks, its description and its footer. Raises OSError.
+
+    stored: sizes of the data that llama.cpp has written at the start of the file. marks: positions
+    to which the sequence can be truncated, with their states.
+    """
     state_end = stored.n_bytes
     if not state_end:
         # llama.cpp does not say why it failed; another write fails for the same reason.
         os.pwrite(unfinished.fd, bytes(_PROBE_BYTES), os.fstat(unfinished.fd).st_size)
-        raise OSError(errno.EIO, "llama.cpp cannot write it")
+        raise OSError(errno.EIO, "llama.cpp cannot write the file")
     with os.fdopen(os.dup(unfinished.fd), "r+b") as file:
         file.seek(state_end + sum(each.n_bytes for each in stored.marks))
         for mark in marks:
@@ -347,7 +381,7 @@ def _write(
                 ),
             ],
         }
-        if stored.marks:  # not in the lists of marks: earlier versions take longer ones for damage
+        if stored.marks:  # a separate list, because earlier versions refuse longer items in marks
             described["positions"] = [[each.pos_min, each.pos_max] for each in stored.marks]
         description = json.dumps(described).encode()
         file.write(description)
@@ -357,9 +391,9 @@ def _write(
 
 
 def _hash_of(file: BinaryIO, length: int, *lengths: int) -> bytes:
-    """Return the hash of the footer's lengths and of the first `length` bytes of a file.
+    """Return the SHA-256 hash of `lengths` and of the first `length` bytes of a file.
 
-    If the file is shorter, all its bytes are hashed.
+    If the file is shorter, all of its bytes are hashed. lengths: the sizes that the footer holds.
     """
     digest = hashlib.sha256(repr(lengths).encode())
     file.seek(0)
@@ -370,7 +404,10 @@ def _hash_of(file: BinaryIO, length: int, *lengths: int) -> bytes:
 
 
 def _is_whole(file: BinaryIO) -> bool:
-    """Return whether the hash of a file is the one in its footer."""
+    """Return whether a file is complete and undamaged.
+
+    The hash of its contents must equal the hash in its footer.
+    """
     footer = _footer(file)
     if footer is None:
         return False
@@ -389,7 +426,10 @@ def _footer(file: BinaryIO) -> tuple[int, int, bytes, bytes] | None:
 
 
 def _describe(file: BinaryIO, path: Path) -> Listed | None:
-    """Read the description of a file; None if the file is damaged. Raises OSError."""
+    """Read the description of a saved sequence. Return None if the file is damaged.
+
+    Raises OSError if reading fails.
+    """
     footer = _footer(file)
     if footer is None or footer[1] > _MOST_DESCRIPTION:
         return None
@@ -420,9 +460,10 @@ def _describe(file: BinaryIO, path: Path) -> Listed | None:
 
 
 def _plain(stored: np.ndarray) -> np.ndarray:
-    """Return the tokens among the numbers that llama.cpp stores as tokens.
+    """Return the tokens in the list of numbers that llama.cpp stores for a sequence.
 
-    Its server adds a mark, a version and the count before them, and images after them.
+    Before the tokens, llama.cpp's server may store a marker, a version and the number of tokens.
+    After the tokens, it may store images.
     """
     if len(stored) < len(_PACKED) or not np.array_equal(stored[: len(_PACKED)], _PACKED):
         return stored
@@ -431,9 +472,10 @@ def _plain(stored: np.ndarray) -> np.ndarray:
 
 
 def _read_marks(file: BinaryIO, listed: Listed, most_bytes: int | None) -> tuple[Mark, ...]:
-    """Return the latest marks within most_bytes, or all of them without their parts.
+    """Read the marks of a saved sequence, the positions to which it can be truncated.
 
-    Raises OSError.
+    Return the latest marks whose data fits most_bytes. If most_bytes is None, return all marks
+    without the model's states. Raises OSError if reading fails.
     """
     end, found = listed.state_end + sum(each.n_bytes for each in listed.marks), []
     for each in reversed(listed.marks):

@@ -17,12 +17,16 @@ from orchestrator.runtime.loss_meter import LossMeter
 
 
 def status_line(loader: Loader, loaded: Loaded) -> str:
-    """Return the status line: path, policy, slots, how misses are served, micro-batch, context."""
+    """Return the status line, one line that describes how a loaded model runs.
+
+    It names the policy, the precisions, the memory of expert slots, the micro-batch and the
+    context.
+    """
     plan, driver, request = loaded.plan, loaded.driver, loaded.runs.request
-    most = "up to " if plan.shared and plan.n_ubatch > min(plan.shared.scratch) else ""
-    context = f", micro-batch {most}{plan.n_ubatch}, context {loaded.context.n_ctx}"
+    up_to = "up to " if plan.shared and plan.n_ubatch > min(plan.shared.scratch) else ""
+    context = f", micro-batch {up_to}{plan.n_ubatch}, context {loaded.context.n_ctx}"
     if request.needs.conversations:
-        # for a policy whose slots never give memory back
+        # The slots of some policies never give memory back, so the context has its own.
         aside = "set aside" if plan.slots and not (plan.shared or plan.device) else ""
         notes = ", ".join(filter(None, (aside, _in_use(loader, loaded))))
         context += f" ({notes})" if notes else ""
@@ -36,8 +40,8 @@ def status_line(loader: Loader, loaded: Loaded) -> str:
     pinned = stats.host_pinned or not loader.on_gpu
     pageable = "" if pinned else ", host memory not pinned"
     text = f"managed: {driver.policy.describe()}, {slots} of expert slots, {direct}{pageable}"
-    # A policy that keeps all experts in memory has learned since the plan was made. The settings of
-    # others change while they run.
+    # If all experts are in memory, the policy may have learned since the plan was made. Settings of
+    # other policies can change while they run.
     loses = loaded.runs.loses
     if not driver.policy.wants.all_resident:
         loses = loader.planner.loses(replace(plan, placement=driver.policy.placement))
@@ -49,9 +53,9 @@ def status_line(loader: Loader, loaded: Loaded) -> str:
 
 
 def _in_use(loader: Loader, loaded: Loaded) -> str:
-    """Return how much of the context is used, estimated from the memory of its KV cells.
+    """Return a phrase about the number of context tokens in use, such as "120 in use".
 
-    Empty if it is none or not known.
+    The number may be estimated from the memory of the KV cells. Return "" if it is 0 or unknown.
     """
     shared, n = loaded.plan.shared, len(loaded.steps.cached)
     if n or shared is None:
@@ -61,11 +65,11 @@ def _in_use(loader: Loader, loaded: Loaded) -> str:
 
 
 def memory_now(library: Library, loaded: Loaded, prompts: int) -> dict[str, int]:
-    """Return the bytes of host memory in use by purpose, and those that are free under the cap.
+    """Return the bytes of host memory in use, by purpose, and the bytes free under the memory cap.
 
-    Empty if the model is on a GPU. prompts: bytes of copies of prompts. "stranded context" is
-    memory of KV cells that hold no token any longer; "rest of the process" is the resident memory
-    that the other entries do not explain.
+    The entry "stranded context" is memory of KV cells that hold no token any longer. The entry
+    "rest of the process" is resident memory that no other entry explains. The result is empty if
+    the model is on a GPU. prompts: bytes in use by copies of earlier conversations.
     """
     plan, driver = loaded.plan, loaded.driver
     if plan.device:
@@ -86,11 +90,14 @@ def memory_now(library: Library, loaded: Loaded, prompts: int) -> dict[str, int]
 
 
 def _served(store: Store, loader: Loader) -> str:
-    """Return how a GPU gets missing experts, as an end of the status line."""
+    """Return a phrase for the status line that says how a GPU gets experts that it lacks.
+
+    Return "" without a GPU.
+    """
     if loader.gpu is None:
         return ""
     asked, served = store.spec.misses.mode, store.misses()
-    return f", misses: {served}" + (f" ({asked} cannot be had)" if served != asked else "")
+    return f", misses: {served}" + (f" ({asked} is not possible)" if served != asked else "")
 
 
 # Shares by the name of a tier, the best first; SKIP_TIER stands for skipped experts.
@@ -98,10 +105,11 @@ Mix = dict[str, float]
 
 
 def decided(routed: Sequence[int], tiers: Sequence[str], skip: bool) -> Mix | None:
-    """Return the shares of the routed experts by decided tier; None if none was routed.
+    """Return the share of routed experts that the policy decided to compute in each precision.
 
-    routed: experts by tier, skipped ones last, [MAX_TIERS + 1]. tiers: names of the tiers in use.
-    skip: whether experts may be skipped.
+    Return None if no expert was routed. routed: number of routed experts in each tier, and of
+    skipped experts as the last item, [MAX_TIERS + 1]. tiers: names of the precisions in use. skip:
+    whether experts may be skipped.
     """
     total = sum(routed)
     if not total:
@@ -111,17 +119,18 @@ def decided(routed: Sequence[int], tiers: Sequence[str], skip: bool) -> Mix | No
 
 
 def computed(matrices: Sequence[int], tiers: Sequence[str]) -> Mix | None:
-    """Return the shares of the matrices by computed tier; None if none was computed.
+    """Return the share of expert matrices that was computed in each precision.
 
-    A better copy that is in memory is computed instead of a lower tier that was decided. matrices:
-    [MAX_TIERS].
+    Return None if no matrix was computed. A matrix may be computed in a better precision than the
+    policy decided, if that is in memory. matrices: number of matrices in each tier, [MAX_TIERS].
+    tiers: names of the precisions in use.
     """
     total = sum(matrices)
     return {n: m / total for n, m in zip(tiers, matrices, strict=False)} if total else None
 
 
 class StoreCosts:
-    """Counts what a store does from the creation of this object on."""
+    """Measures what an expert store does after this object was created, such as hits and reads."""
 
     def __init__(
         self,
@@ -130,10 +139,10 @@ class StoreCosts:
         skip: bool = False,
         losses: LossMeter | None = None,
     ) -> None:
-        """store: None on llama.cpp's own path, which has nothing to count.
+        """Begin to count. store: None for a model without an expert store.
 
-        tiers: names of the tiers in use, best first. skip: whether experts may be skipped. losses:
-        None if the loss of lower tiers is not known.
+        tiers: names of the precisions in use, best first. skip: whether experts may be skipped.
+        losses: adds up the estimated quality loss, or None if it is not known.
         """
         self._store = store
         self._losses = losses
@@ -144,7 +153,10 @@ class StoreCosts:
         self._calls = store.calls if store else 0
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields of GenerationStats that the store knows."""
+        """Return the measurements until now, such as hit_rate, bytes_read and wait_ms.
+
+        The names are those of GenerationStats.
+        """
         store = self._store
         if store is None:
             best = {self._tiers[0]: 1.0}
@@ -171,7 +183,10 @@ class StoreCosts:
         }
 
     def _lost(self) -> dict[str, Any]:
-        """Return the estimated loss of decoded tokens, or of the prompt if none was decoded."""
+        """Return the estimated quality loss, as the fields kl_estimate, kl_low and limit_halved.
+
+        The loss is that of the decoded tokens, or of the prompt if no token was decoded.
+        """
         losses = self._losses
         if losses is None or self._mark is None:
             return {"kl_estimate": None, "kl_low": None, "limit_halved": False}
@@ -185,12 +200,16 @@ class StoreCosts:
         }
 
     def _mixes(self, old: CStats, new: CStats) -> tuple[Mix, Mix]:
-        """Return the shares of tiers, decided and computed, of decoding or else of the prompt."""
+        """Return (share of experts per decided precision, share per computed precision).
+
+        The shares are those of decoded tokens, or of the prompt if no token was decoded. old, new:
+        the store's counters at the start and at the end.
+        """
         for phase in (Phase.DECODE, Phase.PREFILL):
-            routed = _moved(old.routed[phase], new.routed[phase])
+            routed = _increase(old.routed[phase], new.routed[phase])
             mix = decided(routed, self._tiers, self._skip)
             if mix is not None:
-                matrices = _moved(old.computed[phase], new.computed[phase])
+                matrices = _increase(old.computed[phase], new.computed[phase])
                 return mix, computed(matrices, self._tiers) or {}
         return {self._tiers[0]: 1.0}, {self._tiers[0]: 1.0}
 
@@ -200,5 +219,5 @@ def _rate(old: CStats, new: CStats, phase: Phase) -> float | None:
     return (new.hits[phase] - old.hits[phase]) / asked if asked else None
 
 
-def _moved(before: Sequence[int], after: Sequence[int]) -> list[int]:
+def _increase(before: Sequence[int], after: Sequence[int]) -> list[int]:
     return [b - a for a, b in zip(before, after, strict=True)]

@@ -52,19 +52,22 @@ CHAT = "/v1/chat/completions"
 # How long one of Python's threads may keep the others waiting, in seconds: policies decide in
 # Python between the layers of a step.
 _SWITCH_S = 0.0005
-# How often an answer that waits for an evaluation looks whether it is cancelled, in seconds.
+# How much longer the end of a runtime waits for kept conversations to be written than for a step to
+# end, in seconds. Together they stay below the ten seconds that a container usually has.
+_WRITE_S = 7.0
+# An answer that waits for an evaluation checks at this interval, in seconds, if it is cancelled.
 _LOOK_S = 0.05
 
 
 class _Switch:
-    """The switch interval of Python's threads, which is short while any runtime answers."""
+    """Sets the switch interval of Python's threads, which is short while any runtime answers."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._n_quick, self._before_s = 0, 0.0
 
     def quicken(self) -> None:
-        """Shorten the interval to _SWITCH_S, for one more runtime."""
+        """Shorten the switch interval of Python's threads, because a runtime starts to answer."""
         with self._lock:
             if not self._n_quick:
                 self._before_s = sys.getswitchinterval()
@@ -72,7 +75,10 @@ class _Switch:
             self._n_quick += 1
 
     def restore(self) -> None:
-        """Restore the interval after the last runtime has ended."""
+        """Report that a runtime has ended.
+
+        After the last runtime, the switch interval of Python's threads is restored.
+        """
         with self._lock:
             self._n_quick -= 1
             if not self._n_quick:
@@ -86,9 +92,10 @@ _switch = _Switch()
 class About:
     """The properties of a loaded model.
 
-    name: for clients. digest: identifies the file. modified_s: when the file was modified, in
-    seconds of the Unix clock. n_ctx: tokens of one conversation; n_cells: of the context that all
-    share. policy: its name. settings: those of the policy, None if no expert is managed.
+    name: name for clients. digest: identifies the model file. modified_s: time of the file's last
+    change, in seconds of the Unix clock. n_ctx: largest number of tokens of one conversation.
+    n_cells: number of tokens of the context that all conversations share. policy: name of the
+    policy. settings: settings of the policy; None for a model without an expert store.
     """
 
     name: str
@@ -106,10 +113,12 @@ class About:
 class Stats:
     """A snapshot of a model's experts, with counters since the model was loaded.
 
-    mode: the status line. device_bytes: GPU memory in use. policy: the policy's report. resident:
-    uint8 [layers, experts], as StepReport.resident; used: uint32 [layers, experts], how often
-    tokens used each expert; counts: the store's counters. These three are None if no store has the
-    experts.
+    mode: the status line. device_bytes: GPU memory in use. policy: figures that the policy reports
+    about its own work.
+
+    The other fields are None for a model without an expert store. resident: best tier of each
+    expert in memory, or ABSENT, uint8 [layers, experts]. used: how often tokens used each expert,
+    uint32 [layers, experts]. counts: the store's counters.
     """
 
     mode: str
@@ -121,9 +130,10 @@ class Stats:
 
 
 class Runtime(Closing):
-    """A loaded model. Open it with Runtime.open; free it with close or `with`.
+    """A loaded model that answers requests and evaluates tokens.
 
-    config: its settings, those that were chosen for it included.
+    Open it with Runtime.open; free it with close or `with`. config: its settings, including those
+    that were chosen automatically.
     """
 
     def __init__(
@@ -157,12 +167,13 @@ class Runtime(Closing):
         compared: bool = False,
         say: Callable[[str], None] = lambda _sentence: None,
     ) -> Runtime:
-        """Read a file's layout, plan the memory and load the dense weights.
+        """Plan the memory of a model, load the model, and return it.
 
-        config: the settings, or a request with the needs of a program that only evaluates.
+        config: the settings, or a request with the needs of a program that only evaluates tokens.
         progress: gets the name of each part of the work, and the share of it that is done.
-        answering: how to answer; without it only the evaluator works. compared: as
-        Planner.compared. say: gets sentences for the user, from any thread. Raises MoeEdgeError.
+        answering: settings for answering requests; without it, only the evaluator works. compared:
+        ignore settings that the policy does not have, instead of refusing them. say: gets sentences
+        for the user, on any thread. Raises MoeEdgeError.
         """
         request = config if isinstance(config, PlanRequest) else PlanRequest(config)
         model = ExpertModel.open(request.config.model, request.config.low)
@@ -175,7 +186,10 @@ class Runtime(Closing):
     def _open(
         self, config: Config, model: ExpertModel, progress: Progress | None, compared: bool
     ) -> None:
-        """Measure the machine for a model, then plan and load it."""
+        """Measure this machine, make a plan for the model, and load the model.
+
+        compared: ignore settings that the policy does not have, instead of refusing them.
+        """
         self._model = model
         if progress is not None:
             progress("Measuring this machine", None)
@@ -186,16 +200,19 @@ class Runtime(Closing):
         self._load(config, planner.compared(wanted) if compared else planner.runs(wanted), progress)
 
     def _request(self, config: Config) -> PlanRequest:
-        """Return the request for a plan with these settings."""
+        """Return a request to plan the model's memory with these settings."""
         if self._answering is None:
             return PlanRequest(config, self._needs)
         return self._answering.request(config)
 
     def _load(self, given: Config, runs: ResolvedPlan, progress: Progress | None) -> None:
-        """Load a resolved plan, and start to answer if answers are wanted."""
+        """Load the model as a plan says, and start to answer requests if the caller wants that.
+
+        given: the settings before the plan changed them.
+        """
         self._folder = prompt_folder(runs.config)
         self._loaded = self._loader.load(runs, progress)
-        # The chosen settings, with the context of one answer.
+        # The chosen settings, with the context of one answer instead of all answers.
         self.config = runs.config.with_changes(ctx=given.ctx)
         self._native: NativeServer | None = None
         self._kept: KeptConversations | None = None
@@ -264,17 +281,17 @@ class Runtime(Closing):
 
     @property
     def _slot_context(self) -> int:
-        """Tokens of one conversation."""
+        """Largest number of tokens of one conversation."""
         n_cells = self._loaded.context.n_ctx
         own = self.config.ctx or self._model.hparams.context_length or n_cells
         return min(own, n_cells)
 
     @property
-    def _too_long(self) -> str:
-        """How the sentence about a prompt ends that the context does not hold: with a remedy."""
+    def _prompt_remedy(self) -> str:
+        """Advice for a user whose prompt does not fit the context."""
         if self._slot_context == self._model.hparams.context_length:
-            return ", and the model was made for no more: shorten it"
-        return ": shorten it, or raise --ctx"
+            return "shorten the prompt, because the model supports no longer context"
+        return "shorten the prompt, or raise --ctx"
 
     @property
     def about(self) -> About:
@@ -295,7 +312,7 @@ class Runtime(Closing):
 
     @property
     def model(self) -> ExpertModel:
-        """The layout of the model's files."""
+        """The layout of the model's files: metadata, tensors and experts."""
         return self._model
 
     @property
@@ -310,17 +327,17 @@ class Runtime(Closing):
 
     @property
     def mode(self) -> str:
-        """The status line: which path or policy runs, and how."""
+        """The status line, which names the policy, the precisions and the memory of the experts."""
         return status_line(self._loader, self._loaded)
 
     @property
     def inside(self) -> Inside:
-        """The parts of the loaded model, for programs that measure."""
+        """The parts of the loaded model, for programs that measure or replace them."""
         return Inside(self._loaded, self._model, self._loader.planner.losses)
 
     @property
     def vocabulary(self) -> Model:
-        """The tokenizer, which any thread may use."""
+        """The model's tokenizer and vocabulary. Safe on any thread."""
         return self._loaded.model
 
     def submit(
@@ -331,13 +348,13 @@ class Runtime(Closing):
         settings: Settings | None = None,
         forget: Sequence[int] = (),
     ) -> Answer:
-        """Start to answer a request in the form of llama.cpp's server.
+        """Start to compute the answer to a request in the form of llama.cpp's HTTP server.
 
-        route: the path whose form the body has. sequences: those into which its prompts are read.
-        settings: of the policy, until another request brings others; None for the usual ones.
-        forget: sequences that drop their tokens before it begins, because memory is short.
+        body, route: body and path of the request. sequences: the sequences of the context for
+        the prompts of the request. settings: settings of the policy from now on; None to leave them
+        as they are. forget: sequences that are emptied first, because memory is short.
 
-        Raises NativeError for a route that does not exist and without memory, and OSError if no
+        Raises NativeError if the route does not exist or memory is short. Raises OSError if no
         threads or file descriptors are left.
         """
         request = self._core.request(route, body, sequences)
@@ -353,10 +370,10 @@ class Runtime(Closing):
                     counted.append(self._counting())
                     for each in forget:
                         self._forget(each)
-                    self._go_by(settings)
+                    self._apply(settings)
                     request.run(ready)
                 finally:
-                    with suppress(Exception):  # reads ahead are no part of its costs
+                    with suppress(Exception):  # later background reads are not among its costs
                         spent = counted[0]()
                         counted[:] = [lambda: spent]
                     self._end(this, sequences, request.status == 200)
@@ -379,27 +396,31 @@ class Runtime(Closing):
         try:
             return Answer(
                 *(request, answer, costs, self._failure, driver.tokens_done, stop_of),
-                *(self.fault, self._too_long),
+                *(self.fault, self._prompt_remedy),
             )
         except OSError:
             self._requests.discard(request)
             raise
 
     def query(self, route: str, body: bytes = b"") -> NativeRequest:
-        """Return a request that computes nothing, such as `/tokenize` or `/props`, for whole().
+        """Return a request to a route that computes no tokens, such as `/tokenize` or `/props`.
 
-        Raises as submit does.
+        Call whole() on the result to run the request. Raises NativeError if the route does not
+        exist or memory is short.
         """
         return self._core.request(route, body)
 
     @property
     def _core(self) -> NativeServer:
         if self._native is None:
-            raise NativeError("the model was loaded for evaluation, and cannot answer")
+            raise NativeError(
+                "the model was loaded for evaluation only, and cannot answer requests: open the "
+                "runtime with `answering`"
+            )
         return self._native
 
     def _begin(self, answer: Answer) -> bool:
-        """Wait for the end of an evaluation, and end the reads of an idle time.
+        """Wait until an answer may begin: no evaluation and no background read is running.
 
         Returns False if the answer is cancelled meanwhile, or if the runtime ends.
         """
@@ -423,7 +444,7 @@ class Runtime(Closing):
         self._idle()
 
     def _idle(self) -> None:
-        """If nothing computes, read experts that are likely to be used into free slots."""
+        """Start to read likely experts into free slots, if no request or evaluation is running."""
         if self._kept is None or not self._kept.after_that(self._read_ahead):
             self._read_ahead()
 
@@ -435,20 +456,26 @@ class Runtime(Closing):
                 used = self._loader.history.usage.recall()
                 self._loaded.driver.idle(used, self._native.settle)
 
-    def _go_by(self, settings: Settings | None) -> None:
-        """Let the policy decide by these settings. Raises PolicyError if it cannot."""
+    def _apply(self, settings: Settings | None) -> None:
+        """Replace the settings of the policy; None leaves them unchanged.
+
+        Raises PolicyError if the policy cannot work with the settings.
+        """
         policy = self._loaded.driver.policy
         if settings is not None and policy is not None and settings != policy.settings:
             policy.update_settings(settings)
 
     def _forget(self, sequence: int) -> None:
-        """Drop what a sequence holds, on which nothing decodes; --prompt-cache keeps it."""
+        """Drop the tokens of a sequence. With --prompt-cache, save them to a file first.
+
+        No request may decode on the sequence meanwhile.
+        """
         if self._kept is not None:
             self._kept.before_prompt(sequence, [])
         self._core.forget(sequence)
 
     def _counting(self) -> Callable[[], dict[str, Any]]:
-        """Start to count. The returned function gives the costs since then."""
+        """Return a function that returns the costs from now on, by the names of GenerationStats."""
         driver, plan = self._loaded.driver, self._loaded.plan
         counted = StoreCosts(driver.store, plan.tier_names, plan.skip, driver.meter)
 
@@ -464,16 +491,16 @@ class Runtime(Closing):
         return until_now
 
     def _failure(self) -> str | None:
-        """Return why the last step failed, in a sentence; None if nothing says why.
+        """Return a sentence that says why the last step failed, or None if the reason is unknown.
 
-        A changed file comes first, because what the store reads of it looks like damage.
+        A changed model file is reported first, because the store would report it as damaged.
         """
         if fault := self.fault():
             return fault
         driver = self._loaded.driver
         if driver.store is None:
             complaint = Bindings.load().complaint()
-            return f"llama.cpp failed to evaluate{complaint}" if complaint else None
+            return f"llama.cpp failed to evaluate tokens{complaint}" if complaint else None
         try:
             if self._core.error is not None:
                 raise self._core.error
@@ -485,10 +512,10 @@ class Runtime(Closing):
 
     @contextmanager
     def evaluator(self) -> Iterator[Evaluator]:
-        """Lend the context to the block.
+        """Let the `with` block evaluate tokens on the model's context.
 
-        Waits for running answers and empties every sequence first. Answers that are submitted
-        during the block wait for its end. Afterwards the sequences are empty again.
+        The block begins after the running answers have ended, with empty sequences. Answers that
+        are submitted during the block wait for its end. Afterwards, all sequences are emptied.
         """
         with self._turns:
             while not self._turns.wait_for(lambda: not (self._running or self._is_lent), _LOOK_S):
@@ -517,13 +544,15 @@ class Runtime(Closing):
         self._loaded.steps.reset()
 
     def set(self, **changes: Any) -> bool:
-        """Change settings of the config.
+        """Change settings of the loaded model, by their names in Config.
 
-        A policy's live settings take effect at the next token. Returns False if the current policy
-        has none of them; a policy that is chosen later uses them. Other settings wait for running
-        answers, load the model again and empty the sequences. If that fails, the model is loaded
-        with the former settings, and the error is raised: MoeEdgeError, OSError or
-        KeyboardInterrupt.
+        Some settings of policies can change while the model is loaded, and take effect at the next
+        token. Returns False if the current policy has none of them; a policy that is chosen later
+        uses them.
+
+        For other settings, the model is loaded again after the running answers, and the sequences
+        are emptied. If loading fails, the model is loaded with the former settings. The error is
+        then raised: MoeEdgeError, OSError or KeyboardInterrupt.
         """
         config = self.config.with_changes(**changes)
         known = policy_settings()
@@ -546,7 +575,7 @@ class Runtime(Closing):
         try:
             self._unload()
             if runs is None:
-                self._forget_model()
+                self._close_files()
             try:
                 if runs is None:
                     model = ExpertModel.open(config.model, config.low)
@@ -587,15 +616,17 @@ class Runtime(Closing):
         )
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes of memory in use by purpose, as memory_now. Any thread may call it."""
+        """Return the bytes of host memory in use, by purpose, and the free bytes under the cap.
+
+        The result is empty if the model is on a GPU. Safe on any thread.
+        """
         library = self._loader.bindings.library()
         return memory_now(library, self._loaded, self._loaded.driver.prompts)
 
     def fault(self) -> str:
-        """Return why answers are wrong from now on.
+        """Return a sentence if a model file was written to, because answers are wrong from then on.
 
-        The reason is that a model file was written to. Return an empty text if answers are right.
-        `say` gets a sentence about each change once.
+        Return "" otherwise. The user gets a sentence about each change once.
         """
         sentence, is_fault = self._loader.files.look()
         if sentence and sentence != self._said:
@@ -604,7 +635,7 @@ class Runtime(Closing):
         return sentence if is_fault else ""
 
     def stop(self) -> None:
-        """End every answer and evaluation soon, and answer nothing more; from any thread."""
+        """Make all answers and evaluations end soon, and refuse new ones. Safe on any thread."""
         self._is_ending = True
         self._loaded.driver.stop_waiting()
         if self._is_lent:
@@ -613,33 +644,38 @@ class Runtime(Closing):
             self._native.stop()
 
     def close(self, end_s: float | None = None) -> bool:  # type: ignore[override]
-        """Free everything, and save the learned history if the config asks for that.
+        """Free the model, and save the recorded expert usage if the config asks for that.
 
-        end_s: a time of the monotonic clock. If a step still runs then, nothing is freed, the
-        learned history is saved, and False is returned: the process has to end. Safe to call twice.
-        Raises OSError if a named profile cannot be written.
+        end_s: a time of the monotonic clock, up to which running steps are awaited. If a step still
+        runs then, only the usage is saved, and False is returned. The caller should end the process
+        in that case. Safe to call twice. Raises OSError if a profile that the user named cannot be
+        written.
         """
         if not self._unload(end_s):
-            self._keep()
+            self._save_history()
             return False
-        self._forget_model()
+        self._close_files()
         return True
 
-    def _keep(self) -> None:
-        """Save the learned history, and free nothing."""
+    def _save_history(self) -> None:
+        """Save the expert usage and the settings that the policy learned. Nothing is freed."""
         self._loader.history.learn(self._loaded.driver)
         self._loader.history.save()
 
     def _unload(self, end_s: float | None = None) -> bool:
-        """End all computing, and free the loaded model; False if a step still runs at end_s."""
+        """End all computing, and free the loaded model.
+
+        Returns False, and frees nothing, if a step still runs at end_s (a time of the monotonic
+        clock).
+        """
         self.stop()
         loaded = self._loaded
         with self._turns:  # _read_ahead may be starting a thread
             loaded.driver.end_idle()
         if self._native is not None:
 
-            def left_s() -> float | None:
-                return None if end_s is None else max(0.0, end_s - monotonic())
+            def left_s(more_s: float = 0.0) -> float | None:
+                return None if end_s is None else max(0.0, end_s + more_s - monotonic())
 
             with self._turns:
                 if not self._turns.wait_for(lambda: not self._requests, left_s()):
@@ -649,10 +685,10 @@ class Runtime(Closing):
                 return False
             if self._kept is not None:
                 written = threading.Event()
-                if self._kept.after_that(written.set) and not written.wait(left_s()):
+                if self._kept.after_that(written.set) and not written.wait(left_s(_WRITE_S)):
                     return False
                 self._kept.thread.shutdown()
-                self._kept.leave(end_s)
+                self._kept.leave(end_s and end_s + _WRITE_S)
             self._native.close()
             self._native = None
             _switch.restore()
@@ -661,8 +697,8 @@ class Runtime(Closing):
         self._is_ending = False
         return True
 
-    def _forget_model(self) -> None:
-        """Save the learned history, and close the model's files."""
+    def _close_files(self) -> None:
+        """Save the expert usage and the settings that the policy learned, and close the files."""
         try:
             self._loader.history.save()
         finally:

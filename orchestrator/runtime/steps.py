@@ -1,4 +1,4 @@
-"""The sequences of one context, and the steps that extend them, for evaluation."""
+"""Extends the sequences of one context in steps, for evaluation."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from orchestrator.errors import ConfigError, MoeEdgeError, NativeError
 from orchestrator.events import Phase
 from orchestrator.native import NO_ROOM
 from orchestrator.native.llama import LlamaContext
-from orchestrator.runtime.driver import NoopDriver
+from orchestrator.runtime.driver import BaseDriver
 
 
 class Sequences:
-    """The lengths of n further sequences of a context.
+    """The sequences of a context in addition to the evaluator's main sequence.
 
-    Number s, 0 to n - 1, is llama.cpp's sequence s + 1: its sequence 0 is the evaluator's own. All
-    of them share the context's KV cells. lengths: the tokens of each.
+    They are numbered from 0. All sequences share the KV cells of the context. lengths: number of
+    tokens of each sequence.
     """
 
     def __init__(self, context: LlamaContext, n: int) -> None:
@@ -23,48 +23,52 @@ class Sequences:
         self.lengths = [0] * n
 
     def name_of(self, number: int) -> int:
-        """Return llama.cpp's id of a sequence."""
+        """Return llama.cpp's id of a sequence. Its id 0 belongs to the main sequence."""
         return number + 1
 
     def check(self, tokens: Sequence[int], sequences: Sequence[int]) -> None:
         """Raise ConfigError if tokens of these sequences cannot be computed in one step."""
         if not sequences or len(tokens) != len(sequences):
             raise ConfigError(
-                f"a step takes one token for each sequence, not {len(tokens)} for {len(sequences)}"
+                f"{len(tokens)} tokens for {len(sequences)} sequences: give one token for each "
+                "sequence"
             )
         if len(set(sequences)) < len(sequences):
-            raise ConfigError("a step takes one token of a sequence, and one is named twice")
+            raise ConfigError("a sequence is named twice in one step: name each sequence once")
         for number in sequences:
             if not 0 <= number < len(self.lengths):
                 raise ConfigError(
-                    f"there is no sequence {number}: the model was loaded with the setting "
-                    f"'sequences' at {len(self.lengths)}"
+                    f"there is no sequence {number}, because the model was loaded with "
+                    f"{len(self.lengths)} sequences: load it with more"
                 )
         if len(sequences) > self._context.n_ubatch:
             raise ConfigError(
-                f"{len(sequences)} sequences are more than the {self._context.n_ubatch} tokens of "
-                f"one step: raise --ubatch"
+                f"a step takes at most {self._context.n_ubatch} tokens, and {len(sequences)} "
+                "sequences need one token each: raise --ubatch"
             )
 
     def fork(self, number: int, length: int) -> None:
-        """Let a sequence share the first `length` tokens of the evaluator's own one."""
+        """Make a sequence share the first `length` tokens of the main sequence."""
         self._context.share(self.name_of(number))
         self.lengths[number] = length
 
     def decode(self, tokens: Sequence[int], sequences: Sequence[int]) -> int:
-        """Compute one token of each sequence. Returns llama_decode's status."""
+        """Append one token to each of the given sequences. Return the status of llama_decode."""
         positions = [self.lengths[number] for number in sequences]
         return self._context.decode_each(
             tokens, positions, [self.name_of(number) for number in sequences]
         )
 
     def accept(self, sequences: Sequence[int]) -> None:
-        """Count the tokens of a step that succeeded."""
+        """Add 1 to the length of each given sequence, after a successful step."""
         for number in sequences:
             self.lengths[number] += 1
 
     def undo(self, sequences: Sequence[int]) -> None:
-        """Drop the tokens of a failed step, or the whole sequence if its memory cannot be cut."""
+        """Drop the tokens that a failed step has added to the sequences.
+
+        A sequence that cannot be truncated there is emptied instead.
+        """
         for number in sequences:
             if not self._context.forget_from(self.lengths[number], self.name_of(number)):
                 self._context.forget_from(0, self.name_of(number))
@@ -76,25 +80,26 @@ class Sequences:
 
 
 class Steps:
-    """The tokens of an evaluation, and the steps that evaluate more.
+    """Evaluates tokens in steps, and keeps track of the tokens in the context.
 
-    cached: tokens of the evaluator's own sequence. cancelled: set by `cancel`, until the next
+    cached: tokens of the main sequence. cancelled: whether `cancel` was called after the last
     `begin`.
     """
 
     def __init__(
         self,
         context: LlamaContext,
-        driver: NoopDriver,
+        driver: BaseDriver,
         sequences: Sequences,
         complaint: Callable[[], str],
         asked_ctx: int,
         check_files: Callable[[], None],
     ) -> None:
-        """complaint: returns llama.cpp's last error in brackets.
+        """Begin with an empty main sequence. sequences: the further sequences of the context.
 
-        asked_ctx: the context that the user asked for, in tokens. check_files: raises ChangedError
-        if a model file was written to since it was opened.
+        complaint: returns llama.cpp's latest error message in parentheses, or "". asked_ctx: the
+        context length that the user asked for. check_files: raises ChangedError if a model file was
+        written to after it was opened.
         """
         self.cached: list[int] = []
         self.cancelled = False
@@ -106,21 +111,21 @@ class Steps:
         self._check_files = check_files
 
     def begin(self) -> None:
-        """Prepare the steps of one call: forget an earlier cancel, and end idle reads.
-
-        A cancel during the wait for the end of idle reads counts for this call.
-        """
+        """Prepare to evaluate: clear an earlier cancel, and end background reads of experts."""
         self.cancelled = False
         self._driver.cancel(False)
         self._driver.end_idle()
 
     def cancel(self) -> None:
-        """End the running step soon; safe in a signal handler and from any thread."""
+        """Make the running step end soon. Safe in a signal handler and on any thread."""
         self.cancelled = True
         self._driver.cancel(True)
 
     def rewind(self, length: int) -> None:
-        """Drop the tokens after the first `length` ones; all if the memory cannot be cut there."""
+        """Truncate the main sequence to its first `length` tokens.
+
+        If the model cannot do that, drop all tokens of all sequences.
+        """
         if not self._context.forget_from(length):
             self.reset()
             return
@@ -129,17 +134,18 @@ class Steps:
             self._driver.sequence_end(0)
 
     def reset(self) -> None:
-        """Forget every token of every sequence."""
+        """Drop all tokens of all sequences."""
         self._context.forget_all()
         self._driver.sequence_end()
         self._sequences.forget()
         self.cached = []
 
     def step(self, tokens: list[int], phase: Phase, all_logits: bool = False) -> bool:
-        """Compute at most a micro-batch of tokens of the own sequence in one llama_decode.
+        """Append tokens to the main sequence and evaluate them in one step.
 
-        Returns whether its logits are good; False if it was cancelled. `cached` has the tokens only
-        in the first case. Raises the error of a step that failed otherwise.
+        tokens: at most a micro-batch. Returns False if the step was cancelled; the tokens are then
+        dropped again. Raises the error that made the step fail, such as ConfigError for a full
+        context.
         """
         before = len(self.cached)
         good = self._run(
@@ -154,9 +160,9 @@ class Steps:
         return good
 
     def fork(self, number: int) -> None:
-        """Let another sequence continue from the evaluator's own one.
+        """Make another sequence continue from the tokens of the main sequence.
 
-        Raises ConfigError if the sequence does not exist.
+        number: number of the other sequence, from 0. Raises ConfigError if it does not exist.
         """
         self._sequences.check([0], [number])
         name = self._sequences.name_of(number)
@@ -167,7 +173,11 @@ class Steps:
             self._driver.restore_sequence(name, known)
 
     def step_each(self, tokens: Sequence[int], numbers: Sequence[int]) -> bool:
-        """Compute a step, as `step` does, with one token of each of several sequences."""
+        """Append one token to each of several sequences and evaluate them in one step.
+
+        numbers: the sequences, numbered from 0 without the main sequence. Returns False if the step
+        was cancelled; the tokens are then dropped again. Raises the error that made the step fail.
+        """
         work = self._sequences
         work.check(tokens, numbers)
         good = self._run(
@@ -180,11 +190,11 @@ class Steps:
         return good
 
     def _run(self, phase: Phase, decode: Callable[[], int], undo: Callable[[], None]) -> bool:
-        """Run one decode, which returns llama_decode's status.
+        """Run one step, and handle its failure. Returns False if the step was cancelled.
 
-        Returns True if its logits are good, False if it was cancelled and undone. Otherwise undoes
-        it and raises the cause; ChangedError first, because every other failure may follow from a
-        changed file, and good logits may come from one.
+        decode: computes the step, and returns the status of llama_decode. undo: drops the tokens of
+        the step; it is called after a cancel and after a failure. Raises the cause of a failure. If
+        a model file was written to, ChangedError is raised in preference to other errors.
         """
         try:
             self._driver.begin(phase)
@@ -206,12 +216,12 @@ class Steps:
             return False
         if status == NO_ROOM:
             raise ConfigError(
-                f"the context of {self._context.n_ctx} tokens is full{self._more_context()}"
+                f"the context of {self._context.n_ctx} tokens is full: {self._remedy()}"
             )
-        raise NativeError(f"llama.cpp failed to evaluate{self._complaint()}")
+        raise NativeError(f"llama.cpp failed to evaluate tokens{self._complaint()}")
 
-    def _more_context(self) -> str:
-        """Return the remedy for a context that is full."""
+    def _remedy(self) -> str:
+        """Return advice for a user whose context is full."""
         if self._asked_ctx > self._context.n_ctx:
-            return ", and the model was made for no more: start anew"
-        return ": start anew, or raise --ctx"
+            return "evaluate fewer tokens, because the model supports no longer context"
+        return "evaluate fewer tokens, or raise --ctx"

@@ -23,23 +23,24 @@ StoreLayers = tuple[tuple[int, dict[tuple[int, int], Slices]], ...]
 
 
 class StoreSpecs:
-    """Makes the specs of one model's stores.
+    """Makes the parameters (StoreSpec) of the expert stores of one model.
 
-    The speed of the link to a GPU, and of each product that the host computes for it, is measured
-    for the first spec and kept.
+    With a GPU, the speed of copies and of the host's computing is measured for the first store. The
+    results are used for later stores, too.
     """
 
     def __init__(
         self, config: Config, model: ExpertModel, bindings: Bindings, gpu: Accelerator | None
     ) -> None:
-        """config: the settings with which the model was opened."""
+        """Nothing is measured yet. config: the settings with which the model was opened."""
         self._config, self._model, self._bindings, self._gpu = config, model, bindings, gpu
         self._product_times: dict[tuple[int, tuple[int, int]], ProductTime | None] = {}
 
     def of(self, config: Config, plan: Plan) -> StoreSpec:
-        """Return the spec of a plan with managed experts.
+        """Return all parameters of the expert store for a plan.
 
-        It has file offsets, memory layout, how misses are served, and checksums.
+        They contain the file offsets and checksums of the experts, the layout of the slots, and the
+        way in which cache misses are served. Raises ConfigError for a plan without a store.
         """
         library = self._bindings.library()
         spec = store_spec(config, self._model, plan, self._misses)
@@ -49,7 +50,7 @@ class StoreSpecs:
 
     @cached_property
     def checksums(self) -> Checksums:
-        """The checksums of the model's files."""
+        """The tensors of the model's files, with the checksums that the files contain."""
         return Checksums(self._model)
 
     @cached_property
@@ -65,10 +66,17 @@ class StoreSpecs:
 
 
 def store_spec(config: Config, model: ExpertModel, plan: Plan, misses: Misses) -> StoreSpec:
-    """Return the spec of a plan without layouts and checksums. Its tiers are renumbered from 0."""
+    """Return the parameters of the expert store for a plan, without checksums.
+
+    The layout of the slots is that of the file. The precisions (tiers) in use are numbered from 0.
+    Raises ConfigError for a plan without a store.
+    """
     placement = plan.placement
     if placement is None:
-        raise ConfigError("llama.cpp's own path has no store")
+        raise ConfigError(
+            "this plan is for llama.cpp's own path (--policy plain), which has no expert store: "
+            "choose another --policy"
+        )
     return spec_for(
         placement,
         store_layers(model.layer_ids, model.slices, plan.tiers, placement.slots),
@@ -85,7 +93,10 @@ def store_spec(config: Config, model: ExpertModel, plan: Plan, misses: Misses) -
 
 
 def spec_for(placement: Placement, layers: StoreLayers, **rest: Any) -> StoreSpec:
-    """Return the spec of a placement's store. rest: the other fields of StoreSpec."""
+    """Return the parameters of an expert store with the slots that a policy chose (placement).
+
+    layers: the file slices of each layer's experts. rest: the other fields of StoreSpec.
+    """
     shape, slots, wants = placement.shape, placement.slots, placement.wants
     return StoreSpec(
         layers=layers,
@@ -107,9 +118,11 @@ def store_layers(
     tiers: Sequence[int],
     slots: SlotPlan,
 ) -> StoreLayers:
-    """Return StoreSpec.layers: the file slices of each layer's experts and their slot groups.
+    """Return the position of each layer's experts in the files, and their groups of slots.
 
-    slices: of the file, [layer][kind][tier]. tiers: those in use; the result numbers them from 0.
+    The result has the form of StoreSpec.layers, with tiers numbered from 0. layer_ids: llama.cpp's
+    number of each MoE layer. slices: the experts' positions in the files, [layer][kind][tier].
+    tiers: the precisions in use, by their index in `slices`.
     """
     return tuple(
         (
@@ -132,15 +145,19 @@ def store_layers(
 
 
 def importance_window(config: Config, plan: Plan) -> int:
-    """Return the number of queries whose attention scores a prompt's tokens: 0 none, -1 all."""
+    """Return how many of a prompt's last queries determine the importance of its tokens.
+
+    The importance of a token is the attention that it receives from these queries. The result is 0
+    if the policy does not use importance, and -1 for all queries.
+    """
     if plan.placement is None or not plan.placement.wants.importance:
         return 0
     return {"window": config.importance_window, "exact": -1, "load": 0}[config.importance]
 
 
 def has_flash(config: Config, plan: Plan) -> bool:
-    """Return whether flash attention is used.
+    """Return whether llama.cpp should compute flash attention.
 
-    It cannot keep the weights of all queries, which `importance=exact` needs.
+    This is False only for `importance=exact`, which needs the attention weights of all queries.
     """
     return importance_window(config, plan) >= 0

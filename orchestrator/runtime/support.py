@@ -29,22 +29,32 @@ _TIMEOUT_S = 300
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """How a model can run: MANAGED, PLAIN or NOT, and the reason why not better."""
+    """Whether and how a model can run.
+
+    runs: MANAGED if an expert store can hold its experts, PLAIN if only llama.cpp's own path works,
+    or NOT. reason: why the model cannot run in a better way; empty for MANAGED.
+    """
 
     runs: str
     reason: str
 
     @property
     def sentence(self) -> str:
+        """A sentence for the user that says how the model can run, with the reason."""
         if self.runs == MANAGED:
-            return "llama.cpp loads it, and moe-edge can manage its experts"
+            return "llama.cpp loads the model, and moe-edge can manage its experts"
         if self.runs == PLAIN:
-            return f"llama.cpp loads it, but moe-edge cannot manage its experts: {self.reason}"
-        return f"it cannot run: {self.reason}"
+            return (
+                f"llama.cpp loads the model, but moe-edge cannot manage its experts: {self.reason}"
+            )
+        return f"the model cannot run: {self.reason}"
 
 
 def support_of(path: Path) -> Support | None:
-    """Return how the model of a file can run; None if our build of llama.cpp is not installed."""
+    """Find out in a child process whether and how the model in a file can run.
+
+    Return None if moe-edge's build of llama.cpp is not installed.
+    """
     # A fork has its modules loaded already: a new process would take most of a second to start.
     # This process does not load the library: if it found a GPU, the fork could not use it.
     context = multiprocessing.get_context("fork")
@@ -67,12 +77,15 @@ def support_of(path: Path) -> Support | None:
         said.seek(0)
         text = said.read().decode("utf-8", "replace").strip()
     aborted = re.search(ABORT_REASON, text)
-    why = aborted[1] if aborted else (text.splitlines() or ["without a word"])[-1]
-    return Support(NOT, f"llama.cpp ends the process over its header ({why[:200]})")
+    reason = aborted[1] if aborted else (text.splitlines() or ["no message"])[-1]
+    return Support(NOT, f"llama.cpp aborts when it reads the header of the file ({reason[:200]})")
 
 
 def _ask(path: Path, answer: Connection, stderr: int) -> None:
-    """Run in the child process: send how the model can run."""
+    """Find out how a model can run, and send the result. This runs in the child process.
+
+    stderr: file descriptor that receives the messages of llama.cpp.
+    """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     faulthandler.disable()
@@ -81,7 +94,7 @@ def _ask(path: Path, answer: Connection, stderr: int) -> None:
 
 
 def _without_vocabulary(model: ExpertModel) -> dict[str, int | str]:
-    """Return metadata that makes llama.cpp skip the vocabulary but know its size."""
+    """Return metadata that makes llama.cpp skip the model's vocabulary, and states its size."""
     for part in model.parts:
         if EMBEDDINGS in part.tensors:
             n_tokens = part.tensors[EMBEDDINGS].shape[-1]
@@ -106,11 +119,11 @@ def _found(path: Path) -> Support | None:
 
 
 def try_load(path: Path, managed: bool, known: ExpertModel | None = None) -> None:
-    """Load a model without its data and make a context, to see whether that works.
+    """Check that llama.cpp can load a model and make a context. The weights are not read.
 
-    managed: whether a store has to serve the experts of the context's graphs. known: the file's
-    layout if it was read already. Then the vocabulary is skipped: it takes most of the time, and
-    graphs do not depend on it. Raises NativeError with the reason.
+    managed: also check that an expert store can serve all uses of the experts. known: the layout of
+    the file, if it was already read; the check then skips the vocabulary, which saves most of the
+    time. Raises NativeError with the reason if the check fails.
     """
     from orchestrator.native.llama import Bindings, LlamaContext, Model
 

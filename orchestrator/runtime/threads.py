@@ -1,7 +1,7 @@
-"""Threads that are kept and used again for the work of later models.
+"""Keeps threads, and uses them again for the work of later models.
 
-Each thread that computes has compute threads of its own in OpenMP, and file descriptors in our
-library that stay open as long as the process lives. New threads for each model would add up.
+Each thread that computes has OpenMP threads of its own. It also has file descriptors in our library
+that stay open until the process ends. With new threads for each model, these would accumulate.
 """
 
 from __future__ import annotations
@@ -13,28 +13,31 @@ from queue import SimpleQueue
 
 
 class Task:
-    """A function that runs on a kept thread. Its methods are those of threading.Thread."""
+    """A function that runs on a reused thread. Wait for its end with join."""
 
     def __init__(self, function: Callable[[], object], name: str) -> None:
         self._function, self.name = function, name
         self._ended = threading.Event()
 
     def run(self) -> None:
+        """Call the function on the current thread."""
         self._function()
 
     def end(self) -> None:
+        """Record that the function has ended, so that join returns."""
         self._ended.set()
 
     def join(self, timeout_s: float | None = None) -> None:
-        """Wait for the end of the function."""
+        """Wait until the function has ended, or until timeout_s seconds have passed."""
         self._ended.wait(timeout_s)
 
     def is_alive(self) -> bool:
+        """Return whether the function has not ended yet."""
         return not self._ended.is_set()
 
 
 class _Kept:
-    """The threads that wait for another function, by their queues."""
+    """A pool of threads that have ended their function and wait for another function."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -65,15 +68,15 @@ class _Kept:
             with self._lock:
                 self._idle.append(queue)
             task.end()
-            del task  # it would keep what belongs to its function
+            del task  # otherwise the waiting thread would keep the function's objects alive
 
 
 _kept = _Kept()
 
 
 def start(function: Callable[[], object], name: str) -> Task:
-    """Run a function on a kept thread, or on a new one if none is free.
+    """Run a function on a reused thread, or on a new thread if no reused thread is free.
 
-    Raises RuntimeError if no thread can be started.
+    name: name of the thread meanwhile. Raises RuntimeError if no thread can be started.
     """
     return _kept.start(function, name)

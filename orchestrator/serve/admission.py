@@ -25,19 +25,27 @@ T = TypeVar("T")
 
 
 class NativeQuery(Protocol):
-    """A running query to the native server, such as `NativeRequest`."""
+    """A query that was sent to llama.cpp's server and can be cancelled, such as `NativeRequest`."""
 
-    def whole(self) -> tuple[int, bytes]: ...
+    def whole(self) -> tuple[int, bytes]:
+        """Wait for the complete answer, and return (HTTP status, answer)."""
+        ...
 
-    def cancel(self) -> None: ...
+    def cancel(self) -> None:
+        """End the query soon, and return at once. Any thread may call this."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free the query, whose answer is no longer needed."""
+        ...
 
 
 class QuerySender(Protocol):
-    """Sends queries that decode nothing to the native server, such as `Runtime`."""
+    """Sends queries that generate no tokens to llama.cpp's server, such as `Runtime`."""
 
-    def query(self, route: str, body: bytes = b"") -> NativeQuery: ...
+    def query(self, route: str, body: bytes = b"") -> NativeQuery:
+        """Send a query to a path of llama.cpp's server, without waiting for the answer."""
+        ...
 
 
 # Memory for computed answers that their clients have not read yet.
@@ -67,10 +75,11 @@ _SHARED = ("system", "developer")
 
 @dataclass(eq=False)
 class Ticket:
-    """A request's place in the queue.
+    """A request's position in the queue of `Gate`, and the resources that it reserves.
 
-    turn: completes when the request may run. It fails with Refusal if another client displaces the
-    request. client: the name of the client, a key or an address.
+    The future `turn` completes when the request may run. It fails with Refusal (an error response)
+    if the request loses its position to another client. `client` names the sender of the request: a
+    digest of its API key, or its address.
     """
 
     places: int
@@ -80,18 +89,19 @@ class Ticket:
 
 
 class Gate:
-    """Admits requests. Each request reserves places (answers at once) and cells of the context.
+    """Limits how many requests are answered at once, and queues the other requests.
 
+    Each request reserves places (one for each of its answers) and KV cells of the shared context.
     Clients take turns: the requests of one client run in order, and after each of them the other
     waiting clients come first. If the queue is full, a client with fewer waiting requests displaces
     the last request of the client with the most.
 
-    running: number of admitted requests. refused: number of requests that found the queue full,
-    since the start.
+    `running` is the number of requests that are being answered. `refused` counts the requests that
+    found the queue full since the start.
     """
 
     def __init__(self, places: int, queue: int) -> None:
-        """places: how many answers may run at once. queue: how many requests may wait."""
+        """Create a gate for `places` answers at once and at most `queue` waiting requests."""
         self.places, self.queue = places, queue
         self.running = self.refused = 0
         self._free, self._cells = places, 0
@@ -109,14 +119,18 @@ class Gate:
         return not (self.running or self._lines)
 
     def open(self, cells: int) -> None:
-        """Set the number of cells in the shared context."""
+        """Set the number of KV cells in the context that all requests share.
+
+        Call this after the model is loaded.
+        """
         self._cells = cells
 
     def join(self, places: int = 1, cells: int = 0, client: str = "") -> Ticket:
-        """Return a new place in the queue. Its turn may come at once.
+        """Put a request into the queue and return its ticket. Its turn may come at once.
 
-        cells: KV cells to reserve for the prompt and its answers. Raises Refusal if the queue is
-        full, and ValueError if the gate has fewer places in total.
+        The request reserves `places` answers and `cells` KV cells, for its prompt and its answers.
+        Raises Refusal (an error response) if the queue is full. Raises ValueError if the gate has
+        fewer places in total.
         """
         if not 1 <= places <= self.places:
             raise ValueError(f"{places} places of {self.places}")
@@ -129,9 +143,10 @@ class Gate:
         return ticket
 
     def _make_place(self, client: str) -> None:
-        """Remove the last request of the client with the most waiting requests.
+        """Drop the last waiting request of the client with the most, to make space for `client`.
 
-        Raises Refusal unless that client has at least two waiting requests more than `client`.
+        Raises Refusal (an error response) unless that client has at least two waiting requests more
+        than `client`.
         """
         full = Refusal(429, "too many requests wait already (--queue): try again later")
         longest = max(self._lines.values(), key=len, default=deque())
@@ -142,9 +157,10 @@ class Gate:
         last.turn.set_exception(full)
 
     def widen(self, ticket: Ticket, cells: int) -> bool:
-        """Raise the reservation of a running request to `cells`, until it leaves.
+        """Raise the number of KV cells that a running request reserves to `cells`.
 
-        Returns False, without a change, if the context has too few free cells.
+        The larger reservation lasts until the request ends. Returns False and changes nothing if
+        the context has too few free cells.
         """
         more = max(0, cells - ticket.cells)
         if more > self._cells:
@@ -157,7 +173,10 @@ class Gate:
         return ticket.places <= self._free and (ticket.cells <= self._cells or not self.running)
 
     def leave(self, ticket: Ticket) -> None:
-        """Return a request's reservation, or remove it from the queue. Call this exactly once."""
+        """End a request: free its reservation, or remove it from the queue.
+
+        Call this exactly once.
+        """
         turn = ticket.turn
         if turn.done() and not turn.cancelled() and turn.exception() is None:
             self.running -= 1
@@ -190,19 +209,25 @@ class Gate:
 
 
 class UnreadAnswers:
-    """Computed answers that wait in memory for slow clients. n_bytes: their total length."""
+    """Limits the memory for computed answers that slow clients have not read yet.
+
+    `n_bytes` is the total length of these answers.
+    """
 
     def __init__(self, most_bytes: int) -> None:
-        """most_bytes: above this total, the oldest answers are dropped, except the last one."""
+        """Set the limit.
+
+        Above `most_bytes` in total, the oldest answers are dropped, except the last.
+        """
         self.n_bytes = 0
         self._most_bytes = most_bytes
         self._kept: dict[object, tuple[int, Callable[[], None]]] = {}
 
     def keep(self, owner: object, n_bytes: int, give_up: Callable[[], None]) -> None:
-        """Register n_bytes of an unread answer. give_up: called if the answer is dropped.
+        """Count n_bytes of an unread answer, and drop older answers if the limit is exceeded.
 
-        owner: identifies the answer. Call `leave` with it when the client has read everything or
-        has disconnected.
+        `owner` is any object that identifies the answer. Call `leave` with it when the client has
+        read everything or has disconnected. `give_up` is called if this answer is dropped.
         """
         self._kept[owner] = n_bytes, give_up
         self.n_bytes += n_bytes
@@ -213,26 +238,27 @@ class UnreadAnswers:
             give_up()
 
     def leave(self, owner: object) -> None:
-        """Forget an answer. Unknown owners are ignored."""
+        """Stop counting the answer of `owner`. An unknown owner is ignored."""
         n_bytes, _ = self._kept.pop(owner, (0, None))
         self.n_bytes -= n_bytes
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """A request, cut into pieces that are compared by their digests.
+    """The text of a request as a list of digests, to find requests that begin with the same text.
 
-    n_common: the number of leading pieces that different conversations may share, because they hold
-    tools and system messages.
+    Each piece is a message, or a fixed number of characters or tokens of a prompt. The first
+    `n_common` pieces hold tools and system messages, which different conversations may share.
     """
 
     pieces: tuple[bytes, ...] = ()
     n_common: int = 0
 
     def n_shared_with(self, before: Conversation) -> int:
-        """Return the number of leading pieces shared with `before` if this continues it, else 0.
+        """Return how many leading pieces this conversation shares with `before`, an earlier one.
 
-        A request continues `before` if it appends to it, repeats it, or replaces its last piece.
+        Returns 0 unless this conversation continues `before`: it appends to it, repeats it, or
+        replaces its last piece.
         """
         shared = 0
         for ours, theirs in zip(self.pieces, before.pieces, strict=False):
@@ -244,10 +270,11 @@ class Conversation:
 
 
 def conversations_of(data: dict[str, Any], most: int) -> list[Conversation]:
-    """Return one conversation for each sequence that a request needs.
+    """Return one Conversation (digests of the text) for each sequence that a request needs.
 
-    A request with several prompts needs one sequence for each, up to `most`. A request with one
-    prompt and `n` answers needs n; all except the first get an empty conversation.
+    A request with several prompts needs one sequence for each prompt, at most `most`. A request
+    with one prompt and `n` answers needs n sequences. Only the first of these gets the
+    conversation. The others get an empty Conversation, because llama.cpp copies the prompt to them.
     """
     n = data.get("n_cmpl", data.get("n", 1))  # llama.cpp prefers n_cmpl, too
     messages = data.get("messages", data.get("input"))
@@ -293,16 +320,14 @@ class _Slot:
 
 
 class SlotManager:
-    """Assigns requests to the slots of the native server (one slot is one sequence).
+    """Chooses the slots of llama.cpp's server (one slot is one sequence) that answer a request.
 
-    Each slot remembers the conversation that it was last given. A caller takes at most as many
-    slots as the gate has places, and returns them with `leave`, once.
+    A request gets the slot that holds the beginning of its conversation, otherwise the least
+    recently used slot. So each slot evaluates a shared prefix only once. A caller returns its slots
+    with `leave`, once. It never takes more slots than `Gate` has places.
 
-    llama.cpp alone would choose the idle slot with the longest common prefix (from a tenth of the
-    prompt on) and overwrite the rest of its cells. Conversations with the same system prompt would
-    then evict each other even while another slot is free. Here a request gets the slot that holds
-    its own conversation; otherwise it gets the least recently used slot. So each slot reads a
-    shared prefix only once.
+    llama.cpp alone would choose the idle slot with the longest common prefix. Conversations with
+    the same system prompt would then evict each other even while another slot is free.
     """
 
     def __init__(self, n: int) -> None:
@@ -310,10 +335,10 @@ class SlotManager:
         self._n_taken = 0
 
     def take(self, asked: Iterable[Conversation], cells: int = 0) -> tuple[list[int], int]:
-        """Return one slot for each conversation, and how many KV cells these slots still hold.
+        """Return a free slot for each conversation, and the number of KV cells they still hold.
 
-        The old cells stay allocated until a prompt starts in the slot. cells: how many cells the
-        request may leave in its slots.
+        The old KV cells stay allocated until a prompt starts in the slot. `cells` is the number of
+        KV cells that the request may leave in its slots.
         """
         taken, held = [], 0
         for each in asked:
@@ -328,15 +353,15 @@ class SlotManager:
         return taken, held
 
     def leave(self, taken: Iterable[int]) -> None:
-        """Mark the slots as idle."""
+        """Mark slots as free again, after the request that took them has ended."""
         for number in taken:
             self._slots[number].busy = False
 
 
 def client_left() -> Refusal:
-    """Return the refusal for a request whose client has disconnected.
+    """Return the error response for a request whose client has disconnected.
 
-    499 is nginx's status for this; only the log shows it.
+    Its status is 499, as in nginx, and appears only in the log.
     """
     return Refusal(499, "the client has left")
 
@@ -344,10 +369,10 @@ def client_left() -> Refusal:
 async def finish_despite_cancel(
     work: asyncio.Future[T], give_up: Callable[[], None] = lambda: None
 ) -> T:
-    """Return the result of work that runs on a thread.
+    """Wait for work that runs on a thread, and return its result.
 
-    If the caller is cancelled, this still waits for the end of the work, because the work uses the
-    request's memory until then. give_up: asks the work to end soon.
+    If the caller is cancelled, `give_up` is called to end the work soon. The cancellation continues
+    only after the work has ended, because the work uses the request's memory.
     """
     try:
         return await asyncio.shield(work)
@@ -360,27 +385,30 @@ async def finish_despite_cancel(
 
 
 def bodies_bytes(longest_bytes: int, parallel: int, factor: int) -> int:
-    """Return the peak memory of all request bodies, in bytes.
+    """Return the peak memory of all request bodies together, in bytes.
 
-    That is bodies that arrive or wait, one that is being read, and those of `parallel` answers.
-    factor: peak memory for reading one body, for each byte of the longest body.
+    It includes bodies that arrive or wait, one body that is being parsed, and the bodies of
+    `parallel` running answers. `factor` is the peak memory for parsing and tokenizing a body, in
+    bytes for each byte of it.
     """
     return longest_bytes * (KEPT + factor * (1 + parallel))
 
 
 class Bodies:
-    """Memory accounting for the bodies of all requests.
+    """Limits the memory for the bodies of all requests.
 
-    A body counts from its first byte until the turn of its request. Reading a body takes many times
-    its length, so only one thread reads bodies before their turn, and clients take turns on it.
-    After that, at most as many bodies are in memory as requests are answered at once.
+    A body counts from its first byte until its request may run. Parsing and tokenizing a body takes
+    many times its length, so only one thread does this. Clients take turns on that thread.
 
-    kept_bytes: total length of the bodies that arrive or wait. refused: number of bodies that found
-    no free memory, since the start.
+    `kept_bytes` is the total length of the bodies that arrive or wait. `refused` counts the bodies
+    that found no free memory since the start.
     """
 
     def __init__(self, workers: Executor, is_stopping: Callable[[], bool] = lambda: False) -> None:
-        """workers: runs the reading of bodies. is_stopping: whether the server is shutting down."""
+        """Create the accounting.
+
+        `workers` parses the bodies; `is_stopping` tells whether to shut down.
+        """
         self.kept_bytes = self.refused = 0
         self.is_stopping = is_stopping
         self._workers = workers
@@ -389,20 +417,20 @@ class Bodies:
 
     @property
     def waiting(self) -> int:
-        """Number of bodies that wait for the reading thread."""
+        """Number of bodies that wait for the thread that parses them."""
         return self._line.waiting
 
     def keep(self, n_bytes: int, client: str, most_bytes: int) -> None:
-        """Add n_bytes to the kept bytes of a client, or remove them if negative.
+        """Add n_bytes to the memory that a client's bodies take. A negative n_bytes frees memory.
 
-        most_bytes: the limit for all clients together. Raises Refusal if there is not enough free
-        memory. It does not wait for memory, because then a client that sends nothing could block
-        the others.
+        `most_bytes` is the limit for all clients together. Raises Refusal (an error response) if
+        too little memory is free. Waiting instead would let a client that sends nothing block the
+        others.
         """
         total, own = self.kept_bytes + n_bytes, self._of_client[client] + n_bytes
         if n_bytes > 0 and own > CLIENT_SHARE * (most_bytes - total):
             self.refused += 1
-            raise Refusal(503, "other requests take the memory for requests: try again later")
+            raise Refusal(503, "the memory for requests is full: try again later")
         self.kept_bytes = total
         self._of_client[client] = own
         if not own:
@@ -411,12 +439,10 @@ class Bodies:
     async def run(
         self, call: Callable[[], T], client: str, give_up: Callable[[], None] = lambda: None
     ) -> T:
-        """Run `call` on a thread at the client's turn, and return its result.
+        """Run `call`, which parses one body, on a thread at the client's turn. Return its result.
 
-        `call` reads one body.
-
-        If this is cancelled before the turn, `call` never runs. If it is cancelled later, give_up
-        asks `call` to end soon, and this method returns after that.
+        If this coroutine is cancelled before the turn, `call` never runs. If it is cancelled later,
+        give_up is called to end `call` soon, and the coroutine returns after that.
         """
         ticket = self._line.join(client=client)
         try:
@@ -428,13 +454,17 @@ class Bodies:
 
 
 class Body:
-    """The body of one request.
+    """The body of one request, and its share of the memory that `Bodies` limits.
 
-    data: its bytes, until the turn of the request. The owner calls `take` at the end in any case.
+    `data` holds the bytes until the request may run. The owner calls `take` at the end in any case.
     """
 
     def __init__(self, bodies: Bodies, longest_bytes: int, client: str = "") -> None:
-        """longest_bytes: the longest allowed body. client: a key or an address."""
+        """Create the empty body of one request.
+
+        longest_bytes is the longest allowed body. `client` names the sender: a digest of its API
+        key, or its address.
+        """
         self.data = b""
         self._asking: NativeQuery | None = None  # the query that a thread waits for
         self._is_given_up, self._lock = False, threading.Lock()
@@ -442,22 +472,27 @@ class Body:
         self._n_bytes = 0
 
     def count(self, n_bytes: int) -> None:
-        """Set the length of the body so far. Raises Refusal if there is no space for it."""
+        """Record that the body takes n_bytes of memory so far.
+
+        Raises Refusal (an error response) if too little memory is free.
+        """
         self._bodies.keep(n_bytes - self._n_bytes, self._client, self._most_bytes)
         self._n_bytes = n_bytes
 
     async def run(self, call: Callable[[], T]) -> T:
-        """Run `call`, which reads this body, on a thread at its client's turn. Return its result.
+        """Run `call`, which parses this body, on a thread at its client's turn. Return its result.
 
-        If this is cancelled, a native query that `call` waits for is cancelled too.
+        If this coroutine is cancelled, a query to llama.cpp's server that `call` waits for is
+        cancelled too.
         """
         return await self._bodies.run(call, self._client, self.give_up)
 
     def ask(self, runtime: QuerySender, route: str, text: bytes) -> tuple[int, bytes]:
-        """Send the native server a query that decodes nothing, such as the length of a prompt.
+        """Send llama.cpp's server a query that generates no tokens. Return (HTTP status, answer).
 
-        Returns (HTTP status, answer). Blocks; `give_up`, from another thread, ends the wait. Raises
-        Refusal after `give_up`, and during shutdown, because the answer may then be incomplete.
+        Blocks until the answer is complete; another thread can end the wait with `give_up`. Raises
+        Refusal (an error response) after `give_up` and during shutdown, because the answer may then
+        be incomplete.
         """
         request = runtime.query(route, text)
         with self._lock:
@@ -475,14 +510,17 @@ class Body:
         return answer
 
     def give_up(self) -> None:
-        """Cancel the native query for this body, if one is running. Thread-safe."""
+        """Cancel the query to llama.cpp's server that `ask` waits for, if there is one.
+
+        Thread-safe.
+        """
         with self._lock:
             self._is_given_up = True
             if self._asking is not None:
                 self._asking.cancel()
 
     def take(self) -> bytes:
-        """Return the bytes, and stop counting them. Later calls return an empty body."""
+        """Return the bytes of the body, and free its memory. Later calls return an empty body."""
         data, self.data = self.data, b""
         self.count(0)
         return data
@@ -491,8 +529,9 @@ class Body:
 def return_memory() -> None:
     """Make glibc's allocator return freed memory to the operating system at once.
 
-    By default it keeps free memory at the end of each thread's arena, up to 64 MiB for each thread,
-    and `malloc_trim` does not release that. Does nothing with another C library.
+    By default the allocator keeps free memory at the end of each thread's arena, up to 64 MiB for
+    each thread. `malloc_trim` does not release that memory. With another C library this function
+    does nothing.
     """
     with suppress(AttributeError, OSError):
         allocator = ctypes.CDLL(None)

@@ -50,15 +50,15 @@ STREAM, JSON = "text/event-stream", "application/json; charset=utf-8"
 
 
 async def until_left(receive: Receive) -> None:
-    """Return when the client of a request has disconnected."""
+    """Wait until the client of a request has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 class Outlet:
-    """Writes one response: the status and headers once, then the parts of the body.
+    """Writes the HTTP response to one request: first the headers, then the parts of the body.
 
-    status: the HTTP status that was sent; None before the headers.
+    `status` is the HTTP status that was sent, or None before the headers are sent.
     """
 
     def __init__(self, send: Send, route: str) -> None:
@@ -68,7 +68,7 @@ class Outlet:
     async def begin(
         self, status: int, content_type: str, more: dict[str, str] | None = None
     ) -> None:
-        """Send the status and headers. more: further header fields."""
+        """Send the HTTP status and the headers. `more` holds further header fields."""
         self.status = status
         fields = {"content-type": content_type, "cache-control": "no-store", **(more or {})}
         if content_type == STREAM:
@@ -77,7 +77,7 @@ class Outlet:
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def part(self, data: bytes, more: bool = True) -> None:
-        """Send a part of the body. more: False for the last part."""
+        """Send a part of the response's body. `more` is False for the last part."""
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
     async def ping(self) -> None:
@@ -89,7 +89,8 @@ class Outlet:
     async def fail(self, refusal: Refusal) -> None:
         """End the response with an error.
 
-        It is sent as the HTTP status, or as an event if the stream has begun.
+        Before the headers are sent, the error becomes the HTTP response. Afterwards it becomes an
+        event of the stream.
         """
         error = json.dumps(refusal.as_object(), ensure_ascii=False).encode()
         if self.status is None:
@@ -101,14 +102,13 @@ class Outlet:
 
 @dataclass(eq=False)
 class Exchange:
-    """A generating request, from its turn to the last byte of its answer. It is an ASGI response.
+    """An ASGI response that computes and sends the answer to a request, after waiting for its turn.
 
-    places: how many places it reserves in the gate. cells: how many KV cells it reserves in a
-    shared context. conversations: one for each sequence, to find the slot that holds its prefix.
-    settings: policy settings of this request. shape: converts llama.cpp's answer to the format of
-    the route. compute: replaces llama.cpp's server; it returns the parts of a JSON object, which
-    are sent after the request has returned its place. outlet: makes the writer of the response, if
-    the route does not use the default `Outlet`.
+    `places` and `cells` are the answers and KV cells that the request reserves in `Gate`.
+    `conversations` has one entry for each sequence, to find the slot that holds its prefix.
+    `settings` are the policy settings of the request. `shape` converts llama.cpp's answer to the
+    format of the route. `compute`, if given, computes the answer instead of llama.cpp's server.
+    `outlet` makes the writer of the response, by default an `Outlet`.
     """
 
     state: State
@@ -190,9 +190,10 @@ class Exchange:
     async def _ask(
         self, sequences: Sequence[int], stale: Sequence[int], out: Outlet, held: ExitStack
     ) -> None:
-        """Submit the request to the runtime and send the answer.
+        """Submit the request to the runtime, and send the answer to the client.
 
-        stale: slots that have to drop their old cells before the prompt starts.
+        `sequences` are the slots of the request. The slots in `stale` drop their old KV cells
+        before the prompt starts. `held` returns all reservations when it is closed.
         """
         gate = self.state.gate
         try:
@@ -229,7 +230,7 @@ class Exchange:
             is_all, last = False, b""
             reading = b""  # the latest progress report while the prompt is read
             while not is_all:
-                # In a step that several requests share, their tokens cannot be was_signalled apart.
+                # The progress of a step that several requests share cannot be divided among them.
                 reports = bool(reading) and gate.running == 1
                 silence_s = PROGRESS_S if reports else PING_S
                 come = await parts.next(silence_s if self.is_stream else None)
@@ -268,7 +269,7 @@ class Exchange:
             await parts.close()
 
     def _failed(self, text: bytes, answer: Answer) -> Refusal:
-        """Return the refusal for an answer in which llama.cpp reported an error. text: its JSON."""
+        """Return the error response for an answer `text` in which llama.cpp reported an error."""
         if self.state.stopping:
             return STOPPING
         too_much = grammar_failure(text)
@@ -277,7 +278,7 @@ class Exchange:
         return Refusal(500, answer.failure() or "llama.cpp failed to evaluate")
 
     async def _turn(self, turn: asyncio.Future[None], out: Outlet) -> None:
-        """Wait for the turn of the request. Send pings in a stream meanwhile."""
+        """Wait for the turn of the request. In a stream, send pings meanwhile."""
         while not turn.done():
             await asyncio.wait({turn}, timeout=PING_S if self.is_stream else None)
             if not turn.done() and out.status is None:
@@ -287,9 +288,9 @@ class Exchange:
         turn.result()  # raises Refusal if another client got the place
 
     async def _check(self) -> None:
-        """Raise Refusal if the prompt is too long.
+        """Raise Refusal (an error response) if the prompt is too long for the context.
 
-        With a shared context, `settle_length` has already checked this.
+        If requests share the context, `settle_length` has already checked this.
         """
         if self.served.parallel == 1:
             work = partial(check_length, self.route, self.body.data, self.served, self.body)
@@ -301,13 +302,16 @@ class Exchange:
 
 
 class Parts:
-    """The parts of an answer, for one coroutine. Call `close` at the end in any case."""
+    """Reads the parts of an answer from a coroutine while the runtime computes them.
+
+    Call `close` at the end in any case.
+    """
 
     def __init__(self, answer: Answer, at_end: Callable[[], None]) -> None:
-        """Prepare the response.
+        """Start to watch the answer.
 
-        at_end: called once in the event loop when the computation has ended, even if parts of the
-        answer are still unread.
+        `at_end` is called once in the event loop when the computation has ended, even if parts of
+        the answer are still unread.
         """
         self._loop = asyncio.get_running_loop()
         self._answer, self._at_end = answer, at_end
@@ -317,10 +321,10 @@ class Parts:
         self._loop.add_reader(answer.fileno(), self._on_readable)
 
     async def next(self, within_s: float | None) -> tuple[bytes, bool] | None:
-        """Return (new text, whether it is the last part).
+        """Return (new text, whether it is the last part of the answer).
 
-        Returns None if nothing arrives within `within_s` seconds. With within_s None, waits without
-        a limit.
+        Returns None if nothing arrives within `within_s` seconds. If within_s is None, it waits
+        without a limit.
         """
         if self._pace.rests:
             await self._wait(REST_S)  # the end of the answer ends the pause
@@ -337,7 +341,10 @@ class Parts:
                 return None
 
     async def close(self) -> None:
-        """Cancel the answer and wait for its end. Raises the error of the answer, if it failed."""
+        """Cancel the computation of the answer if it still runs, and wait for its end.
+
+        Raises the answer's error if the computation failed.
+        """
         self._answer.cancel()
         self._check_end()
         await self._ended.wait()
@@ -352,7 +359,7 @@ class Parts:
         return text, is_all
 
     async def _wait(self, within_s: float | None) -> bool:
-        """Wait for a signal that text has arrived. Returns False after `within_s` seconds."""
+        """Wait until text may have arrived. Return False if `within_s` seconds pass first."""
         late = None if within_s is None else self._loop.call_later(within_s, self._woken.set)
         try:
             await self._woken.wait()
@@ -371,7 +378,7 @@ class Parts:
         self._check_end()
 
     def _check_end(self) -> None:
-        """Call at_end once, if the answer has ended."""
+        """Call at_end once when the computation of the answer has ended."""
         if self._answer.has_ended and not self._ended.is_set():
             self._ended.set()
             self._loop.remove_reader(self._answer.fileno())

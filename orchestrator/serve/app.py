@@ -51,7 +51,10 @@ from orchestrator.serve.wire import (
 
 
 def application(state: State, log: Callable[[str], None]) -> Starlette:
-    """Return the application. log: gets one line for each request, without its content."""
+    """Return the HTTP application with all routes. `log` gets one line for each request.
+
+    The line contains no text of the request or of the answer.
+    """
     endpoints = Endpoints(state)
     answers: dict[str, Callable[[Request], Any]] = {
         **{path: partial(endpoints.generate, path) for path in GENERATING},
@@ -80,19 +83,20 @@ def application(state: State, log: Callable[[str], None]) -> Starlette:
 
 
 class Endpoints:
-    """The endpoints, one method for each kind of request."""
+    """Answers the server's HTTP requests. It has one method for each kind of request."""
 
     def __init__(self, state: State) -> None:
         self._state = state
 
     async def generate(self, route: str, request: Request) -> ASGIApp:
-        """Answer a request that decodes tokens."""
+        """Return the response to a request that generates tokens."""
         return await self._of_body(request, partial(self._answer_to, route))
 
     def _answer_to(self, route: str, served: Served, body: Body) -> ASGIApp:
         """Return the response for a request, and replace its body with the one for llama.cpp.
 
-        Runs on a thread. Raises Refusal.
+        Call this on a thread, because it may take seconds. Raises Refusal (an error response) for a
+        request that cannot be served.
         """
         state, parallel = self._state, self._state.settings.parallel
         data, outlet = read_object(body.data), None
@@ -112,8 +116,10 @@ class Endpoints:
             exchange.shape = settle_probs(route, data, served.about.n_ctx)
             n = data.get("n_cmpl", data.get("n", 1))  # llama.cpp prefers n_cmpl, too
             if n > parallel:
-                most = f"the limit of this server is {parallel} answers at once (--parallel)"
-                raise Refusal(400, f"n is {n}, and {most}")
+                raise Refusal(
+                    400,
+                    f"n is {n}, but this server computes at most {parallel} answers (--parallel)",
+                )
             if parallel > 1:
                 exchange.conversations = conversations_of(data, parallel)
             exchange.places = len(exchange.conversations)
@@ -123,7 +129,10 @@ class Endpoints:
         return exchange
 
     async def quick(self, route: str, request: Request) -> ASGIApp:
-        """Answer a request that llama.cpp serves without decoding, such as /tokenize."""
+        """Return the response to a POST request that generates no tokens, such as /tokenize.
+
+        llama.cpp's server computes the answer.
+        """
 
         def work(served: Served, body: Body) -> ASGIApp:
             data = read_object(body.data)
@@ -139,12 +148,15 @@ class Endpoints:
         return await self._of_body(request, work)
 
     async def read(self, route: str, _request: Request) -> Response:
-        """Answer a GET request that llama.cpp's server answers itself."""
+        """Return the answer of llama.cpp's server to a GET request."""
         status, text = await _read_of(self._state, route)
         return Response(text, status, media_type="application/json")
 
     async def model(self, request: Request) -> Response:
-        """Describe the loaded model, if the path has its name."""
+        """Return a description of the loaded model.
+
+        Raises Refusal with status 404 if the path names another model.
+        """
         name, found = request.path_params["id"], await self._model()
         if found["id"] == name:
             return JSONResponse(found)
@@ -157,36 +169,45 @@ class Endpoints:
         return dict(found)
 
     async def ollama_models(self, _request: Request) -> Response:
+        """Return the loaded model as Ollama's list of models (`/api/tags`)."""
         model, served = await self._model(), self._state.ready()
         return JSONResponse({"models": [listed(model, served)]})
 
     async def ollama_running(self, _request: Request) -> Response:
+        """Return the loaded model as Ollama's list of running models (`/api/ps`)."""
         model, served = await self._model(), self._state.ready()
         return JSONResponse({"models": [running(model, served)]})
 
     async def ollama_version(self, _request: Request) -> Response:
+        """Return the version of Ollama's API that this server follows."""
         return JSONResponse({"version": VERSION})
 
     async def ollama_show(self, _request: Request) -> Response:
+        """Return Ollama's details of the loaded model (`/api/show`)."""
         model, served = await self._model(), self._state.ready()
         _, text = await _read_of(self._state, "/props")
         template = json.loads(text)["chat_template"]
         return JSONResponse(shown(model, served, template))
 
     async def health(self, _request: Request) -> Response:
+        """Return status 200 if the model is ready. Raises Refusal (status 503) otherwise."""
         self._state.ready()
         return JSONResponse({"status": "ok"})
 
     async def experts(self, _request: Request) -> Response:
+        """Return which experts are in memory and how often tokens used them, for the web page."""
         return JSONResponse(picture(self._state.ready().runtime))
 
     async def page(self, _request: Request) -> Response:
+        """Return the web page with which users can chat."""
         return page_response()
 
     async def description(self, _request: Request) -> Response:
+        """Return the OpenAPI description of the server."""
         return JSONResponse(document(bool(self._state.keys)))
 
     async def metrics(self, _request: Request) -> Response:
+        """Return metrics in Prometheus' format, of this server or of all replicas of a fleet."""
         state = self._state
         state.ready()
         return Response(
@@ -199,7 +220,7 @@ class Endpoints:
         """Read the body of a request, and return the response that `work` makes from it.
 
         `work` runs on a thread. The body's memory stays reserved until the response ends. Raises
-        Refusal.
+        Refusal (an error response) if the body cannot be read or `work` refuses the request.
         """
         state, settings, served = self._state, self._state.settings, self._state.ready()
         client = request.scope.get("state", {}).get(CLIENT, "")
@@ -239,9 +260,9 @@ class Endpoints:
 
 
 async def _read_of(state: State, route: str) -> tuple[int, bytes]:
-    """Return the native server's (status, answer) to a request without a body.
+    """Send llama.cpp's server a GET request, and return (HTTP status, answer).
 
-    Raises Refusal during shutdown, because the answer may then be empty.
+    Raises Refusal (an error response) during shutdown, because the answer may then be empty.
     """
     runtime, loop = state.ready().runtime, asyncio.get_running_loop()
     answer = await loop.run_in_executor(state.quick, lambda: runtime.query(route).whole())
@@ -251,22 +272,24 @@ async def _read_of(state: State, route: str) -> tuple[int, bytes]:
 
 
 async def metrics_of(state: State) -> str:
-    """Return llama.cpp's metrics and our own, in Prometheus' format.
+    """Return the metrics of llama.cpp and of this server as one text in Prometheus' format.
 
-    Raises Refusal if no model is loaded.
+    Raises Refusal (an error response) if no model is loaded.
     """
     _, text = await _read_of(state, "/metrics")
     return text.decode() + metrics_text(state, state.ready())
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    """Turn an exception into an error response in the format of the path's clients."""
+    """Return the error response for an exception, in the format that clients of the path expect."""
     path, more = request.url.path, dict[str, str]()
     if isinstance(error, HTTPException):
         wrong_method = error.status_code == 405
-        what = "does not support this method" if wrong_method else "is not a path of this server"
+        fault = f"{path[:80]} is not a path of this server"
+        if wrong_method:
+            fault = f"{path[:80]} does not support this method"
         more = error.headers or {}  # names the methods that the path supports
-        error = Refusal(error.status_code, f"{path[:80]} {what}")
+        error = Refusal(error.status_code, fault)
     elif isinstance(error, MoeEdgeError):
         error = Refusal(400 if isinstance(error, ConfigError) else 500, str(error))
     assert isinstance(error, Refusal)

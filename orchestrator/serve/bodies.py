@@ -23,12 +23,16 @@ _MARKED = range(0x300, 0x1F000)
 class Words:
     """Splits a text into the units ("words") within which a tokenizer merges symbols.
 
-    A unit is at least as long as llama.cpp's: letters and digits with their marks, the characters
-    between those, or clauses, or lines. is_whole: the tokenizer merges across the whole text.
+    The memory that tokenizing takes depends on the number of tokens and on the longest word. A word
+    is at least as long as the unit that llama.cpp uses. `is_whole` tells whether the tokenizer
+    merges across the whole text.
     """
 
     def __init__(self, kind: str, cut: str) -> None:
-        """kind, cut: `tokenizer.ggml.model` and `tokenizer.ggml.pre` of a model."""
+        """Choose the units for a tokenizer.
+
+        `kind` and `cut` are a model's values of `tokenizer.ggml.model` and `tokenizer.ggml.pre`.
+        """
         self.is_whole = kind not in ("gpt2", "gemma4")
         # A symbol is a byte, or a character for tokenizers that split into lines.
         self._by_byte = kind == "gpt2" and cut not in _BY_LINE
@@ -42,13 +46,14 @@ class Words:
 
     @property
     def body_factor(self) -> int:
-        """Peak memory for reading a body, in bytes for each byte of the longest allowed body."""
+        """Peak memory for reading a request body, in bytes per byte of the longest allowed body."""
         return WHOLE_FACTOR if self.is_whole else BODY_FACTOR
 
     def count_tokens(self, text: str, model: Model) -> tuple[int, int]:
         """Return (approximate number of tokens, length of the longest word) of a text.
 
-        Returns (0, 0) if `body_factor` covers every text. Can take seconds for a long text.
+        Returns (0, 0) if the memory reserved by `body_factor` is enough for every text. A long text
+        can take seconds.
         """
         if self.is_whole:
             return 0, 0
@@ -60,9 +65,9 @@ class Words:
 
     @cached_property
     def _patterns(self) -> list[re.Pattern[str]]:
-        """Patterns that match one word each.
+        """Regular expressions that each match one kind of word.
 
-        Computed on first use; finding all marks takes 0.05 s.
+        They are computed on first use, because collecting all combining marks takes 0.05 s.
         """
         if not self._by_byte:
             return [re.compile(r"[^\n]+"), re.compile(r"\n+")]
@@ -74,8 +79,8 @@ class Words:
     def longest(self, text: str) -> int:
         """Return the length of the longest word of a text, in symbols (bytes or characters).
 
-        It searches in pieces, because a regular expression holds Python's lock for the whole
-        search. A word may continue in the next piece.
+        The text is searched in pieces, because a regular expression holds Python's lock for the
+        whole search. A word may continue in the next piece.
         """
         return max((self._longest_of(each, text) for each in self._patterns), default=0)
 

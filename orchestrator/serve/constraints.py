@@ -52,14 +52,15 @@ _SMALLER = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperti
 
 
 class _Conflict(Exception):
-    """Two schemas cannot be merged. The message is the conflicting keyword."""
+    """Two schemas cannot be merged. The message names the keyword on which they conflict."""
 
 
 @dataclass
 class Rewriter:
-    """Rewrites one schema. where: its path in the request, for messages.
+    """Rewrites a JSON schema into the keywords that llama.cpp can enforce.
 
-    lost: the constraints that are not enforced, as sentences that begin with a path.
+    `where` is the schema's path in the request, for messages. `lost` lists the constraints that
+    llama.cpp cannot enforce, as sentences that begin with a path.
     """
 
     root: Any
@@ -72,21 +73,27 @@ class Rewriter:
     _depth: int = 0
 
     def rewritten(self) -> Schema:
-        """Return the rewritten schema. llama.cpp enforces all of it."""
+        """Rewrite the schema, and return the result, which llama.cpp fully enforces.
+
+        Constraints that cannot be enforced are added to `lost`.
+        """
         made = self._node(self.root, self.where)
         return {**made, "$defs": self._made} if self._made else made
 
     def _lose(self, where: str, why: str) -> None:
-        """Record that the constraint at a path is not enforced."""
+        """Record that the constraint at the path `where` cannot be enforced, because of `why`."""
         sentence = f"{where}: {why}"
         if sentence not in self.lost:
             self.lost.append(sentence)
 
     def _node(self, schema: Any, where: str) -> Schema:
-        """Rewrite a subschema, unless there are too many of them."""
+        """Return a rewritten subschema.
+
+        Returns {} if the schema has too many subschemas or is nested too deeply.
+        """
         self._n_nodes += 1
         if self._n_nodes > MOST_NODES or self._depth > MOST_DEPTH:
-            self._lose(self.where, "it is nested too deeply, or has too many subschemas")
+            self._lose(self.where, "the schema is nested too deeply or has too many subschemas")
             return {}
         self._depth += 1
         try:
@@ -122,7 +129,7 @@ class Rewriter:
         try:
             target = self._at(pointer)
         except (KeyError, IndexError, ValueError, TypeError):
-            self._lose(f"{where}.$ref", "it names nothing in the schema")
+            self._lose(f"{where}.$ref", "the reference names nothing in the schema")
             return {}
         siblings = {name: each for name, each in schema.items() if name != "$ref"}
         if siblings.keys() - _ANNOTATIONS:
@@ -137,7 +144,11 @@ class Rewriter:
         return {"$ref": f"#/$defs/{self._names[pointer]}"}
 
     def _pointer(self, reference: Any) -> str:
-        """Return a reference as a JSON pointer into this schema, without `#`."""
+        """Return the JSON pointer of a `$ref` into this schema, without `#`.
+
+        A reference to another document or to an unknown anchor gives a pointer that matches
+        nothing.
+        """
         address, _, fragment = str(reference).partition("#")
         own = self.root.get("$id", self.root.get("id")) if isinstance(self.root, dict) else None
         if address and address != own:
@@ -149,9 +160,9 @@ class Rewriter:
         return unquote(fragment)
 
     def _at(self, pointer: str) -> Any:
-        """Return the value at a JSON pointer.
+        """Return the part of the schema at a JSON pointer.
 
-        Raises KeyError, IndexError, ValueError, TypeError.
+        Raises KeyError, IndexError, ValueError or TypeError if the pointer matches nothing.
         """
         target = self.root
         for part in pointer.split("/")[1:]:
@@ -173,12 +184,12 @@ class Rewriter:
         except _Conflict as conflict:
             self._lose(
                 f"{where}.allOf",
-                f"its parts have different `{conflict}`, so they are not enforced together",
+                f"its parts conflict in `{conflict}`, so they cannot be enforced together",
             )
         return self._node(base, where)
 
     def _inlined(self, part: Any, where: str, depth: int) -> Schema:
-        """Return a part of a combination, with references replaced by their targets."""
+        """Return a subschema in which a `$ref` is replaced by the schema that it names."""
         if part is True:
             return {}
         if not isinstance(part, dict):
@@ -190,7 +201,7 @@ class Rewriter:
         try:
             target = self._at(self._pointer(part["$ref"]))
         except (KeyError, IndexError, ValueError, TypeError):
-            self._lose(f"{where}.$ref", "it names nothing in the schema")
+            self._lose(f"{where}.$ref", "the reference names nothing in the schema")
             target = {}
         rest = {name: each for name, each in part.items() if name != "$ref"}
         return merged(self._inlined(target, where, depth + 1), rest)
@@ -198,7 +209,7 @@ class Rewriter:
     def _any_of(self, schema: Schema, word: str, where: str) -> Schema:
         parts = schema[word]
         if not isinstance(parts, list) or not parts:
-            self._lose(f"{where}.{word}", "it is not a list of schemas")
+            self._lose(f"{where}.{word}", "the value is not a list of schemas")
             return self._node(_without(schema, word), where)
         base = _without(schema, word)
         if not base.keys() - _ANNOTATIONS:
@@ -211,11 +222,13 @@ class Rewriter:
                     continue
                 part = merged(base, self._inlined(part, here, 0)) if base else part
             except _Conflict as conflict:
-                self._lose(here, f"its `{conflict}` conflicts with that of the schema around it")
+                self._lose(here, f"its `{conflict}` conflicts with that of the enclosing schema")
                 part = base
             made.append(self._node(part, here))
         if word == "oneOf" and not _are_disjoint(made):
-            self._lose(f"{where}.oneOf", "a value may match more than one of its schemas")
+            self._lose(
+                f"{where}.oneOf", "a value could match several of its schemas, which oneOf forbids"
+            )
         return made[0] if len(made) == 1 else {"anyOf": made} if made else {}
 
     # Schemas of one type
@@ -232,7 +245,7 @@ class Rewriter:
         return made[0] if len(made) == 1 else {"anyOf": made}
 
     def _kinds(self, schema: Schema, where: str) -> list[str]:
-        """Return the types that a value may have; empty for any type."""
+        """Return the JSON types that a schema allows, or an empty list if it allows any type."""
         if "type" not in schema:
             found = [
                 kind
@@ -245,7 +258,7 @@ class Rewriter:
             return []
         known = [kind for kind in kinds if kind in _TYPES]
         if len(known) < len(kinds) or not kinds:
-            self._lose(f"{where}.type", "it is not a JSON type")
+            self._lose(f"{where}.type", "the value is not a JSON type")
             return []
         return known
 
@@ -256,7 +269,7 @@ class Rewriter:
             return self._node(_without(schema, "enum"), where)
         of_type = [value for value in values if not kinds or _kinds_of(value) & set(kinds)]
         if not of_type:
-            self._lose(f"{where}.enum", "none of its values has the type")
+            self._lose(f"{where}.enum", "none of the values has the type that the schema requires")
         return _words(of_type or values)
 
     def _of_type(self, schema: Schema, kind: str, where: str) -> Schema:
@@ -273,7 +286,7 @@ class Rewriter:
         properties, required = schema.get("properties"), schema.get("required", [])
         made: Schema = {"type": "object"}
         if not isinstance(required, list):
-            self._lose(f"{where}.required", "it is not a list of names")
+            self._lose(f"{where}.required", "the value is not a list of names")
             required = []
         if properties is not None and not isinstance(properties, dict):
             self._lose(f"{where}.properties", "it is not an object")
@@ -285,7 +298,7 @@ class Rewriter:
                     if name in required:
                         self._lose(
                             f"{where}.properties.{name}",
-                            "it is required, but no value can match it",
+                            "the property is required, but no value can match its schema",
                         )
                     continue
                 made["properties"][name] = self._node(each, f"{where}.properties.{name}")
@@ -302,12 +315,16 @@ class Rewriter:
             made["additionalProperties"] = True
         least, most = (self._count(schema, f"{end}Properties", where) for end in ("min", "max"))
         if least is not None and least > len(set(map(str, required))):
-            self._lose(f"{where}.minProperties", "it is not enforced with optional properties")
+            self._lose(
+                f"{where}.minProperties", "the limit is not enforced if properties are optional"
+            )
         n_closed = (
             len(made.get("properties", ())) if rest in (None, False) and properties else math.inf
         )
         if most is not None and most < n_closed:
-            self._lose(f"{where}.maxProperties", "it is not enforced with optional properties")
+            self._lose(
+                f"{where}.maxProperties", "the limit is not enforced if properties are optional"
+            )
         for word in (
             "patternProperties",
             "propertyNames",
@@ -328,7 +345,9 @@ class Rewriter:
         if isinstance(first, list) and first:
             most = len(first) if most is None else most
             if least is not None and least > len(first):
-                self._lose(f"{where}.minItems", "it is larger than the number of prefixItems")
+                self._lose(
+                    f"{where}.minItems", "the limit is larger than the number of prefixItems"
+                )
             made["prefixItems"] = [
                 self._node(each, f"{where}.prefixItems[{number}]")
                 for number, each in enumerate(first[:most])
@@ -363,14 +382,17 @@ class Rewriter:
         return made
 
     def _count(self, schema: Schema, name: str, where: str) -> int | None:
-        """Return a keyword whose value is a count; None if it is absent or not valid."""
+        """Return the value of a keyword such as minItems, which must be a whole number.
+
+        Returns None if the keyword is absent or its value is not valid.
+        """
         value = schema.get(name)
         if value is None:
             return None
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            self._lose(f"{where}.{name}", "it must be a whole number from 0 on")
+            self._lose(f"{where}.{name}", "the value must be a whole number, 0 or more")
             return None
         return value
 
@@ -389,7 +411,11 @@ class Rewriter:
                 made[name] = value
 
     def _limits(self, schema: Schema, where: str) -> tuple[Any, Any, bool, bool]:
-        """Return (minimum, maximum, whether the minimum is exclusive, whether the maximum is)."""
+        """Return the range of a number schema and whether its ends are excluded.
+
+        The result is (minimum, maximum, minimum is exclusive, maximum is exclusive). A limit that
+        is absent is None.
+        """
         found: list[Any] = []
         for end, larger in (("Minimum", True), ("Maximum", False)):
             value, excluded = schema.get(end.lower()), schema.get(f"exclusive{end}")
@@ -417,7 +443,7 @@ class Rewriter:
         most = None if most is not None and most >= _MOST_INTEGER else most
         step = schema.get("multipleOf", 1)
         if least is not None and most is not None and least > most:
-            self._lose(f"{where}.minimum", "it is larger than the maximum")
+            self._lose(f"{where}.minimum", "the minimum is larger than the maximum")
             least = most = None
         elif step != 1:
             is_bounded = least is not None and most is not None
@@ -436,15 +462,15 @@ class Rewriter:
     def _number(self, schema: Schema, where: str) -> Schema:
         for name in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"):
             if schema.get(name) not in (None, False):
-                self._lose(f"{where}.{name}", "it is enforced for integers only")
+                self._lose(f"{where}.{name}", "the keyword is enforced for integers only")
         return {"type": "number"}
 
 
 def rewritten(schema: Any, where: str) -> tuple[Any, list[str]]:
-    """Return (a schema that llama.cpp enforces, the constraints of `schema` that it loses).
+    """Return (schema that llama.cpp can enforce, constraints of `schema` that are not enforced).
 
-    The first value is `schema` itself if llama.cpp enforces it unchanged. where: the path of the
-    schema in the request, for messages.
+    The first value is `schema` itself if llama.cpp can enforce it unchanged. Each constraint is a
+    sentence. `where` is the schema's path in the request, for these sentences.
     """
     rewriter = Rewriter(schema, where)
     made = rewriter.rewritten()
@@ -453,10 +479,11 @@ def rewritten(schema: Any, where: str) -> tuple[Any, list[str]]:
 
 
 def rewritten_arguments(schema: Schema, where: str) -> tuple[Schema, list[str]]:
-    """Like `rewritten`, for the arguments of a tool.
+    """Return (schema that llama.cpp can enforce, lost constraints) for the arguments of a tool.
 
-    The result is one object with its properties at the top level, because many chat templates write
-    the arguments one by one.
+    The returned schema is one object with its properties at the top level, because many chat
+    templates write the arguments one by one. Each lost constraint is a sentence. `where` is the
+    schema's path in the request, for these sentences.
     """
     made, lost = rewritten(schema, where)
     if not schema:
@@ -470,7 +497,7 @@ def rewritten_arguments(schema: Schema, where: str) -> tuple[Schema, list[str]]:
     if made.keys() - _ANNOTATIONS:
         lost = [
             *lost,
-            f"{where}: arguments are enforced as one object, without its alternatives",
+            f"{where}: the alternatives are enforced as one object with all their properties",
         ]
     flat: Schema = {"type": "object"}
     if choices:
@@ -488,7 +515,10 @@ def rewritten_arguments(schema: Schema, where: str) -> tuple[Schema, list[str]]:
 
 
 def _bare(schema: Any) -> Any:
-    """Return a schema of the most common kinds without the keywords that constrain nothing."""
+    """Return a schema without the keywords that constrain nothing, such as `title`.
+
+    Only the most common kinds of subschemas are searched.
+    """
     if not isinstance(schema, dict):
         return schema
     made = {name: each for name, each in schema.items() if name not in _ANNOTATIONS}
@@ -507,9 +537,9 @@ def _bare(schema: Any) -> Any:
 
 
 def merged(first: Schema, second: Schema) -> Schema:
-    """Return a schema that matches only what both schemas match.
+    """Return a schema that matches only the values that both schemas match.
 
-    Raises _Conflict with the keyword that cannot be merged.
+    Raises _Conflict if a keyword has different values that cannot be combined.
     """
     made = dict(first)
     for name, value in second.items():
@@ -573,7 +603,7 @@ def _without(schema: Schema, word: str) -> Schema:
 
 
 def _anchors(schema: Any, pointer: str) -> Iterable[tuple[str, str]]:
-    """Yield (name, JSON pointer) of each `$anchor`."""
+    """Yield (name, JSON pointer) of each `$anchor` in a schema."""
     if isinstance(schema, dict):
         if isinstance(schema.get("$anchor"), str):
             yield schema["$anchor"], pointer
@@ -585,7 +615,10 @@ def _anchors(schema: Any, pointer: str) -> Iterable[tuple[str, str]]:
 
 
 def _words(values: list[Any]) -> Schema:
-    """Return a schema of the given values. Many texts become a pattern with shared prefixes."""
+    """Return a schema that matches exactly the given values.
+
+    Many texts become a regular expression in which common prefixes are shared.
+    """
     if len(values) >= MANY_WORDS and all(isinstance(value, str) for value in values):
         with suppress(PatternError):
             return {"type": "string", "pattern": of_words(values)}
@@ -603,7 +636,7 @@ def _kinds_of(value: Any) -> set[str]:
 
 
 def _are_disjoint(schemas: list[Schema]) -> bool:
-    """Whether no value can match two of these rewritten schemas.
+    """Return whether no value can match two of these rewritten schemas.
 
     Only types, constants and constant properties are compared.
     """
@@ -629,7 +662,10 @@ def _differ(first: Schema, second: Schema) -> bool:
 
 
 def _possible(schema: Schema) -> set[str]:
-    """Return the possible types of a rewritten schema's values; empty if unknown."""
+    """Return the JSON types that values of a rewritten schema may have.
+
+    Returns an empty set if they are unknown.
+    """
     if "enum" in schema or "const" in schema:
         values = schema.get("enum", [schema.get("const")])
         return set().union(*map(_kinds_of, values))

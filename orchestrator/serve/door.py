@@ -37,11 +37,11 @@ DROP_S, DROP_BYTES = 2.0, 64 * 2**20
 
 
 class Door:
-    """ASGI middleware for checks, the log and slow clients.
+    """ASGI middleware that checks each request, logs it, and disconnects slow clients.
 
-    A client that takes too long to read its response, or to send the rest of a request, is
-    disconnected. Endpoints that decode set time limits of their own. The log gets one line at the
-    end of each request: method, path, status and time.
+    A client is disconnected if it takes too long to read its response or to send the rest of its
+    request. Endpoints that generate tokens set time limits of their own. At the end of each request
+    the log gets one line: method, path, status and time.
     """
 
     def __init__(self, app: ASGIApp, state: State, log: Callable[[str], None]) -> None:
@@ -73,7 +73,7 @@ class Door:
                 self._log(f"{scope['method']} {path} {client.status} {took_s:.1f} s")
 
     async def _let_in(self, scope: Scope, client: _Client) -> None:
-        """Check host, origin and key, then run the application."""
+        """Check a request's host, origin and API key. Then run the application or send an error."""
         headers, cors = Headers(scope=scope), self._state.settings.cors_origin
         origin = headers.get("origin")
         # A browser sends Origin for each POST, and for each page of another origin.
@@ -91,20 +91,23 @@ class Door:
         await answer(scope, client.receive, client.send)
 
     def _refusal(self, scope: Scope, headers: Headers, allowed: bool) -> Refusal | None:
-        """Return why the request is refused, or None."""
+        """Return the error response for a request that must be refused, or None.
+
+        `allowed` tells whether the origin of the request is allowed.
+        """
         state = self._state
-        if (
-            state.settings.is_local
-            and _name_of(headers.get("host", "")) not in state.settings.hosts
-        ):
+        host = headers.get("host", "")
+        if state.settings.is_local and _name_of(host) not in state.settings.hosts:
             return Refusal(
                 421,
-                f"Host '{headers.get('host', '')[:80]}' is not a name of this server: "
-                "--allow-host NAME adds one",
+                f"'{host[:80]}' in the Host header is not a name of this server: start the server "
+                "with --allow-host NAME to allow it",
             )
         if not allowed:
             return Refusal(
-                403, "requests from pages of another origin are refused: --cors-origin allows one"
+                403,
+                "requests from web pages of another origin are refused: start the server with "
+                "--cors-origin ORIGIN to allow an origin",
             )
         if state.keys and scope["path"] not in OPEN and scope["method"] != "OPTIONS":
             scheme, _, token = headers.get("authorization", "").partition(" ")
@@ -119,10 +122,10 @@ class Door:
 
 
 class _Client:
-    """The client of one request, with `receive` and `send` as the application calls them.
+    """Wraps `receive` and `send` of one request, to add header fields and time limits.
 
-    status: the HTTP status of the response, 499 before it is sent. fields: header fields that are
-    added to the response.
+    `status` is the HTTP status of the response, or 499 before it is sent. `fields` are header
+    fields that are added to the response.
     """
 
     def __init__(self, state: State, scope: Scope, receive: Receive, send: Send) -> None:
@@ -184,12 +187,12 @@ class _Client:
             self._cut()
 
     def _cut(self) -> None:
-        """Close the connection. Unsent data is lost."""
+        """Close the connection to the client at once. Unsent data is lost."""
         self._is_cut = True
         self._scope.get("state", {}).get("abort", lambda: None)()
 
     async def _drop(self) -> None:
-        """Read and drop the rest of the request."""
+        """Read the rest of the request's body and discard it."""
         n_bytes = 0
         while not self._is_all_here and n_bytes < DROP_BYTES:
             n_bytes += len((await self.receive()).get("body", b""))
@@ -200,20 +203,20 @@ def _body(data: bytes, more: bool) -> dict[str, Any]:
 
 
 def _place_of(origin: str) -> str | None:
-    """Return the host and port of an Origin header; None if it is not valid."""
+    """Return the host and port in an Origin header, or None if the header is not valid."""
     with suppress(ValueError):
         return urlsplit(origin).netloc
     return None
 
 
 def _name_of(host: str) -> str:
-    """Return the name in a Host header without its port; "" if it is no valid Host header."""
+    """Return the name in a Host header without the port, or "" if the header is not valid."""
     found = _HOST.fullmatch(host)
     return found[1].strip("[]").lower() if found else ""
 
 
 def _without_address(scope: Scope) -> Scope:
-    """Return a scope whose path does not contain a host.
+    """Return an ASGI scope whose path does not contain a host.
 
     HTTP lets a client send `GET http://localhost/health`. The host in that URL then replaces the
     Host header (RFC 9112, section 3.2.2).
@@ -232,8 +235,8 @@ def _without_address(scope: Scope) -> Scope:
 def _cors_fields(origin: str, wanted: str | None) -> dict[str, str]:
     """Return the CORS header fields of a response.
 
-    wanted: the header fields that a browser asks permission for. All are allowed, because SDKs send
-    fields of their own.
+    `wanted` names the header fields for which a browser asks permission. All of them are allowed,
+    because SDKs send fields of their own.
     """
     return {
         "access-control-allow-origin": origin,
@@ -244,6 +247,6 @@ def _cors_fields(origin: str, wanted: str | None) -> dict[str, str]:
 
 
 def error_response(refusal: Refusal, path: str) -> JSONResponse:
-    """Return an error response in the format of the path's clients."""
+    """Return the HTTP response for an error, in the format that clients of the path expect."""
     said = ollama_error(refusal.message) if is_ollama(path) else refusal.as_object()
     return JSONResponse(said, refusal.status, refusal.headers)

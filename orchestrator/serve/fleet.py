@@ -24,9 +24,10 @@ from orchestrator.serve.views import of_replica, together
 
 
 def app(args: dict[str, Any]) -> serve.Application:
-    """Return the application for `serve run` and `serve deploy`.
+    """Return the Ray Serve application for `serve run` and `serve deploy`.
 
-    args: options of `moe-edge serve`. Raises MoeEdgeError, OSError.
+    `args` are options of `moe-edge serve`, as {name: value}. Raises MoeEdgeError for a wrong option
+    or value, and OSError for a file that cannot be read.
     """
     for name in ("host", "port"):
         if name in args:
@@ -49,14 +50,17 @@ def app(args: dict[str, Any]) -> serve.Application:
 
 
 def _place() -> dict[str, str]:
-    """Return the host that Ray listens on. A server that others can reach requires a key."""
+    """Return {"host": the address that Ray listens on}, or {} if Ray does not run.
+
+    The settings need the host, because a server that other machines can reach requires an API key.
+    """
     client = _get_global_client(raise_if_no_controller_running=False) if is_initialized() else None
     return {} if client is None else {"host": client.http_config.host}
 
 
 @serve.ingress()
 class Replica:
-    """A process with one loaded model."""
+    """One server process of a fleet, with its own copy of the model."""
 
     def __init__(self, args: Mapping[str, Any]) -> None:
         config, settings = options_of(args)
@@ -68,12 +72,15 @@ class Replica:
         return self._service.app
 
     async def metrics(self) -> str:
-        """Return the metrics of this replica, labelled with its id."""
+        """Return the metrics of this replica in Prometheus' format.
+
+        Each metric has the label `replica` with this replica's id.
+        """
         text = await metrics_of(self._service.state)
         return of_replica(text, serve.get_replica_context().replica_id.unique_id)
 
     async def _all_metrics(self) -> str:
-        """Return the metrics of all replicas."""
+        """Return the metrics of all replicas as one text in Prometheus' format."""
         context = serve.get_replica_context()
         all_of_them = serve.get_deployment_handle(context.deployment, context.app_name)
         return together(await all_of_them.broadcast("metrics").results_async())

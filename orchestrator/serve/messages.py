@@ -27,9 +27,9 @@ _CLOSERS = {"{": "}", "[": "]"}
 
 
 def settle_messages(route: str, data: dict[str, Any]) -> None:
-    """Rewrite the conversation of a request in place.
+    """Rewrite the conversation of a request in place, so that llama.cpp accepts it.
 
-    route: the path whose format the request has. data: the request, already checked against the
+    `data` is a request in the format of the path `route`. It was already checked against the JSON
     schema of that path.
     """
     if route == RESPONSES:
@@ -49,9 +49,8 @@ def settle_messages(route: str, data: dict[str, Any]) -> None:
 def whole_arguments(arguments: Any) -> str:
     """Return the arguments of a tool call as the text of a JSON object.
 
-    Valid text is returned unchanged. Arguments that were cut off, for example at `max_tokens`, are
-    closed after the last complete value, or inside the string that was cut. Anything else becomes
-    `{}`.
+    Valid text is returned unchanged. Text that was cut off, for example at `max_tokens`, is closed
+    after its last complete value or inside the string that was cut. Anything else becomes `{}`.
     """
     if isinstance(arguments, dict):
         return json.dumps(arguments, ensure_ascii=False)
@@ -63,7 +62,7 @@ def whole_arguments(arguments: Any) -> str:
 
 
 def _object_in(text: str) -> Item | None:
-    """Return the JSON object in a text; None if llama.cpp could not parse it as one."""
+    """Return the JSON object that a text contains, or None if llama.cpp could not parse it."""
     try:
         found = json.loads(text)
         json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
@@ -73,7 +72,7 @@ def _object_in(text: str) -> Item | None:
 
 
 def _closed(text: str) -> str:
-    """Return JSON that was cut off, closed after its last complete value.
+    """Close the brackets of JSON text that was cut off, after its last complete value.
 
     If the cut is inside a string that is a value, the beginning of that string is kept.
     """
@@ -98,12 +97,15 @@ def _closed(text: str) -> str:
 
 
 def _is_key(open_ones: list[str], before: str) -> bool:
-    """Whether the next string is a property name. before: the token in front of it."""
+    """Return whether the next string in a JSON text is a property name.
+
+    `open_ones` are the brackets that are open, and `before` is the token before the string.
+    """
     return open_ones[-1:] == ["{"] and before in ("{", ",")
 
 
 def _ended(text: str) -> str:
-    """Return an unterminated JSON string with its closing quote; "" if that is not valid.
+    """Return an unterminated JSON string with its closing quote, or "" if that is not valid JSON.
 
     An incomplete escape sequence at the end is removed.
     """
@@ -118,7 +120,7 @@ def _ended(text: str) -> str:
 
 
 def _chat(message: Any) -> Any:
-    """Rewrite a message of OpenAI's chat format."""
+    """Return a message of OpenAI's chat format, changed so that llama.cpp accepts it."""
     if not isinstance(message, dict):
         return message
     made = _with_content(message)
@@ -133,7 +135,7 @@ def _chat(message: Any) -> Any:
 
 
 def _chat_call(call: Any) -> Any:
-    """Rewrite a tool call of OpenAI's chat format."""
+    """Return a tool call of OpenAI's chat format, changed so that its arguments are valid JSON."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         return call
@@ -142,7 +144,7 @@ def _chat_call(call: Any) -> Any:
 
 
 def _with_content(message: Item) -> Item:
-    """Return a copy of a message. An empty content list becomes an empty text."""
+    """Return a copy of a message in which an empty list of content parts is an empty text."""
     return {**message, "content": ""} if message.get("content") == [] else {**message}
 
 
@@ -169,10 +171,10 @@ def _settle_system(data: dict[str, Any]) -> None:
 
 
 def _anthropic(message: Item) -> Iterator[Item]:
-    """Yield one of Anthropic's messages as one or two messages.
+    """Yield the one or two messages that replace a message of Anthropic's format.
 
     Tool results come first, directly after the calls, and the other blocks follow in a second
-    message. llama.cpp would put the other blocks in front of the results.
+    message. llama.cpp would put the other blocks before the results.
     """
     made = _with_content(message)
     if not isinstance(made["content"], list):
@@ -187,9 +189,9 @@ def _anthropic(message: Item) -> Iterator[Item]:
 
 
 def _block(block: Item) -> Item:
-    """Rewrite a content block of Anthropic's format.
+    """Return a content block of Anthropic's format, changed so that llama.cpp accepts it.
 
-    llama.cpp ignores `is_error`, so an error is marked in the text.
+    llama.cpp ignores `is_error`, so the result of a tool that failed gets the prefix "Error: ".
     """
     if block.get("type") == "tool_use":
         return {**block, "input": json.loads(whole_arguments(block.get("input")))}
@@ -201,10 +203,10 @@ def _block(block: Item) -> Item:
 
 
 def _response_item(item: Any) -> Iterator[Any]:
-    """Yield a rewritten item of OpenAI's Responses format.
+    """Yield an item of OpenAI's Responses format, changed so that llama.cpp accepts it.
 
-    Reasoning without text is dropped. Clients send it that way unless they ask for
-    `include: ["reasoning.encrypted_content"]`.
+    Yields nothing for reasoning without text. Clients send such items unless they ask for `include:
+    ["reasoning.encrypted_content"]`.
     """
     if not isinstance(item, dict):
         yield item
@@ -225,7 +227,7 @@ def _response_item(item: Any) -> Iterator[Any]:
 
 
 def _text_of(parts: Any) -> str:
-    """Return the joined texts of a list of parts."""
+    """Return the texts of a list of content parts as one text."""
     if not isinstance(parts, list):
         return ""
     texts = (part.get("text") for part in parts if isinstance(part, dict))

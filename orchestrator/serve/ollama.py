@@ -33,16 +33,17 @@ NEVER = "9999-12-31T23:59:59Z"
 
 
 class OllamaRequest:
-    """A request to `/api/chat` or `/api/generate`.
+    """Translates a request to Ollama's `/api/chat` or `/api/generate` into OpenAI's format.
 
-    route, data: the same request in OpenAI's format. has_prompt: False if the client only wants the
-    model to be loaded.
+    `route` and `data` are the translated request. `has_prompt` is False if the client only wants
+    the model to be loaded.
     """
 
     def __init__(self, route: str, data: dict[str, Any], n_ctx: int) -> None:
-        """data: the request, parts of which are shared with the new one.
+        """Translate the request `data` to the path `route`.
 
-        n_ctx: context length in tokens. Raises Refusal for a request that cannot be served.
+        Parts of `data` are reused in the new request. `n_ctx` is the context length in tokens.
+        Raises Refusal (an error response) for a request that cannot be served.
         """
         settle_fields(route, data, n_ctx)
         self._is_chat, self._model = route == OLLAMA_CHAT, data.get("model", "")
@@ -85,7 +86,10 @@ class OllamaRequest:
             self.data["response_format"] = {"type": "json_schema", "json_schema": schema}
 
     def line(self, text: str = "", **more: Any) -> dict[str, Any]:
-        """Return one line of the answer. more: fields of the line or of its message."""
+        """Return one JSON line of the answer, with a piece of its text.
+
+        `more` holds further fields of the line or of its message.
+        """
         inside = ("thinking", "tool_calls")
         said: dict[str, Any] = {name: more.pop(name) for name in inside if name in more}
         if self._is_chat:
@@ -96,16 +100,16 @@ class OllamaRequest:
         return {"model": self._model, "created_at": now, **said, **more}
 
     def loaded(self) -> dict[str, Any]:
-        """Return the answer to a request without a prompt."""
+        """Return the answer to a request without a prompt, which says that the model is loaded."""
         return self.line(done=True, done_reason="load")
 
 
 def _translated(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yield Ollama's messages in OpenAI's format, in which a tool result needs the id of its call.
 
-    A result belongs to the call with its `tool_call_id`. Without an id it belongs to the first
-    unanswered call of the latest message that has its `tool_name`, else to the first unanswered
-    one. Raises Refusal for images.
+    A result belongs to the call with its `tool_call_id`. A result without an id belongs to the
+    first unanswered call of its function (`tool_name`), otherwise to the first unanswered call.
+    Raises Refusal (an error response) for images.
     """
     n_calls, waiting = 0, dict[str, str]()  # unanswered calls: {id: function name}
     for each in messages:
@@ -138,7 +142,7 @@ def _line(data: dict[str, Any]) -> bytes:
 
 
 class Lines(Outlet):
-    """Writes an answer in OpenAI's format as Ollama's lines of JSON."""
+    """Converts an answer from OpenAI's format to Ollama's lines of JSON, and sends it."""
 
     def __init__(self, send: Send, request: OllamaRequest) -> None:
         super().__init__(send, request.route)
@@ -152,10 +156,18 @@ class Lines(Outlet):
     async def begin(
         self, status: int, content_type: str, more: dict[str, str] | None = None
     ) -> None:
+        """Send the HTTP status and the headers.
+
+        A stream gets the media type of lines of JSON. `more` holds further header fields.
+        """
         self._is_stream = content_type == STREAM
         await super().begin(status, LINES if self._is_stream else content_type, more)
 
     async def part(self, data: bytes, more: bool = True) -> None:
+        """Send the lines of JSON for a part of an answer in OpenAI's format.
+
+        `more` is False for the last part. Incomplete events of a stream wait for the next part.
+        """
         self._rest += data
         made: list[dict[str, Any]] = []
         if self._is_stream:
@@ -170,11 +182,15 @@ class Lines(Outlet):
             await super().part(text, more)
 
     async def ping(self) -> None:
-        """Send the headers, if they are not sent yet. Lines of JSON have no comments."""
+        """Send the headers to a waiting client, if they have not been sent yet.
+
+        Further pings are impossible, because lines of JSON have no comments.
+        """
         if self.status is None:
             await self.begin(200, STREAM)
 
     async def fail(self, refusal: Refusal) -> None:
+        """End the response with an error in Ollama's format."""
         if self.status is None:
             await self.begin(refusal.status, JSON, refusal.headers)
         await super().part(_line(ollama_error(refusal.message)), more=False)
@@ -202,9 +218,9 @@ class Lines(Outlet):
         return self._last(self._called() | more, said)
 
     def _said(self, choice: dict[str, Any], inside: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        """Return (text, {"thinking": text} or {}) of a complete answer or of a piece of a stream.
+        """Return the text and reasoning of an answer, as (text, {"thinking": text} or {}).
 
-        inside: the message of the choice, or its delta.
+        `choice` is a choice of OpenAI's format. `inside` is its message, or its delta in a stream.
         """
         self._reason = choice.get("finish_reason") or self._reason
         self._call(inside.get("tool_calls"))
@@ -213,14 +229,14 @@ class Lines(Outlet):
         return text, {"thinking": thought} if thought else {}
 
     def _call(self, deltas: list[dict[str, Any]] | None) -> None:
-        """Collect tool calls, which arrive complete or in pieces."""
+        """Collect tool calls until the end of the answer. In a stream they arrive in pieces."""
         for place, each in enumerate(deltas or ()):
             known = self._calls.setdefault(each.get("index", place), {"name": "", "arguments": ""})
             for name in known:
                 known[name] += each["function"].get(name) or ""
 
     def _called(self) -> dict[str, Any]:
-        """Return the collected tool calls that are complete."""
+        """Return the complete tool calls that were collected, as {"tool_calls": list} or {}."""
         made = []
         for call in self._calls.values():
             try:
@@ -246,7 +262,7 @@ class Lines(Outlet):
 
 
 def _time(seconds: float) -> str:
-    """Format a Unix time as Ollama does."""
+    """Return a Unix time in Ollama's text format (ISO 8601)."""
     return datetime.fromtimestamp(seconds, timezone.utc).isoformat()
 
 
@@ -263,10 +279,10 @@ def _details(model: dict[str, Any], served: Served) -> dict[str, Any]:
 
 
 def _named(model: dict[str, Any], served: Served) -> dict[str, Any]:
-    """Return the fields that both of Ollama's model lists have.
+    """Return the fields of a model that `/api/tags` and `/api/ps` have in common.
 
-    The digest identifies the file. It is not a hash of all its bytes, because reading them would
-    take minutes.
+    `model` is the model's entry in OpenAI's model list. The digest identifies the file, but is not
+    a hash of all its bytes, because reading them would take minutes.
     """
     return {
         "name": model["id"],
@@ -278,12 +294,18 @@ def _named(model: dict[str, Any], served: Served) -> dict[str, Any]:
 
 
 def listed(model: dict[str, Any], served: Served) -> dict[str, Any]:
-    """Return the model as an entry of `/api/tags`. model: its entry in OpenAI's list."""
+    """Return the loaded model as an entry of Ollama's `/api/tags`.
+
+    `model` is the model's entry in OpenAI's model list.
+    """
     return {**_named(model, served), "modified_at": _time(served.about.modified_s)}
 
 
 def running(model: dict[str, Any], served: Served) -> dict[str, Any]:
-    """Return the model as an entry of `/api/ps`. model: its entry in OpenAI's list."""
+    """Return the loaded model as an entry of Ollama's `/api/ps`.
+
+    `model` is the model's entry in OpenAI's model list.
+    """
     return {
         **_named(model, served),
         "expires_at": NEVER,
@@ -293,7 +315,10 @@ def running(model: dict[str, Any], served: Served) -> dict[str, Any]:
 
 
 def shown(model: dict[str, Any], served: Served, template: str) -> dict[str, Any]:
-    """Return the answer of `/api/show`. model: the model's entry in OpenAI's list."""
+    """Return the answer of Ollama's `/api/show`, with details of the loaded model.
+
+    `model` is the model's entry in OpenAI's model list. `template` is its chat template.
+    """
     architecture = served.about.architecture
     return {
         "template": template,

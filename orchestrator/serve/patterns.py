@@ -21,23 +21,28 @@ _CONTROLS = {"n": 10, "r": 13, "t": 9, "f": 12, "v": 11, "0": 0, "b": 8}
 _UNSAFE = [(0, 31), (34, 34), (92, 92), (127, 127), (0xD800, 0xDFFF)]
 _ESCAPES = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 92: "\\"}
 
+_NOT_REGULAR = "the pattern is not a regular expression"
+
 Ranges = list[tuple[int, int]]
 
 
 class PatternError(ValueError):
-    """A pattern that cannot be enforced. The message says why."""
+    """A regular expression cannot be enforced. The message says why."""
 
 
 @dataclass(frozen=True)
 class One:
-    """One character from a set of ranges."""
+    """A part of a regular expression that matches one character in any of the given ranges."""
 
     ranges: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class Times:
-    """A repeated item. most: None for no limit."""
+    """A part of a regular expression that repeats an item `least` to `most` times.
+
+    A `most` of None means no limit.
+    """
 
     item: Node
     least: int
@@ -46,7 +51,10 @@ class Times:
 
 @dataclass(frozen=True)
 class Choice:
-    """Alternatives, each a sequence of items."""
+    """A part of a regular expression that matches any of several alternatives.
+
+    Each alternative is a sequence of items.
+    """
 
     choices: tuple[tuple[Node, ...], ...]
 
@@ -55,10 +63,11 @@ Node = One | Times | Choice
 
 
 def translated(pattern: str, least: int = 0, most: int | None = None) -> str:
-    """Return a pattern for llama.cpp that matches texts of least to most characters in `pattern`.
+    """Return a regular expression for llama.cpp that enforces `pattern` and a length.
 
-    most: None for no limit. Raises PatternError if `pattern` cannot be enforced, or is not a
-    regular expression.
+    It matches the texts that `pattern` matches and that have `least` to `most` characters. A `most`
+    of None means no limit. Raises PatternError if `pattern` cannot be enforced or is not a regular
+    expression.
     """
     reader = _Reader(pattern)
     rest = Times(One(tuple(_complement([]))), 0, None)
@@ -70,7 +79,7 @@ def translated(pattern: str, least: int = 0, most: int | None = None) -> str:
 
 
 def of_words(words: Iterable[str]) -> str:
-    """Return a pattern for llama.cpp that matches exactly these words.
+    """Return a regular expression for llama.cpp that matches exactly these words.
 
     Words with a common prefix share it, because the cost of a grammar per token grows with the
     number of alternatives. Raises PatternError if the words branch too often.
@@ -79,9 +88,12 @@ def of_words(words: Iterable[str]) -> str:
 
 
 def _branches(words: list[str], at: int, depth: int) -> str:
-    """Return a pattern for the rests of words that are equal up to `at`."""
+    """Return a regular expression that matches the rest of each word, from the character `at` on.
+
+    All words are equal before that character. Raises PatternError at a `depth` above the limit.
+    """
     if depth > _MOST_DEPTH:
-        raise PatternError("too many of its values share prefixes")
+        raise PatternError("too many of the words share prefixes")
     if len(words) == 1:
         return _literal(words[0][at:])
     end = at
@@ -91,7 +103,8 @@ def _branches(words: list[str], at: int, depth: int) -> str:
     for word in words:
         groups.setdefault(word[end : end + 1], []).append(word)
     choices = [_branches(each, end, depth + 1) for first, each in groups.items() if first]
-    return f"{_literal(words[0][at:end])}({'|'.join(choices)}){'?' if '' in groups else ''}"
+    optional = "?" if "" in groups else ""
+    return _literal(words[0][at:end]) + f"({'|'.join(choices)})" + optional
 
 
 def _literal(text: str) -> str:
@@ -111,13 +124,16 @@ def _complement(ranges: Sequence[tuple[int, int]]) -> Ranges:
 
 
 class _Reader:
-    """Parses a regular expression as ECMA-262 defines it."""
+    """Parses a regular expression of ECMA-262 (JavaScript) into items."""
 
     def __init__(self, pattern: str) -> None:
         self._text, self._at, self._depth = pattern, 0, 0
 
     def alternatives(self) -> list[tuple[bool, list[Node], bool]]:
-        """Return (starts with ^, items, ends with $) of each top-level alternative."""
+        """Parse the whole regular expression, and return its top-level alternatives.
+
+        Each alternative is (starts with ^, items, ends with $).
+        """
         found = []
         while True:
             begins = self._skip("^")
@@ -134,15 +150,18 @@ class _Reader:
         return self._text[self._at : self._at + 1]
 
     def _skip(self, text: str) -> bool:
-        """Skip `text` if it comes next; return whether it did."""
+        """Skip `text` if the rest of the regular expression begins with it.
+
+        Return whether it did.
+        """
         is_there = self._text.startswith(text, self._at)
         self._at += len(text) if is_there else 0
         return is_there
 
     def _take(self) -> str:
-        """Return the next character, and advance."""
+        """Return the next character of the regular expression, and move past it."""
         if self._at >= len(self._text):
-            raise PatternError("it is not a regular expression")
+            raise PatternError(_NOT_REGULAR)
         self._at += 1
         return self._text[self._at - 1]
 
@@ -150,7 +169,7 @@ class _Reader:
         """Raise PatternError for an unexpected character."""
         if self._peek() in ("^", "$"):
             raise PatternError("an anchor inside the pattern is not enforced")
-        raise PatternError("it is not a regular expression")
+        raise PatternError(_NOT_REGULAR)
 
     def _sequence(self) -> list[Node]:
         items: list[Node] = []
@@ -171,7 +190,7 @@ class _Reader:
             end = self._text.find("}", self._at)
             first, comma, last = self._text[self._at + 1 : end].partition(",")
             if end < 0 or not first.isdecimal() or not (last.isdecimal() or not last):
-                raise PatternError("it is not a regular expression")
+                raise PatternError(_NOT_REGULAR)
             self._at = end + 1
             least = int(first)
             most = least if not comma else int(last) if last else None
@@ -181,7 +200,7 @@ class _Reader:
             return item
         self._skip("?")  # a lazy repetition matches the same texts
         if self._peek() in ("*", "+", "{"):
-            raise PatternError("it is not a regular expression")
+            raise PatternError(_NOT_REGULAR)
         return Times(item, least, most)
 
     def _atom(self) -> Node:
@@ -195,7 +214,7 @@ class _Reader:
         if char == "\\":
             return One(tuple(self._escape(in_class=False)))
         if char in "*+?{":
-            raise PatternError("it is not a regular expression")
+            raise PatternError(_NOT_REGULAR)
         return One(((ord(char), ord(char)),))
 
     def _group(self) -> Node:
@@ -227,7 +246,7 @@ class _Reader:
                 self._at += 1
                 last = self._member()
                 if len(first) != 1 or len(last) != 1 or first[0][0] > last[0][1]:
-                    raise PatternError("it is not a regular expression")
+                    raise PatternError(_NOT_REGULAR)
                 first = [(first[0][0], last[0][1])]
             ranges += first
         return One(tuple(_complement(ranges) if is_negated else sorted(ranges)))
@@ -237,7 +256,7 @@ class _Reader:
         return self._escape(in_class=True) if char == "\\" else [(ord(char), ord(char))]
 
     def _escape(self, in_class: bool) -> Ranges:
-        """Parse an escape sequence after its backslash, as character ranges."""
+        """Parse an escape sequence after its backslash, and return its character ranges."""
         char = self._take()
         sets = {"d": _DIGITS, "w": _WORD, "s": _SPACES}
         if char.lower() in sets:
@@ -250,24 +269,27 @@ class _Reader:
         if char in _CONTROLS and (char != "b" or in_class):
             return [(_CONTROLS[char], _CONTROLS[char])]
         if char.isalnum():
-            raise PatternError(f"the escape \\{char} is not enforced")
+            raise PatternError(f"the escape sequence \\{char} is not enforced")
         return [(ord(char), ord(char))]
 
     def _number(self, n_digits: int, n_after: int) -> Ranges:
-        """Parse a hexadecimal code point, and skip n_after characters after it."""
+        """Parse a hexadecimal code point of n_digits, and return it as a character range.
+
+        Also skips n_after characters after the digits.
+        """
         digits = self._text[self._at : self._at + max(0, n_digits)]
         try:
             value = int(digits, 16) if len(digits) == n_digits else -1
         except ValueError:
             value = -1
         if not 0 <= value <= _LAST:
-            raise PatternError("it is not a regular expression")
+            raise PatternError(_NOT_REGULAR)
         self._at += n_digits + n_after
         return [(value, value)]
 
 
 def _length(node: Node) -> tuple[int, int | None]:
-    """Return the (least, most) characters that an item matches; None for no limit."""
+    """Return the (least, most) characters that an item matches. A `most` of None means no limit."""
     if isinstance(node, One):
         return 1, 1
     if isinstance(node, Times):
@@ -280,17 +302,20 @@ def _length(node: Node) -> tuple[int, int | None]:
 
 
 def _total(items: Sequence[Node]) -> tuple[int, int | None]:
-    """Return the (least, most) characters that a sequence matches; None for no limit."""
+    """Return the (least, most) characters that a sequence of items matches.
+
+    A `most` of None means no limit.
+    """
     ends = [_length(item) for item in items]
     is_open = any(end[1] is None for end in ends)
     return sum(end[0] for end in ends), None if is_open else sum(end[1] or 0 for end in ends)
 
 
 def _bounded(items: list[Node], least: int, most: int | None) -> list[Node]:
-    """Restrict a sequence to texts of least to most characters.
+    """Return a sequence of items that only matches texts of `least` to `most` characters.
 
-    This is possible if only one item has a variable length, and it repeats a single character. Its
-    bounds are changed. Raises PatternError otherwise.
+    This needs exactly one item of variable length, which repeats a single character. The bounds of
+    that item are narrowed. Raises PatternError for other sequences.
     """
     has_least, has_most = _total(items)
     if has_least >= least and (most is None or (has_most is not None and has_most <= most)):
@@ -308,7 +333,7 @@ def _bounded(items: list[Node], least: int, most: int | None) -> list[Node]:
             made = list(items)
             made[open_ones[0]] = Times(single.item, lower, upper)
             return made
-    raise PatternError("it is not enforced in combination with minLength or maxLength")
+    raise PatternError("the pattern is not enforced in combination with minLength or maxLength")
 
 
 def _written_choice(choices: Sequence[Sequence[Node]]) -> str:
@@ -318,16 +343,18 @@ def _written_choice(choices: Sequence[Sequence[Node]]) -> str:
 
 def _written(node: Node) -> str:
     if isinstance(node, Choice):
-        return f"({'|'.join(''.join(map(_written, choice)) for choice in node.choices)})"
+        texts = ["".join(map(_written, choice)) for choice in node.choices]
+        return f"({'|'.join(texts)})"
     if isinstance(node, Times):
         if max(node.least, node.most or 0) > MOST_TIMES:
-            raise PatternError(f"only repetitions up to {MOST_TIMES} are enforced")
+            raise PatternError(f"only repetitions of up to {MOST_TIMES} times are enforced")
         text = _written(node.item)
         if not isinstance(node.item, Choice) and not text.startswith("["):
             text = f"({text})"
         if node.most is None and node.least < 2:
             return text + "*+"[node.least]
-        return f"{text}{{{node.least},{'' if node.most is None else node.most}}}"
+        most = "" if node.most is None else node.most
+        return f"{text}{{{node.least},{most}}}"
     return _written_one(node)
 
 
@@ -341,7 +368,7 @@ def _written_one(node: One) -> str:
         return chr(code) if chr(code).isascii() and chr(code).isalnum() else _in_class(code)
     safe = _complement([*_complement(node.ranges), *_UNSAFE])
     if not safe:
-        raise PatternError("one of its classes has only characters that need an escape")
+        raise PatternError("a class of the pattern has only characters that JSON texts must escape")
     parts = [
         _code(first) if first == last else f"{_code(first)}-{_code(last)}" for first, last in safe
     ]
@@ -349,12 +376,18 @@ def _written_one(node: One) -> str:
 
 
 def _in_class(code: int) -> str:
-    """Write one character as a class, so that a repetition applies to all of its UTF-8 bytes."""
+    """Return the character with this code in brackets, as a class of a regular expression.
+
+    A repetition then applies to all of its UTF-8 bytes.
+    """
     return f"[{_code(code)}]"
 
 
 def _code(code: int) -> str:
-    """Write a character of a class, with the escapes of llama.cpp's grammars."""
+    """Return the character with this code as text for a class of llama.cpp's grammars.
+
+    Characters with a special meaning are escaped.
+    """
     if chr(code).isascii() and chr(code).isalnum():
         return chr(code)
     return (

@@ -87,7 +87,7 @@ MOST_PATH_CHARS = 400
 GRAMMAR_SCHEMA = "x-moe-edge-grammar"
 _SHAPES = ("json_schema", "response_format", "tools")
 _TEMPLATE = "the model's chat template is used, or that of --chat-template"
-_ECHO = "only /v1/completions supports it, for the likelihood of a prompt"
+_ECHO = "only /v1/completions can return the log-probabilities of a prompt"
 # Fields that would change the meaning of an answer and are refused: {path: {field: remedy}}.
 _FIELDS = {
     CHAT: {
@@ -95,14 +95,14 @@ _FIELDS = {
         "functions": "give them as tools",
         "web_search_options": "this server cannot search the web",
     },
-    COMPLETIONS: {"suffix": "use /infill, for models that support it"},
+    COMPLETIONS: {"suffix": "use /infill, if the model supports filling a gap"},
     "/completion": {"echo": _ECHO},
     "/infill": {"echo": _ECHO},
     RESPONSES: {
         "echo": _ECHO,
-        "conversation": "nothing is stored, so give the whole conversation as input",
-        "background": "nothing is stored, so wait for the answer",
-        "prompt": "nothing is stored, so give the text as input",
+        "conversation": "this server stores nothing, so give the whole conversation as input",
+        "background": "this server stores no answers, so wait for the answer",
+        "prompt": "this server stores no prompts, so give the text as input",
     },
     ANTHROPIC: {
         "echo": _ECHO,
@@ -112,7 +112,7 @@ _FIELDS = {
     OLLAMA_CHAT: {"template": _TEMPLATE, "logprobs": "/v1/chat/completions has them"},
     OLLAMA_GENERATE: {
         "template": _TEMPLATE,
-        "suffix": "use /infill, for models that support it",
+        "suffix": "use /infill, if the model supports filling a gap",
         "context": "use /api/chat to continue a conversation",
         "images": "the model reads text only",
         "logprobs": "/v1/completions has them",
@@ -143,10 +143,10 @@ _KINDS: dict[str, tuple[type | tuple[type, ...], str, str]] = {
 def settle_request(
     route: str, data: dict[str, Any], n_bytes: int, served: Served
 ) -> dict[str, Any]:
-    """Turn a request into the one for llama.cpp, in place. Return its policy settings.
+    """Check a request, translate it in place for llama.cpp, and return its policy settings.
 
-    n_bytes: length of its body. Can take seconds, because a body may have 100,000 tokens. Raises
-    Refusal for a request that cannot be served.
+    `n_bytes` is the length of the body. This can take seconds, because a body may have 100,000
+    tokens. Raises Refusal (an error response) for a request that cannot be served.
     """
     changes = data.pop(_OURS, None) or {}
     fault = fault_of(COMMON[_OURS], changes, _OURS)
@@ -167,12 +167,16 @@ def settle_request(
 
 
 def _check_values(data: dict[str, Any], n_bytes: int, longest_bytes: int) -> None:
-    """Raise Refusal if parsing a request would take too much memory."""
+    """Raise Refusal (an error response) if parsing a request would take too much memory.
+
+    `n_bytes` is the length of its body, and `longest_bytes` that of the longest allowed body.
+    """
     most = longest_bytes // PIECES_SHARE
     if data.get("with_pieces") and n_bytes > most:
         raise Refusal(
             400,
-            f"the body has {format_size(n_bytes)}: with_pieces takes at most {format_size(most)}",
+            f"the body has {format_size(n_bytes)}, but with_pieces allows at most "
+            f"{format_size(most)}: send less text",
         )
     most = longest_bytes // VALUE_BYTES
     # Lists of tokens are not counted: they take no more memory than texts do.
@@ -180,13 +184,16 @@ def _check_values(data: dict[str, Any], n_bytes: int, longest_bytes: int) -> Non
     for level in levels([value for name, value in data.items() if name not in _TOKEN_LISTS]):
         n_values += len(level)
         if n_values > most:
-            raise Refusal(400, f"the request has more than {most} JSON values, the most allowed")
+            raise Refusal(
+                400, f"the request has more than {most} JSON values, the limit of this server"
+            )
 
 
 def _check_cost(route: str, data: dict[str, Any], n_bytes: int, served: Served) -> None:
-    """Raise Refusal if tokenizing a request would take more memory than is reserved for one body.
+    """Raise Refusal (an error response) if tokenizing a request would take too much memory.
 
-    This happens if its text has many tokens for its length, or a very long word.
+    The limit is the memory that is reserved for one body. A request exceeds it if its text has many
+    tokens for its length, or a very long word.
     """
     most = served.body_factor * served.most_body_bytes
     if n_bytes * (BYTE_COST + TOKEN_COST + WORD_COST) <= most:
@@ -215,7 +222,7 @@ def _check_cost(route: str, data: dict[str, Any], n_bytes: int, served: Served) 
 def _counted(value: Any, served: Served) -> tuple[int, int]:
     """Return (number of tokens, length of the longest word) of all texts in a JSON value.
 
-    Names of properties count too, because templates write them.
+    Names of properties count too, because chat templates write them.
     """
     n_tokens = longest_word = 0
     for level in levels([value]):
@@ -233,7 +240,7 @@ def request_schema(route: str) -> Schema:
 
 
 def _n_parts(said: Any) -> int:
-    """Return the number of parts that a template writes for messages or blocks.
+    """Return into how many parts a chat template divides a list of messages or content blocks.
 
     A part is an element, at any depth, that contains no list of elements.
     """
@@ -244,12 +251,14 @@ def _n_parts(said: Any) -> int:
 
 
 def settle_fields(route: str, data: dict[str, Any], n_ctx: int, n_vocab: int = 0) -> None:
-    """Reduce a request to the fields of its path's schema, in place, and check their values.
+    """Remove unknown fields and null fields from a request, and check the values of the others.
 
-    Unknown fields are dropped, because clients send fields for other servers. Fields that are null
-    are dropped, too. n_ctx: context length in tokens. n_vocab: size of the vocabulary. Raises
-    Refusal for a value of the wrong type or out of range, a missing field, a field that controls
-    llama.cpp's internals, and a feature that is not supported.
+    Unknown fields are ignored, because clients send fields for other servers. The request is
+    changed in place. `n_ctx` is the context length in tokens, and `n_vocab` the size of the
+    vocabulary.
+
+    Raises Refusal (an error response) for a wrong value, a missing field, an unsupported feature,
+    and a field that controls llama.cpp's internals.
     """
     _refuse_unsupported(route, data)
     for name, why in INNER.items():
@@ -275,11 +284,8 @@ def settle_fields(route: str, data: dict[str, Any], n_ctx: int, n_vocab: int = 0
     said = [data[name] for name in _SAID if isinstance(data.get(name), list)]
     n_parts = _n_parts(said)
     if n_parts > max(_FEW_MESSAGES, n_ctx // MESSAGE_TOKENS):
-        raise beyond_context(
-            f"{n_parts} {'messages' if [n_parts] == [*map(len, said)] else 'parts of messages'}",
-            MESSAGE_TOKENS * n_parts,
-            n_ctx,
-        )
+        parts = "messages" if [n_parts] == [*map(len, said)] else "parts of messages"
+        raise beyond_context(f"{n_parts} {parts}", MESSAGE_TOKENS * n_parts, n_ctx)
     tokens = data.get("tokens") if route == "/detokenize" else None
     if tokens and not all(0 <= each < n_vocab for each in tokens):
         raise Refusal(
@@ -288,7 +294,7 @@ def settle_fields(route: str, data: dict[str, Any], n_ctx: int, n_vocab: int = 0
 
 
 def with_whole_numbers(schema: Schema, value: Any) -> Any:
-    """Return a JSON value in which whole floats (64.0) are integers if the schema wants integers.
+    """Return a JSON value in which floats such as 64.0 are integers if the schema wants integers.
 
     Some clients have only one number type.
     """
@@ -316,10 +322,10 @@ def with_whole_numbers(schema: Schema, value: Any) -> Any:
 
 
 def fault_of(schema: Schema, value: Any, where: str) -> str | None:
-    """Return why a JSON value does not match a schema, as one sentence; None if it matches.
+    """Return a sentence that says why a JSON value violates a schema, or None if it is valid.
 
-    where: the name of the value in the sentence, "" for the whole request. A property that is null
-    counts as absent.
+    `where` is the value's name in the sentence, or "" for the whole request. A property that is
+    null counts as absent.
     """
     fault = _fault(schema, value)
     if fault is None:
@@ -330,9 +336,10 @@ def fault_of(schema: Schema, value: Any, where: str) -> str | None:
 
 
 def _fault(schema: Schema, value: Any) -> tuple[str, Schema | None] | None:
-    """Return (path, schema that the value there violates), such as (".stop[1]", {...}).
+    """Return the first fault of a JSON value as (path, schema), such as (".stop[1]", {...}).
 
-    The schema is None if a required value is missing. Returns None if the value matches.
+    The value at that path violates that schema. The schema is None if a required value is missing.
+    Returns None if the value matches.
     """
     schema = _resolved(schema)
     if "anyOf" in schema:
@@ -366,7 +373,10 @@ def _fault(schema: Schema, value: Any) -> tuple[str, Schema | None] | None:
 
 
 def _are_numbers(items: Schema, values: list[Any]) -> bool:
-    """Whether all values are integers in range. A fast path for prompts of 100,000 tokens."""
+    """Return whether all values are integers in the range that the schema `items` allows.
+
+    This is a fast check for prompts of 100,000 tokens.
+    """
     if not values or set(map(type, values)) != {int}:
         return False
     ends = min(values), max(values)
@@ -377,7 +387,10 @@ def _are_numbers(items: Schema, values: list[Any]) -> bool:
 
 
 def _is_kind(schema: Schema, value: Any) -> bool:
-    """Whether a value has the schema's type, is one of its constants, and is within its bounds."""
+    """Return whether a value has the schema's type, constant and bounds.
+
+    Values inside a list or an object are not checked.
+    """
     if "const" in schema or "enum" in schema:
         words = schema.get("enum", [schema.get("const")])
         return any(type(value) is type(word) and value == word for word in words)
@@ -392,7 +405,10 @@ def _is_kind(schema: Schema, value: Any) -> bool:
 
 
 def _bounds(schema: Schema) -> tuple[Any, Any]:
-    """Return (minimum, maximum) of a number, or of the size of a list, text or object."""
+    """Return a schema's (minimum, maximum) for a number, or for the size of a list, text or object.
+
+    A bound that the schema does not have is None.
+    """
     ends = {"array": "Items", "string": "Length", "object": "Properties"}
     end = ends.get(schema.get("type", ""))
     names = (f"min{end}", f"max{end}") if end else ("minimum", "maximum")
@@ -400,7 +416,7 @@ def _bounds(schema: Schema) -> tuple[Any, Any]:
 
 
 def _describe(schema: Schema) -> str:
-    """Describe the values that a schema allows, for messages."""
+    """Describe the values that a schema allows, for example as "a whole number from 1 on"."""
     if "anyOf" in schema:
         said = dict.fromkeys(_describe(_resolved(choice)) for choice in schema["anyOf"])
         return " or ".join(said)
@@ -410,24 +426,25 @@ def _describe(schema: Schema) -> str:
     least, most = _bounds(schema)
     _, name, unit = _KINDS.get(schema.get("type", ""), (object, "of another type", ""))
     if least is not None and most is not None:
-        return f"{name} {'of' if unit else 'from'} {least} to {most}{unit}"
+        return name + (" of " if unit else " from ") + f"{least} to {most}{unit}"
     if least is not None:
         return f"{name} that is not empty" if unit else f"{name} from {least} on"
     if most is not None:
-        return f"{name} {'of at most' if unit else 'up to'} {most}{unit}"
+        return name + (" of at most " if unit else " up to ") + f"{most}{unit}"
     return name
 
 
 def _resolved(schema: Schema) -> Schema:
-    """Return the schema that a reference names, or the schema itself."""
+    """Return the schema that a `$ref` names, or the schema itself if it has no `$ref`."""
     name = schema.get("$ref")
     return schema if name is None else SCHEMAS[name.rpartition("/")[2]]
 
 
 def _refuse_unsupported(route: str, data: dict[str, Any]) -> None:
-    """Refuse unsupported features, and drop tools that run on a server if others remain.
+    """Raise Refusal (an error response) if a request uses a feature that is not supported.
 
-    Agents offer such tools to any server. Raises Refusal.
+    Tools that would run on a server are removed from the request if other tools remain, because
+    agents offer such tools to any server.
     """
     for name, why in _FIELDS.get(route, {}).items():
         if data.get(name):
@@ -451,7 +468,7 @@ def _refuse_unsupported(route: str, data: dict[str, Any]) -> None:
 
 
 def _blocks(messages: Any) -> Iterator[str]:
-    """Yield the types of all blocks, including those inside tool results."""
+    """Yield the types of all content blocks in messages, including those inside tool results."""
     for message in messages if isinstance(messages, list) else ():
         content = message.get("content") if isinstance(message, dict) else None
         for block in content if isinstance(content, list) else ():
@@ -461,7 +478,7 @@ def _blocks(messages: Any) -> Iterator[str]:
 
 
 def _runs_on_server(route: str, tool: Any) -> bool:
-    """Whether a tool would run on the server."""
+    """Return whether a tool would run on the server, instead of in the client."""
     kind = str(tool.get("type")) if isinstance(tool, dict) else "function"
     if route == RESPONSES:
         return kind != "function"
@@ -471,8 +488,9 @@ def _runs_on_server(route: str, tool: Any) -> bool:
 def _settle_format(route: str, data: dict[str, Any]) -> None:
     """Translate the response formats of OpenAI's Responses and Anthropic's Messages.
 
-    The result is the `response_format` of OpenAI's chat, which llama.cpp reads. Raises Refusal for
-    an unknown format. llama.cpp would ignore it and answer with any text.
+    The result is the `response_format` of OpenAI's chat, which llama.cpp reads. Raises Refusal (an
+    error response) for an unknown format, because llama.cpp would ignore it and answer with any
+    text.
     """
     text, config = data.get("text"), data.get("output_config")
     if route == RESPONSES and isinstance(text, dict) and text.get("format") is not None:
@@ -490,10 +508,11 @@ def _settle_format(route: str, data: dict[str, Any]) -> None:
 
 
 def settle_tool_choice(route: str, data: dict[str, Any]) -> None:
-    """Translate a tool choice for llama.cpp, and drop the tools that may not be called.
+    """Translate the tool choice of a request for llama.cpp, in place.
 
-    If the choice names a function, only that function is offered, and one call of it is required.
-    Raises Refusal for a choice that cannot be met.
+    Tools that the choice excludes are removed. If the choice names a function, only that function
+    is offered, and the model must call it once. Raises Refusal (an error response) for a choice
+    that cannot be met.
     """
     choice, tools = data.get("tool_choice"), data.get("tools")
     if choice is None:
@@ -505,8 +524,8 @@ def settle_tool_choice(route: str, data: dict[str, Any]) -> None:
     if names is not None:
         offered = [tool for tool in offered if _name_of(tool) in names]
         if not offered:
-            said = ", ".join(repr(name[:80]) for name in names)
-            raise Refusal(400, f"tool_choice names {said}, but tools has no such function")
+            functions = ", ".join(repr(name[:80]) for name in names)
+            raise Refusal(400, f"tool_choice names {functions}, but tools has no such function")
     if route == ANTHROPIC:
         # llama.cpp's converter has no "none" in this format. Without tools, none is called.
         words = {"auto": "auto", "required": "any"}
@@ -526,9 +545,10 @@ def settle_tool_choice(route: str, data: dict[str, Any]) -> None:
 
 
 def _read(choice: Any) -> tuple[str, list[str] | None]:
-    """Return (mode, names of the allowed tools or None for all) of a tool choice.
+    """Return a tool choice as (mode, names of the allowed tools), with None for all tools.
 
-    Reads OpenAI's and Anthropic's formats. Raises Refusal.
+    The choice may have OpenAI's or Anthropic's format. Raises Refusal (an error response) for any
+    other value.
     """
     if isinstance(choice, str) and choice in _MODES:
         return choice, None
@@ -556,10 +576,10 @@ def _read(choice: Any) -> tuple[str, list[str] | None]:
 
 
 def _settle_schemas(route: str, data: dict[str, Any], served: Served) -> None:
-    """Rewrite schemas into the keywords that llama.cpp enforces, in place.
+    """Rewrite the JSON schemas in a request into keywords that llama.cpp enforces, in place.
 
-    Constraints on a tool's arguments that cannot be enforced are logged once. Raises Refusal with
-    the path of a constraint that cannot be enforced in an answer's format or in a strict tool.
+    Raises Refusal (an error response) for a constraint that cannot be enforced in the answer's
+    format or in a strict tool. Other tools may have such constraints; each is logged once.
     """
     asked = data.get("response_format")
     for name, holder in (("response_format", asked), ("", data)):
@@ -577,41 +597,44 @@ def _settle_schemas(route: str, data: dict[str, Any], served: Served) -> None:
             continue
         inside = ".function" if function is not tool else ""
         made, lost = rewritten_arguments(function[key], f"tools[{number}]{inside}.{key}")
+        fault = _cut(lost[0]) if lost else ""
         if lost and function.get("strict", tool.get("strict")) is True:
-            raise Refusal(400, f"{_cut(lost[0])}. The tool is strict: leave out this constraint")
+            raise Refusal(
+                400,
+                f"{fault}. The tool is strict, so this server must enforce all of its "
+                "constraints: leave this one out",
+            )
         if lost:
-            name = ascii(_name_of(tool))[:80]
+            name, n_more = ascii(_name_of(tool))[:80], len(lost) - 1
             served.note_once(
-                f"the arguments of the tool {name} are not fully enforced: {_cut(lost[0])}"
-                + (f", and {len(lost) - 1} more" if len(lost) > 1 else "")
+                f"the arguments of the tool {name} are not fully enforced: {fault}"
+                + (f" (further constraints: {n_more})" if n_more else "")
             )
         if made is not function[key]:
             function[key] = {**function[key], GRAMMAR_SCHEMA: made}
 
 
 def _enforced(schema: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return an answer's schema as llama.cpp enforces it.
+    """Return the schema of an answer, rewritten into keywords that llama.cpp enforces.
 
-    Raises Refusal if that is not possible.
+    Raises Refusal (an error response) if a constraint cannot be enforced. `where` is the schema's
+    path in the request.
     """
     made, lost = rewritten(schema, where)
     if lost:
-        raise Refusal(400, f"{_cut(lost[0])}. Leave out this constraint of the answer's schema")
+        fault = _cut(lost[0])
+        raise Refusal(400, f"{fault}. Leave this constraint out of the answer's schema")
     return dict(made)
 
 
 def _cut(sentence: str) -> str:
-    """Return a sentence with text from the client, escaped and shortened for an answer or a log."""
-    plain = ascii(sentence)[1:-1]
-    return (
-        plain
-        if len(plain) <= MOST_PATH_CHARS
-        else f"{plain[: MOST_PATH_CHARS // 2]} ... {plain[-MOST_PATH_CHARS // 2 :]}"
-    )
+    """Return a sentence that quotes the client, escaped and shortened for an answer or a log."""
+    plain, half = ascii(sentence)[1:-1], MOST_PATH_CHARS // 2
+    return plain if len(plain) <= MOST_PATH_CHARS else f"{plain[:half]} ... {plain[-half:]}"
 
 
 def _name_of(tool: Any) -> str | None:
-    """Return a tool's name in OpenAI's two formats and in Anthropic's; None if it has none."""
+    """Return a tool's name in OpenAI's or Anthropic's format, or None if the tool has no name."""
     if not isinstance(tool, dict):
         return None
     inner = tool.get("function")
@@ -620,11 +643,11 @@ def _name_of(tool: Any) -> str | None:
 
 
 def settle_reasoning(route: str, data: dict[str, Any]) -> None:
-    """Translate a request's reasoning settings into the fields that llama.cpp reads.
+    """Translate a request's reasoning settings into the fields that llama.cpp reads, in place.
 
-    Anthropic's `thinking` and `output_config.effort`, OpenRouter's `reasoning` and a budget of 0
-    tokens become `reasoning_effort`, a budget, or template arguments. Template arguments from the
-    client take precedence.
+    Reads Anthropic's `thinking` and `output_config.effort`, OpenRouter's `reasoning`, and a budget
+    of 0 tokens. They become `reasoning_effort`, a token budget, or chat template arguments.
+    Template arguments from the client take precedence.
     """
     wanted: dict[str, Any] = {}
     if route == ANTHROPIC:
@@ -648,9 +671,9 @@ def settle_reasoning(route: str, data: dict[str, Any]) -> None:
 
 
 def _check_bounds(data: dict[str, Any]) -> None:
-    """Raise Refusal for a field that would make llama.cpp compute for long without being cancelled.
+    """Raise Refusal (an error response) for fields that would make llama.cpp compute for too long.
 
-    This covers limits that the schema of a field cannot express. The native server itself limits
+    This checks limits that the schema of a field cannot express. llama.cpp's server itself limits
     the work for a grammar (`patches/native/server/moe-edge-bounds.h`).
     """
     n_chars = sum(map(len, _texts(data.get("logit_bias"))))
@@ -660,10 +683,10 @@ def _check_bounds(data: dict[str, Any]) -> None:
 
 
 def _check_biased_tokens(bias: Any, n_vocab: int) -> None:
-    """Raise Refusal if `logit_bias` names a token id that the model does not have.
+    """Raise Refusal (an error response) if `logit_bias` names a token id that does not exist.
 
-    llama.cpp would ignore such an entry. In an object, names that are whole numbers are ids and
-    other names are texts.
+    llama.cpp would ignore such an entry. If `logit_bias` is an object, names that are whole numbers
+    are ids and other names are texts.
     """
     if isinstance(bias, dict):
         named = [name for name in bias if _TOKEN_ID.fullmatch(name)]
@@ -675,20 +698,21 @@ def _check_biased_tokens(bias: Any, n_vocab: int) -> None:
         named = [str(each) for each in given if isinstance(each, int)]
     for name in named:
         if len(name) > _MOST_DIGITS or not 0 <= int(name) < n_vocab:
-            said = name.strip()[:_MOST_DIGITS]
-            has = f"the model's token ids are 0 to {n_vocab - 1}"
-            raise Refusal(400, f"logit_bias names token {said}, but {has}")
+            token, last = name.strip()[:_MOST_DIGITS], n_vocab - 1
+            raise Refusal(
+                400, f"logit_bias names token {token}, but the model's token ids are 0 to {last}"
+            )
     if isinstance(bias, dict) and "" in bias:
         raise Refusal(400, "logit_bias has an empty text: give a token id or a text")
 
 
-def _refuse_above(what: str, n: int, most: int, of: str) -> None:
-    if n > most:
-        raise Refusal(400, f"{what}: {n} {of} exceed the limit of {most}")
+def _refuse_above(field: str, count: int, most: int, unit: str) -> None:
+    if count > most:
+        raise Refusal(400, f"{field}: {count} {unit} exceed the limit of {most}")
 
 
 def _texts(bias: Any) -> Iterator[str]:
-    """Yield the texts in `logit_bias`."""
+    """Yield the texts in `logit_bias` that are not token ids."""
     if isinstance(bias, dict):
         yield from bias
         return
@@ -698,7 +722,10 @@ def _texts(bias: Any) -> Iterator[str]:
 
 
 def _check_schemas(name: str, asked: Any) -> None:
-    """Raise Refusal for long names and large objects, in any schema inside a value."""
+    """Raise Refusal (an error response) for long names and large objects in the schemas of a field.
+
+    `name` is the field's name, and `asked` its value.
+    """
     for each in (each for level in levels([asked]) for each in level if isinstance(each, dict)):
         reference, properties = each.get("$ref"), each.get("properties")
         names = [*each, reference] if isinstance(reference, str) else each
@@ -709,14 +736,14 @@ def _check_schemas(name: str, asked: Any) -> None:
 
 
 def settle_probs(route: str, data: dict[str, Any], most_tokens: int) -> Shaping | None:
-    """Translate the fields for token probabilities, and limit their memory.
+    """Translate a request's fields for token probabilities, and limit the memory that they take.
 
-    Returns the conversion of the answer to its path's format; None if llama.cpp's format is right.
-    The prompts of one request share the memory, because llama.cpp keeps all their answers until the
-    last one is complete. Each of the `n` answers to one prompt has its own memory, because it takes
-    its own place.
+    Returns the Shaping that converts llama.cpp's answer to the format of the path, or None if no
+    conversion is needed. `most_tokens` is the longest possible answer. Raises Refusal (an error
+    response) if the memory would be exceeded.
 
-    most_tokens: the longest possible answer. Raises Refusal if the memory would be exceeded.
+    All prompts of a request share the memory of one answer, because llama.cpp keeps their answers
+    until the last one is complete. Each of `n` answers to one prompt has its own.
     """
     shaping = Shaping(route, data)  # before the fields change
     name = {CHAT: "top_logprobs", COMPLETIONS: "logprobs"}.get(route, "n_probs")
@@ -735,7 +762,11 @@ def settle_probs(route: str, data: dict[str, Any], most_tokens: int) -> Shaping 
 
 
 def _bound(name: str, data: dict[str, Any], most_tokens: int) -> None:
-    """Limit the length of the answer so that its probabilities fit in PROBS_BYTES."""
+    """Limit the length of the answer so that its token probabilities fit in PROBS_BYTES.
+
+    `name` is the field with the number of alternatives per token. Raises Refusal (an error
+    response) if the client's own limit is too large.
+    """
     n_probs = data.get(name, 0)
     if not n_probs:
         return
@@ -743,9 +774,10 @@ def _bound(name: str, data: dict[str, Any], most_tokens: int) -> None:
     n_prompts = _prompts(data.get("prompt"))
     most = PROBS_BYTES // (each * n_prompts)  # tokens and alternatives of one answer
     n_allowed = most // (n_probs + 1)
-    of = "an answer" if n_prompts == 1 else f"each of {n_prompts} answers"
+    answer = "an answer" if n_prompts == 1 else f"each of {n_prompts} answers"
     if n_allowed < 1:
-        raise Refusal(400, f"{name} is {n_probs}, but {of} has memory for {max(0, most - 1)}")
+        n_most = max(0, most - 1)
+        raise Refusal(400, f"{name} is {n_probs}, but {answer} has memory for {n_most}")
     limit = limit_of(data)
     if limit is None:
         if n_allowed < most_tokens:
@@ -753,21 +785,21 @@ def _bound(name: str, data: dict[str, Any], most_tokens: int) -> None:
     elif min(limit, most_tokens) > n_allowed:
         raise Refusal(
             400,
-            f"{of} has no memory for {limit} tokens with {n_probs} alternatives each: "
+            f"{answer} has no memory for {limit} tokens with {n_probs} alternatives each: "
             f"request at most {n_allowed} tokens, fewer alternatives"
             + ("" if data.get("stream") else ", or a stream"),
         )
 
 
 def _prompts(prompt: Any) -> int:
-    """Return the number of prompts in the field `prompt`. A list that has a token is one prompt."""
+    """Return the number of prompts in the field `prompt`. A list of tokens is one prompt."""
     if not isinstance(prompt, list) or any(isinstance(each, int) for each in prompt):
         return 1
     return max(1, len(prompt))
 
 
 def _limit(data: dict[str, Any], n_tokens: int) -> None:
-    """Set the limit of generated tokens, and drop the limit's other names."""
+    """Set the limit of generated tokens in a request, and remove the other names of this limit."""
     for name in LIMITS:
         data.pop(name, None)
     data["max_tokens"] = n_tokens
@@ -776,11 +808,12 @@ def _limit(data: dict[str, Any], n_tokens: int) -> None:
 def settle_length(
     route: str, data: dict[str, Any], served: Served, n_answers: int, asker: Body
 ) -> int:
-    """Limit an answer that shares the context, and return the number of KV cells to reserve.
+    """Limit the length of an answer that shares the context with other answers.
 
-    An answer without a limit may fill its slot's even share of the context, and gets at least
-    RESERVED_TOKENS if the context is that large. n_answers: answers to one prompt. Raises Refusal
-    if the prompt is too long, like check_length.
+    Returns the number of KV cells to reserve. An answer without a limit may use an even share of
+    the context, and at least RESERVED_TOKENS if the context is that large. `n_answers` is the
+    number of answers to one prompt. Raises Refusal (an error response) if the prompt does not fit
+    in the context.
     """
     body, most = written(data), served.about.n_ctx
     counted = check_length(route, body, served, asker)
@@ -796,11 +829,11 @@ def settle_length(
 
 
 def check_length(route: str, body: bytes, served: Served, asker: Body) -> int | None:
-    """Return the number of tokens of a prompt.
+    """Return the number of tokens of a request's prompt.
 
-    Returns None if it cannot be counted in advance: several texts, infill requests, and requests
-    that llama.cpp will refuse. Runs on a thread. Raises Refusal if the prompt does not fit in the
-    context or cannot be rendered.
+    Returns None if the tokens cannot be counted in advance: for several texts, for infill requests,
+    and for requests that llama.cpp will refuse. Call this on a thread. Raises Refusal (an error
+    response) if the prompt does not fit in the context or the chat template fails.
     """
     counting = next((each for each, form in COUNTING.items() if form == route), None)
     prompt = json.loads(body).get("prompt")

@@ -8,7 +8,7 @@ from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
 
 
 class Router(ConsistentHashRouter):
-    """Sends requests with the same `x-session-id` header to the same replica.
+    """Sends requests with the same `x-session-id` header to the same replica of a fleet.
 
     That replica holds the conversation's prefix in its KV cache. If it is full, or the request has
     no such header, the replica with the fewest requests gets the request.
@@ -17,7 +17,7 @@ class Router(ConsistentHashRouter):
     async def choose_replicas(
         self, candidate_replicas: list[Any], pending_request: Any = None
     ) -> list[list[Any]]:
-        """Return lists of replicas in order of preference."""
+        """Return lists of replicas that may get a request. Ray tries the first list first."""
         if pending_request is None or not pending_request.metadata.session_id:
             return [candidate_replicas]
         ranked = await super().choose_replicas(candidate_replicas, pending_request)

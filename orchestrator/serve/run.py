@@ -39,11 +39,12 @@ MOST_PIPELINED_BYTES = 2**16
 
 
 class Protocol(H11Protocol):
-    """uvicorn's HTTP protocol with timeouts for slow clients.
+    """Extends uvicorn's HTTP protocol by timeouts for slow clients.
 
-    It closes a connection on which no complete request head arrives within patience_s. When a
-    connection is being closed and its client does not read the rest, the rest is dropped. uvicorn
-    itself only limits the time between two requests, up to the first byte of the next one.
+    It closes a connection on which no complete request head arrives within the time patience_s.
+    After the same time it drops data that the client does not read while the connection is being
+    closed. uvicorn itself only limits the time between two requests, up to the first byte of the
+    next one.
     """
 
     patience_s = 30.0
@@ -55,6 +56,7 @@ class Protocol(H11Protocol):
         self.app_state: dict[str, Any] = {**self.app_state, "abort": self._abort}
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Accept a connection and start its timeout, or send an error if too many are open."""
         super().connection_made(transport)
         if len(self.connections) > self.most_connections:
             transport.write(_full())
@@ -67,6 +69,7 @@ class Protocol(H11Protocol):
         self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
+        """Process data from the client, and start or stop the timeout for the head of a request."""
         super().data_received(data)
         self._keep_reading()
         if self._awaits_head():
@@ -76,7 +79,7 @@ class Protocol(H11Protocol):
             self._waiting = None
 
     def _keep_reading(self) -> None:
-        """Keep reading while a complete request is being answered.
+        """Keep reading from the connection while a complete request is being answered.
 
         uvicorn stops reading when the next request arrives early. It would then not notice that the
         client closes the connection.
@@ -89,11 +92,11 @@ class Protocol(H11Protocol):
             self.flow.resume_reading()
 
     def _awaits_head(self) -> bool:
-        """Whether the next data belongs to the head of a request."""
+        """Return whether the next data on the connection belongs to the head of a request."""
         return self.cycle is None or self.cycle.response_complete
 
     def _wait_for_head(self) -> None:
-        """Start the timeout, unless it is running. Later bytes do not extend it."""
+        """Start the timeout for the head of the next request, unless the timeout already runs."""
         if self._waiting is None:
             self._waiting = self.loop.call_later(self.patience_s, self._close_unused)
 
@@ -103,11 +106,16 @@ class Protocol(H11Protocol):
             self._close()
 
     def on_response_complete(self) -> None:
+        """Finish a request.
+
+        If the connection is being closed, start the timeout for unread data.
+        """
         super().on_response_complete()
         if self.transport.is_closing():
             self._close()
 
     def timeout_keep_alive_handler(self) -> None:
+        """Close a connection on which no further request has begun in time."""
         super().timeout_keep_alive_handler()
         self._close()
 
@@ -119,7 +127,7 @@ class Protocol(H11Protocol):
 
 
 def _full() -> bytes:
-    """Return the response for a connection above the limit."""
+    """Return the HTTP response for a client that connects while too many connections are open."""
     error = Refusal(503, "too many connections are open: try again later")
     body = json.dumps(error.as_object()).encode()
     head = (
@@ -130,7 +138,7 @@ def _full() -> bytes:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server without signal handling. It continues if file descriptors run out."""
+    """Changes uvicorn's server: it handles no signals, and survives a lack of file descriptors."""
 
     def __init__(self, config: uvicorn.Config, note: Callable[[str], None]) -> None:
         super().__init__(config)
@@ -141,7 +149,7 @@ class _Server(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen with a backlog of 1 in asyncio, and of BACKLOG in the system.
+        """Listen on the sockets, with a backlog of 1 in asyncio and of BACKLOG in the system.
 
         If accepting fails, asyncio retries as often as its backlog is long, and then pauses for a
         second. A backlog of 1 avoids the busy retries.
@@ -163,10 +171,10 @@ class _Server(uvicorn.Server):
 
 
 def most_connections(parallel: int) -> int:
-    """Return the limit of open connections.
+    """Return how many connections may be open at once.
 
-    It also raises the process's limit of file descriptors if the system allows it, up to
-    MOST_FILES. parallel: how many answers may run at once.
+    Also raises the process's limit of file descriptors up to MOST_FILES if the system allows it.
+    `parallel` is the number of answers that may run at once, each of which needs two descriptors.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
@@ -178,9 +186,9 @@ def most_connections(parallel: int) -> int:
 
 
 def proxy_options(settings: ServeSettings) -> dict[str, Any]:
-    """Return uvicorn's options for X-Forwarded-For headers.
+    """Return uvicorn's options for X-Forwarded-For headers, as keyword arguments.
 
-    Only headers from a configured proxy are used. By default uvicorn would trust every client on
+    Only headers from a configured proxy are trusted. By default uvicorn would trust every client on
     this machine.
     """
     return {
@@ -190,7 +198,10 @@ def proxy_options(settings: ServeSettings) -> dict[str, Any]:
 
 
 def listen(settings: ServeSettings) -> socket.socket:
-    """Return a listening socket. Raises ConfigError if the address is not available."""
+    """Return a socket that listens on the host and port of the settings.
+
+    Raises ConfigError if the address is not available.
+    """
     host, port = settings.host, settings.port
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -206,7 +217,10 @@ def listen(settings: ServeSettings) -> socket.socket:
 
 
 class Running:
-    """One server, from start to shutdown. Call `run` on the main thread, `stop` on any thread."""
+    """Runs one HTTP server from its start to its shutdown.
+
+    Call `run` on the main thread. Any thread may call `stop`.
+    """
 
     def __init__(
         self,
@@ -215,8 +229,9 @@ class Running:
         note: Callable[[str], None],
         progress: Progress,
     ) -> None:
-        """note: gets messages for the user at the terminal.
+        """Check the settings and listen on the address. The model is loaded later, by `run`.
 
+        `note` gets messages for the user at the terminal, and `progress` the progress of loading.
         Raises MoeEdgeError for wrong settings or a model file that cannot be read.
         """
         self._service = Service(config, settings, note)
@@ -244,15 +259,16 @@ class Running:
 
     @property
     def url(self) -> str:
+        """The server's URL, with the port that was chosen if the setting is 0."""
         host, port = self._socket.getsockname()[:2]
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def run(self) -> bool:
-        """Load the model, and serve until `stop`, SIGINT or SIGTERM.
+        """Load the model, and serve requests until `stop`, SIGINT or SIGTERM.
 
-        Returns False if a thread does not return from llama.cpp. The usage history is saved then,
-        but nothing is freed, and the caller has to end the process. Raises any error of loading;
-        NativeError means that llama.cpp's server core is not available.
+        Returns False if a thread does not return from llama.cpp. The usage history is then saved,
+        but nothing is freed, and the caller must end the process. Raises any error of loading the
+        model, such as NativeError if llama.cpp's server core is missing.
         """
         loading = threading.Thread(target=self._load, name="load")
         url = self.url
@@ -272,13 +288,16 @@ class Running:
         return has_ended
 
     def stop(self) -> None:
-        """Start the shutdown. Returns at once."""
+        """Start the shutdown, and return at once."""
         self._stopped_s = min(self._stopped_s, monotonic())
         self._server.should_exit = True
         self._service.stop()
 
     def _load(self) -> None:
-        """Load the model on a thread. An error stops the server, and `run` raises it."""
+        """Load the model.
+
+        This runs on a thread; `run` raises its error after the server has stopped.
+        """
         try:
             served = self._service.load(self._progress)
         except BaseException as error:  # noqa: BLE001 - run raises it

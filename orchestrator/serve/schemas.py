@@ -30,21 +30,25 @@ MOST_MESSAGES, MOST_TOOLS, MOST_NAMES = 4096, 512, 256
 
 
 def integer(least: int, most: int = MOST_INT, **more: Any) -> Schema:
+    """Return the JSON schema of a whole number from `least` to `most`."""
     return {"type": "integer", "minimum": least, "maximum": most, **more}
 
 
 def number(least: float, most: float) -> Schema:
+    """Return the JSON schema of a number from `least` to `most`."""
     return {"type": "number", "minimum": least, "maximum": most}
 
 
 def listed(items: Schema, **more: Any) -> Schema:
+    """Return the JSON schema of a list of `items`. `more` holds further keywords."""
     return {"type": "array", "items": items, **more}
 
 
 def record(required: str = "", *groups: dict[str, Schema], **properties: Schema) -> Schema:
-    """Return the schema of an object. Further properties are allowed and ignored.
+    """Return the JSON schema of an object, in which further properties are allowed.
 
-    required: names separated by spaces. groups, properties: its properties.
+    `required` lists the names of required properties, separated by spaces. `groups` and
+    `properties` map the names of properties to their schemas.
     """
     every = {name: each for group in (*groups, properties) for name, each in group.items()}
     made: Schema = {"type": "object", "properties": every}
@@ -54,19 +58,22 @@ def record(required: str = "", *groups: dict[str, Schema], **properties: Schema)
 
 
 def named(name: str) -> Schema:
-    """Return a reference to one of SCHEMAS."""
+    """Return a reference to the JSON schema with this name in SCHEMAS."""
     return {"$ref": f"#/components/schemas/{name}"}
 
 
 def either(*schemas: Schema) -> Schema:
+    """Return a JSON schema that matches any of the given schemas."""
     return {"anyOf": list(schemas)}
 
 
 def text(description: str, **more: Any) -> Schema:
+    """Return the JSON schema of a text. `more` holds further keywords."""
     return {**STRING, **more, "description": description}
 
 
 def flag(description: str, **more: Any) -> Schema:
+    """Return the JSON schema of a boolean. `more` holds further keywords."""
     return {**FLAG, **more, "description": description}
 
 
@@ -83,17 +90,19 @@ PARTS = listed(record("type", type=STRING, text=STRING))
 # Parts with images or audio are accepted here and refused later, because this server reads text
 # only. An empty list is an empty text.
 CONTENT = either(STRING, PARTS)
-LAST_N = integer(-1, description="At most the length of the context; -1 for all of it.")
+LAST_N = integer(
+    -1, description="Number of latest tokens that the penalty considers; -1 for all tokens."
+)
 TOOLS = listed(OBJECT, maxItems=MOST_TOOLS)
 BIAS = either(number(-100, 100), {"const": False})
 COMMON: dict[str, Schema] = {
-    "model": text("Any name: the server has one model."),
+    "model": text("Name of the model. The server has one model and accepts any name."),
     "stream": flag("Answer with server-sent events that end with `data: [DONE]`."),
     "moe_edge": {
         "type": "object",
         "maxProperties": 32,
         "additionalProperties": either(NUMBER, FLAG, {**STRING, "maxLength": 256}),
-        "description": "Policy settings for this request. Only with --parallel 1.",
+        "description": "Policy settings for this request, by name. Requires --parallel 1.",
     },
 }
 # Fields that Ollama's requests have too.
@@ -118,9 +127,9 @@ CHOSEN: dict[str, Schema] = {
                 listed(either(COUNT, STRING, BIAS), minItems=2, maxItems=2), maxItems=MOST_BIASES
             ),
         ),
-        "description": "By token id or text; false bans a token.",
+        "description": "Bias of each token, named by its id or text. false bans a token.",
     },
-    "return_progress": flag("In a stream: report how much of the prompt is read."),
+    "return_progress": flag("Send events in a stream that report how much of the prompt is read."),
 }
 # Fields that Ollama has among its options, and llama.cpp in the request itself.
 MORE: dict[str, Schema] = {
@@ -211,14 +220,18 @@ OWN_FORM: dict[str, Schema] = {
     **SAMPLING,
     **SEVERAL,
     **dict.fromkeys(LIMITS, FROM_MINUS_1),
-    "n_probs": {**COUNT, "description": "Limited by the memory for an answer."},
+    "n_probs": {
+        **COUNT,
+        "description": "Number of likely tokens to report at each position. The memory for an "
+        "answer limits it.",
+    },
     "post_sampling_probs": FLAG,
     "response_fields": listed(STRING, maxItems=MOST_NAMES),
 }
 # Fields that both of Ollama's paths share.
 OLLAMA: dict[str, Schema] = {
     "model": COMMON["model"],
-    "stream": flag("Answer with one line of JSON for each part.", default=True),
+    "stream": flag("Stream the answer as lines of JSON, one for each part.", default=True),
     "moe_edge": COMMON["moe_edge"],
     "format": either({"enum": ["", "json"]}, OBJECT),
     "think": either(FLAG, {"enum": ["low", "medium", "high"]}),
@@ -228,7 +241,7 @@ OLLAMA: dict[str, Schema] = {
 REQUESTS: dict[str, Schema] = {
     "Message": record(
         "role",
-        role=text("system, developer, user, assistant or tool."),
+        role=text("Author of the message: system, developer, user, assistant or tool."),
         content=CONTENT,
         tool_call_id=STRING,
         tool_calls=listed(OBJECT),
@@ -347,19 +360,32 @@ JSON, STREAM, TEXT = "application/json", "text/event-stream", "text/plain"
 LINES = "application/x-ndjson"
 SHARE_OR_NULL: Schema = {"type": ["number", "null"]}
 COSTS: dict[str, Schema] = {
-    "hit_rate": {**SHARE_OR_NULL, "description": "Cache hits per expert request, in decode."},
+    "hit_rate": {
+        **SHARE_OR_NULL,
+        "description": "Fraction of expert requests in decode steps that were cache hits.",
+    },
     "prefill_hit_rate": SHARE_OR_NULL,
     "kl_estimate": {
         **SHARE_OR_NULL,
-        "description": "Estimated KL divergence from the best tier in use, nats per token, for "
-        "texts that are sensitive to errors.",
+        "description": "Estimated quality loss of a text that is sensitive to errors: mean KL "
+        "divergence from the best precision in use, in nats per token.",
     },
-    "kl_low": {**SHARE_OR_NULL, "description": "The same for texts that are not sensitive."},
+    "kl_low": {
+        **SHARE_OR_NULL,
+        "description": "Estimated quality loss, as kl_estimate, of a text that is not sensitive.",
+    },
     "limit_halved": flag(
-        "The text differs from those of the loss table, so half of the allowed loss was used."
+        "Whether only half of the allowed quality loss was used, because the text differs from the "
+        "texts of the loss table."
     ),
-    "mix": {**OBJECT, "description": "Fractions of the tiers that the policy decided."},
-    "computed": {**OBJECT, "description": "Fractions of the tiers that were computed."},
+    "mix": {
+        **OBJECT,
+        "description": "Fraction of requested experts for which the policy chose each precision.",
+    },
+    "computed": {
+        **OBJECT,
+        "description": "Fraction of the expert matrices that were computed in each precision.",
+    },
     "bytes_read": COUNT,
     "wait_ms": NUMBER,
     "budget_bytes": INTEGER,
@@ -377,7 +403,10 @@ SCHEMAS: dict[str, Schema] = {
     "OllamaError": record("error", error=STRING),
     "OllamaAnswer": record("model done", model=STRING, done=FLAG, timings=named("Timings")),
     "OllamaModels": record("models", models=listed(record("model", model=STRING))),
-    "Event": {**record("data", data=STRING), "description": "JSON, or [DONE] at the end."},
+    "Event": {
+        **record("data", data=STRING),
+        "description": "A part of the answer as JSON, or [DONE] at the end.",
+    },
     "Timings": {
         **record(
             "prompt_ms predicted_ms",
@@ -387,11 +416,12 @@ SCHEMAS: dict[str, Schema] = {
             predicted_n=COUNT,
             predicted_ms=NUMBER,
         ),
-        "description": "llama.cpp's timings, and the costs of the experts.",
+        "description": "llama.cpp's timings, and measurements of the experts, such as hit_rate.",
     },
     "Costs": {
         **record(" ".join(COSTS.keys() - {"kl_estimate", "kl_low"}), COSTS),
-        "description": "The costs of the experts. llama.cpp has no timings on this path.",
+        "description": "Measurements of the experts, such as hit_rate. llama.cpp has no timings on "
+        "this path.",
     },
     "ChatAnswer": record(
         "choices model object usage",
@@ -446,16 +476,23 @@ SCHEMAS: dict[str, Schema] = {
         },
         layers={
             **COUNT,
-            "description": "0 if experts are not managed. Later fields are absent then.",
+            "description": "Number of layers with experts. With --policy plain it is 0, and the "
+            "fields about experts are absent.",
         },
         streams_below={
             **COUNT,
-            "description": "If layers is 0: a --ram in bytes at which experts come from the disk.",
+            "description": "A --ram in bytes with which some experts would be read from disk. Only "
+            "if layers is 0.",
         },
         experts=COUNT,
         tiers=listed(STRING),
-        resident=text("base64 of uint8 [layers, experts]; 254: on disk."),
-        used=text("base64 of little-endian uint32 [layers, experts]."),
+        resident=text(
+            "Precision (index in tiers) of each expert in memory, or 254 if it is on disk only: "
+            "base64 of uint8 [layers, experts]."
+        ),
+        used=text(
+            "How often tokens used each expert: base64 of little-endian uint32 [layers, experts]."
+        ),
         requests=COUNT,
         hits=COUNT,
         bytes_read=COUNT,
@@ -466,10 +503,11 @@ SCHEMAS: dict[str, Schema] = {
 def operation(
     summary: str, answer: Schema, request: str = "", stream: str = "", kind: str = JSON
 ) -> Schema:
-    """Return the OpenAPI description of one method of a path.
+    """Return the OpenAPI description of one method (GET or POST) of a path.
 
-    answer: schema of the answer with status 200. request: name of the request's schema. stream:
-    media type of a streamed answer. kind: media type of a complete answer.
+    `answer` is the schema of a successful answer, and `kind` its media type. `request` is the name
+    of the request's schema, or "" without a body. `stream` is the media type of a streamed answer,
+    or "" if the path does not stream.
     """
     content = {kind: {"schema": answer}}
     if stream:
@@ -501,7 +539,10 @@ GENERATING: dict[str, Schema] = {
     ),
     "/completion": operation("llama.cpp's completion.", _NATIVE, "NativeRequest", STREAM),
     "/infill": operation(
-        "llama.cpp's completion of a gap, for models that can.", _NATIVE, "InfillRequest", STREAM
+        "llama.cpp's completion of a gap in a text, for models that support it.",
+        _NATIVE,
+        "InfillRequest",
+        STREAM,
     ),
     OLLAMA_CHAT: operation("Ollama's chat.", _OLLAMA, "OllamaChatRequest", LINES),
     OLLAMA_GENERATE: operation(
@@ -525,7 +566,7 @@ QUICK: dict[str, Schema] = {
         "Text of tokens.", record("content", content=STRING), "DetokenizeRequest"
     ),
     "/apply-template": operation(
-        "The prompt that a chat template makes.",
+        "The prompt that the chat template makes from messages.",
         record("prompt", prompt=STRING),
         "TemplateRequest",
     ),
@@ -539,15 +580,20 @@ OURS: dict[str, Schema] = {
     "/api/tags": operation("The loaded model.", named("OllamaModels")),
     "/api/ps": operation("The loaded model.", named("OllamaModels")),
     "/api/version": operation("The version of Ollama's API.", record("version", version=STRING)),
-    "/v1/models/{id}": operation("The loaded model, by its name.", _ID)
+    "/v1/models/{id}": operation("The loaded model, if it has this name.", _ID)
     | {"parameters": [{"name": "id", "in": "path", "required": True, "schema": STRING}]},
     "/health": operation(
-        "Whether the model is ready; needs no key.", record("status", status=STRING)
+        "Whether the model is ready. Needs no API key.", record("status", status=STRING)
     ),
     "/metrics": operation("Counters and gauges, for Prometheus.", STRING, kind=TEXT),
-    "/experts": operation("Where each expert is, and how often tokens used it.", named("Experts")),
+    "/experts": operation(
+        "The precision of each expert in memory, and how often tokens used each expert.",
+        named("Experts"),
+    ),
     "/openapi.json": operation("This description.", OBJECT),
-    "/": operation("A page to chat with; needs no key.", STRING, kind="text/html"),
+    "/": operation(
+        "A web page to chat with the model. Needs no API key.", STRING, kind="text/html"
+    ),
 }
 # Takes the name of a model in its body; any name means the loaded model.
 SHOW = "/api/show"
@@ -572,12 +618,12 @@ COUNTING = {
 
 
 def paths(path: str) -> tuple[str, ...]:
-    """Return a path and its alias."""
+    """Return a path, followed by its second name if it has one."""
     return (path, ALIASES[path]) if path in ALIASES else (path,)
 
 
 def _fault(path: str) -> Schema:
-    """Describe the error response of a path."""
+    """Return the OpenAPI description of the error response of a path."""
     content = {JSON: {"schema": named("OllamaError" if is_ollama(path) else "Error")}}
     return {"description": "An error, with one sentence.", "content": content}
 
@@ -591,13 +637,16 @@ PATHS: dict[str, Schema] = {
 
 
 def document(has_key: bool) -> dict[str, Any]:
-    """Return the answer of `/openapi.json`. has_key: whether requests need a key."""
+    """Return the OpenAPI description of the server, the answer of `/openapi.json`.
+
+    `has_key` tells whether requests need an API key.
+    """
     made: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {
             "title": "moe-edge serve",
             "version": "1",
-            "description": "A local model for other programs. Unknown fields are ignored.",
+            "description": "A local model for other programs. Unknown request fields are ignored.",
         },
         "paths": PATHS,
         "components": {"schemas": SCHEMAS},

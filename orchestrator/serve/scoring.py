@@ -39,10 +39,10 @@ _PIECE_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt to score.
+    """The tokens of a prompt whose log-probabilities a client wants.
 
-    tokens: int32 [n]. n_hidden: number of leading tokens that the server added, such as BOS. text:
-    the prompt as sent; None if the client sent tokens.
+    `tokens` is int32 [n]. The server added the first `n_hidden` tokens, such as BOS. `text` is the
+    prompt as the client sent it, or None if the client sent tokens.
     """
 
     tokens: np.ndarray
@@ -52,10 +52,11 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Log-probabilities of n tokens: the prompt's and n_generated generated ones.
+    """Log-probabilities of the n tokens of a prompt, followed by n_generated generated tokens.
 
-    tokens: int32 [n]. logp: float64 [n], nan for the first token. likeliest, likeliest_logp: int32
-    and float64 [n, top], the most likely tokens at each position, best first.
+    `tokens` is int32 [n]. `logp` is float64 [n], nan for the first token. `likeliest` (int32) and
+    `likeliest_logp` (float64), both [n, top], are the most likely tokens at each position, best
+    first.
     """
 
     tokens: np.ndarray
@@ -70,9 +71,10 @@ Text = tuple[str, np.ndarray]
 
 
 def wants_scores(route: str, data: dict[str, Any]) -> bool:
-    """Whether a request asks for the likelihood of its prompt.
+    """Return whether a request asks for the log-probabilities of its prompt's tokens (`echo`).
 
-    data: the request, already checked against its schema. Raises Refusal for other uses of `echo`.
+    `data` was already checked against the schema of the request. Raises Refusal (an error response)
+    if a request with `echo` asks for something else.
     """
     if route != COMPLETIONS or not data.get("echo"):
         return False
@@ -97,11 +99,12 @@ def wants_scores(route: str, data: dict[str, Any]) -> bool:
 
 
 async def score(state: State, served: Served, body: Body) -> Iterator[bytes]:
-    """Return the scores of a request's prompts, as parts of a JSON object.
+    """Compute the log-probabilities of a request's prompts, and return the answer.
 
-    Call this only if wants_scores was true. No other request decodes meanwhile, and all sequences
-    are empty afterwards. On cancellation, it ends after the current part of the prompt. Raises
-    Refusal.
+    The answer is a JSON object in OpenAI's completion format, as pieces of text. Call this only if
+    wants_scores returned True. No other request may decode meanwhile, and all sequences are empty
+    afterwards. If this is cancelled, it returns after the current part of the prompt. Raises
+    Refusal (an error response) if a prompt cannot be scored.
     """
     text, given_up = body.take(), threading.Event()
 
@@ -123,9 +126,10 @@ async def score(state: State, served: Served, body: Body) -> Iterator[bytes]:
 
 
 def _prompts(served: Served, body: bytes) -> tuple[dict[str, Any], list[Prompt]]:
-    """Return (request, its prompts).
+    """Parse a request, and return (request, its tokenized prompts).
 
-    Can take seconds for long texts. Raises Refusal for prompts that cannot be scored.
+    Can take seconds for long texts. Raises Refusal (an error response) for prompts that cannot be
+    scored.
     """
     data = json.loads(body)
     model, room = served.runtime.vocabulary, served.about.n_ctx - data["max_tokens"]
@@ -147,9 +151,10 @@ def _scored(
     n_generated: int,
     goes_on: Callable[[], bool],
 ) -> tuple[list[tuple[Scores, Text]], dict[str, Any]]:
-    """Return ((scores, text) of each prompt, costs of all).
+    """Compute the log-probabilities of prompts, and return ((scores, text) of each, timings).
 
-    Runs on a thread. Raises like _logits.
+    Call this on a thread. `top` is the number of alternatives for each token, and n_generated is 0
+    or 1. Raises Stopped if `goes_on` returns False, and any exception of the runtime or a policy.
     """
     found = []
     with served.runtime.evaluator() as evaluator:
@@ -174,10 +179,10 @@ def _scored(
 def _logits(
     evaluator: Evaluator, tokens: list[int], goes_on: Callable[[], bool]
 ) -> Iterator[np.ndarray]:
-    """Yield the logits of a prompt's tokens, part by part, float32 [m, n_vocab].
+    """Evaluate a prompt, and yield the logits of its tokens in parts, float32 [m, n_vocab].
 
-    Each array is valid until the next one. goes_on: called before each part. Raises Stopped if it
-    returns False, MoeEdgeError, and any exception of a policy.
+    Each array is valid until the next one is yielded. `goes_on` is called before each part, and
+    Stopped is raised if it returns False. Raises MoeEdgeError and any exception of a policy.
     """
     parts = evaluator.eval_each(tokens, 0, Phase.PREFILL)
     while True:
@@ -195,10 +200,11 @@ def _logits(
 
 
 def judged(prompt: Prompt, parts: Iterable[np.ndarray], top: int, n_generated: int) -> Scores:
-    """Score the tokens of a prompt, except the hidden ones.
+    """Return the log-probabilities of a prompt's tokens, except the tokens that the server added.
 
-    parts: logits float32 [m, n_vocab] of the prompt's tokens in order, without the last token if
-    n_generated is 0. If n_generated is 1, the most likely next token is appended.
+    `parts` are arrays of logits, float32 [m, n_vocab], for the tokens in order. They leave out the
+    last token if n_generated is 0. If n_generated is 1, the most likely next token is appended to
+    the prompt. `top` is the number of alternatives for each token.
     """
     n_prompt = len(prompt.tokens)
     n = n_prompt + n_generated
@@ -221,9 +227,9 @@ def judged(prompt: Prompt, parts: Iterable[np.ndarray], top: int, n_generated: i
 def _written(
     name: str, model: Model, found: Sequence[tuple[Scores, Text]], timings: dict[str, Any]
 ) -> Iterator[bytes]:
-    """Yield the answer in the format of OpenAI's completions, piece by piece.
+    """Yield the scores of all prompts in the format of OpenAI's completions, as pieces of JSON.
 
-    As one text it would take many times the memory of the scores.
+    One text with the whole answer would take many times the memory of the scores.
     """
     n_prompt, n_generated = timings["prompt_n"], timings["predicted_n"]
     head = {
@@ -246,7 +252,7 @@ def _written(
 
 
 def _choice(index: int, model: Model, scores: Scores, text: Text) -> Iterator[bytes]:
-    """Yield one choice of the answer."""
+    """Yield the scores of one prompt as a choice of OpenAI's completions, in pieces of JSON."""
     tokens, logp = scores.tokens.tolist(), scores.logp.tolist()
     is_end = scores.n_generated and model.is_end(tokens[-1])
     choice = {"index": index, "text": text[0], "finish_reason": "stop" if is_end else "length"}
@@ -265,9 +271,10 @@ def _choice(index: int, model: Model, scores: Scores, text: Text) -> Iterator[by
 
 
 def _text_of(model: Model, scores: Scores, given: str | None) -> Text:
-    """Return the text of the scored tokens and their offsets.
+    """Return the text of the scored tokens, and the offset of each token in characters.
 
-    given: the prompt as sent, which replaces the decoded one: a tokenizer may add a leading space.
+    `given` is the prompt as the client sent it. It replaces the decoded text, because a tokenizer
+    may add a leading space.
     """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     n_tokens, n_chars = len(scores.tokens), 0
@@ -287,7 +294,10 @@ def _text_of(model: Model, scores: Scores, given: str | None) -> Text:
 def _likeliest(
     model: Model, token: int, logp: float, others: np.ndarray, their_logp: np.ndarray
 ) -> dict[str, float] | None:
-    """Return {token: log-probability} of the most likely tokens and the actual one."""
+    """Return {text: log-probability} of the actual token and the most likely tokens.
+
+    Returns None if the actual token has no log-probability (nan).
+    """
     if np.isnan(logp):
         return None
     named: dict[str, float] = {}
@@ -297,7 +307,10 @@ def _likeliest(
 
 
 def _name(model: Model, token: int) -> str:
-    """Return a token's text. Like OpenAI, write its bytes if it is only part of a character."""
+    """Return a token's text, or its bytes in hexadecimal if it is only part of a character.
+
+    OpenAI writes such tokens in the same way.
+    """
     piece = model.piece(token, special=True)
     try:
         return piece.decode("utf-8")
@@ -310,7 +323,7 @@ def _number(value: float) -> float | None:
 
 
 def _listed(values: Iterator[Any]) -> Iterator[bytes]:
-    """Yield a JSON list in pieces."""
+    """Yield the JSON text of a list in pieces."""
     yield b"["
     separator = b""
     while some := list(islice(values, _PIECE_TOKENS)):
@@ -324,7 +337,11 @@ def _json(value: Any) -> bytes:
 
 
 def _asked(prompt: Any) -> list[str] | list[list[int]]:
-    """Return the prompts of a request, from the four formats of OpenAI's field."""
+    """Return the prompts in the field `prompt`, which has one of four formats.
+
+    The field is a text, a list of tokens, or a list of several of these. Raises Refusal (an error
+    response) for any other value.
+    """
     one = isinstance(prompt, str) or (isinstance(prompt, list) and _are_tokens(prompt))
     several: list[Any] = [prompt] if one else prompt
     if isinstance(several, list) and several:
@@ -340,7 +357,11 @@ def _are_tokens(values: list[Any]) -> bool:
 
 
 def read_prompt(model: Model, asked: str | list[int], most: int) -> Prompt:
-    """Tokenize a prompt. most: the most tokens that fit in the context. Raises Refusal."""
+    """Return a tokenized prompt.
+
+    `asked` is a text or token ids, and `most` is the number of tokens that fit in the context.
+    Raises Refusal (an error response) for an empty or too long prompt and for unknown token ids.
+    """
     if isinstance(asked, str):
         # A text that starts with the BOS token's name gets no second BOS.
         bos = model.bos()

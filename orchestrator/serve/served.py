@@ -32,17 +32,19 @@ MOST_NOTED = 256
 
 
 def most_scored(config: Config) -> int:
-    """Return the limit of scored tokens per request.
+    """Return the number of prompt tokens whose log-probabilities one request may ask for.
 
-    config: that of the model, whose `ctx` is the context of one sequence.
+    `config` holds the settings of the model. Its `ctx` is the context of one sequence.
     """
     return max(SCORED_MOST, config.ctx or 0)
 
 
 def answering(config: Config, settings: ServeSettings, words: Words, threads: str) -> Answering:
-    """Return the runtime's settings for serving, with memory for HTTP, bodies and unread answers.
+    """Return the settings with which the runtime computes answers for the server.
 
-    threads: prefix of the names of the runtime's threads. Raises like chat_template_text.
+    They reserve memory for the HTTP server, the bodies of requests, and unread answers. `threads`
+    is the prefix of the names of the runtime's threads. Raises ConfigError or TextFileError if the
+    file of --chat-template cannot be used.
     """
     parallel = settings.parallel
     longest_bytes = settings.most_body_bytes(config.ctx)
@@ -62,11 +64,11 @@ def answering(config: Config, settings: ServeSettings, words: Words, threads: st
 
 
 class Served:
-    """A loaded model and the limits for requests to it.
+    """The loaded model of a server, and the limits for requests to it.
 
-    runtime: computes the answers. about: facts about the model. max_tokens: length of an answer if
-    the request sets no limit. most_body_bytes: the longest body. most_scored: the most prompt
-    tokens that a request may have scored.
+    `runtime` computes the answers, and `about` describes the model. `max_tokens` is the length of
+    an answer if the request sets no limit. `most_body_bytes` is the longest allowed body.
+    `most_scored` limits the prompt tokens whose log-probabilities a request may ask for.
     """
 
     def __init__(
@@ -76,7 +78,7 @@ class Served:
         words: Words,
         note: Callable[[str], None],
     ) -> None:
-        """note: gets messages for the log."""
+        """Derive the limits for requests. `note` gets messages for the log."""
         config = runtime.config
         self.runtime, self.about = runtime, runtime.about
         self.parallel, self.max_tokens = settings.parallel, config.max_tokens
@@ -87,7 +89,10 @@ class Served:
         self._noted: set[str] = set()
 
     def count_tokens(self, text: str) -> tuple[int, int]:
-        """Return (number of tokens, length of the longest word), like Words.count_tokens."""
+        """Return (approximate number of tokens, length of the longest word) of a text.
+
+        Returns (0, 0) if every text of the allowed length fits in the reserved memory.
+        """
         return self._words.count_tokens(text, self.runtime.vocabulary)
 
     def note_once(self, sentence: str) -> None:
@@ -99,10 +104,11 @@ class Served:
             self._note(sentence)
 
     def settings_for(self, changes: Mapping[str, Any]) -> Settings | None:
-        """Return the policy's settings for one request; None if no expert is managed.
+        """Return the policy settings for one request, or None with `--policy plain`.
 
-        changes: settings to replace for this request. Raises ConfigError for a setting that cannot
-        be changed, and for changes while other requests share the steps.
+        `changes` are the settings that this request replaces. Raises ConfigError for a setting that
+        a request may not change. Also raises it for any change if the server computes several
+        requests together.
         """
         usual = self.about.settings
         if not changes:
@@ -111,8 +117,8 @@ class Served:
             raise ConfigError("moe_edge: --policy plain has no settings: leave this field out")
         if self.parallel > 1:
             raise ConfigError(
-                "moe_edge: requests share their steps, so one cannot change settings: start the "
-                "server with --parallel 1"
+                "moe_edge: a request cannot change policy settings if the server computes several "
+                "requests together: start the server with --parallel 1"
             )
         known, own = policy_settings(), usual.declared()
         for name in changes:

@@ -23,17 +23,19 @@ DAY_S = 86400  # a practically unlimited wait
 
 
 class Service:
-    """A model and its ASGI application `app`. The caller calls `close` at the end.
+    """A model and its HTTP application, the ASGI callable `app`.
 
-    Before `load` has finished and after `stop`, the application answers with status 503.
+    The application answers with status 503 before `load` has finished and after `stop`. The caller
+    must call `close` at the end.
     """
 
     def __init__(
         self, config: Config, settings: ServeSettings, note: Callable[[str], None]
     ) -> None:
-        """note: gets the log lines and messages.
+        """Check the settings and the model file. The model is loaded later, by `load`.
 
-        Raises MoeEdgeError for wrong settings or a model file that cannot be read.
+        `note` gets log lines and messages for the user. Raises MoeEdgeError for wrong settings or a
+        model file that cannot be read.
         """
         # These checks run before the model loads.
         with closing(ExpertModel.open(config.model, config.low)) as model:
@@ -46,9 +48,10 @@ class Service:
         Bindings.load()
 
     def load(self, progress: Progress) -> Served | None:
-        """Load the model; any thread may call this. Returns None if `stop` was called meanwhile.
+        """Load the model and return it, or None if `stop` was called meanwhile. Thread-safe.
 
-        Raises MoeEdgeError; NativeError means that llama.cpp's server core is not available.
+        `progress` is called with each stage of the work. Raises MoeEdgeError if the model cannot be
+        loaded, such as NativeError if llama.cpp's server core is missing.
         """
         state = self.state
 
@@ -73,17 +76,18 @@ class Service:
         return served
 
     def stop(self) -> None:
-        """Start the shutdown: refuse new requests and cancel running ones. Thread-safe."""
+        """Start the shutdown: refuse new requests, and cancel requests that run. Thread-safe."""
         self.state.stopping = True
         if self.state.served is not None:
             self.state.served.runtime.stop()
 
     def close(self, end_s: float) -> bool:
-        """Free everything. Call this after `load` has returned and the last request has ended.
+        """Free the model and stop the threads, and return whether that succeeded.
 
-        end_s: time of the monotonic clock until which to wait for threads inside llama.cpp. Returns
-        False if one is still running then. The usage history is saved in that case, but nothing is
-        freed, and the caller has to end the process.
+        Call this after `load` has returned and the last request has ended. It waits for threads
+        inside llama.cpp until `end_s`, a time of the monotonic clock. It returns False if a thread
+        is still running then. The usage history is then saved, but nothing is freed, and the caller
+        must end the process.
         """
         state, served = self.state, self.state.served
         state.quick.shutdown(wait=False)
@@ -97,13 +101,14 @@ class Service:
         return served is None or served.runtime.close(end_s) or self._give_up()
 
     def drain(self) -> None:
-        """Stop a replica that has no requests left.
+        """Stop a server that has no requests left, and free its memory.
 
-        Save its conversations to --prompt-cache, and free everything.
+        Its conversations are saved to --prompt-cache.
         """
         self.stop()
         self.close(monotonic() + DAY_S)
 
     def _give_up(self) -> bool:
+        """Log that llama.cpp is still working, and return False."""
         self._note("llama.cpp is still working on a request: the server exits without waiting.")
         return False

@@ -28,7 +28,7 @@ LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True)
 class ServeSettings(Settings):
-    """Network address, access, queue and limits of the server."""
+    """The options of `moe-edge serve` for its address, access, queue and limits."""
 
     host: str = setting(
         "127.0.0.1",
@@ -111,7 +111,7 @@ class ServeSettings(Settings):
 
     @property
     def is_local(self) -> bool:
-        """Whether only this machine can connect."""
+        """Whether the server listens on an address that only this machine can reach."""
         if self.host == "localhost":
             return True
         try:
@@ -121,16 +121,19 @@ class ServeSettings(Settings):
 
     @property
     def hosts(self) -> frozenset[str]:
-        """The names that a Host header may have if the server is local."""
+        """The names that the Host header of a request may have if only this machine can connect."""
         more = (name.strip() for name in (self.allow_host or "").lower().split(","))
         return frozenset({*LOCAL_NAMES, self.host.lower(), *filter(None, more)})
 
     def most_body_bytes(self, n_ctx: int | None) -> int:
-        """Return the maximum size of a request. n_ctx: the --ctx that was given, or None."""
+        """Return the maximum length of a request's body in bytes.
+
+        n_ctx is the value of --ctx, or None if the option was not given.
+        """
         return self.body_limit or max(LEAST_BODY_BYTES, BODY_BYTES * (n_ctx or 0))
 
     def chat_template_text(self) -> str | None:
-        """Return the text of --chat-template; None if it was not given.
+        """Return the text in the file of --chat-template, or None if the option was not given.
 
         Raises TextFileError for a file that cannot be read or is not UTF-8, and ConfigError for an
         empty file.
@@ -143,9 +146,9 @@ class ServeSettings(Settings):
         return text
 
     def keys(self) -> frozenset[str]:
-        """Return the API keys; empty if requests need none.
+        """Return the API keys that clients may send, or an empty set if requests need no key.
 
-        Raises ConfigError if other machines can reach the server and it has no key, and
+        Raises ConfigError if other machines can reach the server and it has no key. Raises
         TextFileError for a key file that cannot be read or is not UTF-8.
         """
         keys = set() if self.api_key is None else {self.api_key.strip()}
@@ -169,9 +172,9 @@ _DEFAULTS = ("max_tokens", "temp", "top_k", "top_p", "min_p", "seed")
 
 
 def answer_settings() -> list[Setting]:
-    """Return the settings for answers and conversations that a server has.
+    """Return the settings whose values are the server's defaults for answers, such as temp.
 
-    They are the defaults for requests that do not set them.
+    A request that sets such a value itself overrides the default.
     """
     own = Config.declared()
     conversation = [each for each in own.values() if each.conversation]
@@ -179,7 +182,7 @@ def answer_settings() -> list[Setting]:
 
 
 def server_settings() -> dict[str, Setting]:
-    """Return all settings that `moe-edge serve` has an option for, by name."""
+    """Return all settings that are options of `moe-edge serve`, by name."""
     model = [one for one in Config.declared().values() if not (one.answer or one.conversation)]
     policies = policy_settings().values()
     shared = [*ServeSettings.declared().values(), *model, *policies, *answer_settings()]
@@ -187,10 +190,10 @@ def server_settings() -> dict[str, Setting]:
 
 
 def options_of(args: Mapping[str, Any]) -> tuple[Config, ServeSettings]:
-    """Parse options of `moe-edge serve` that do not come from a command line.
+    """Parse options of `moe-edge serve` that do not come from a command line, such as Ray's.
 
-    args: values by option name, such as `prompt-cache` or `prompt_cache`. Raises ConfigError for an
-    unknown option or a wrong value.
+    `args` maps names of options, such as `prompt-cache` or `prompt_cache`, to their values. Raises
+    ConfigError for an unknown option or a wrong value.
     """
     known = server_settings()
     given: dict[str, Any] = {}

@@ -17,15 +17,15 @@ _number = count(1)
 
 
 class Stopped(Exception):
-    """The server is shutting down while a model loads or a prompt is scored."""
+    """Raised if the server shuts down while a model loads or a prompt is scored."""
 
 
 class State:
-    """The shared state of the application.
+    """Everything that the requests of one server share: the model, keys, queues and threads.
 
-    served: the model; None until it is loaded. threads: prefix of the names of the server's
-    threads. all_metrics: returns the metrics of all replicas, if this server is one of several.
-    began_s: Unix time of the start.
+    `served` is the model, or None until it is loaded. `threads` is the prefix of the names of the
+    server's threads. `all_metrics` returns the metrics of all replicas if the server is part of a
+    fleet. `began_s` is the Unix time of the start.
     """
 
     def __init__(self, settings: ServeSettings) -> None:
@@ -46,9 +46,10 @@ class State:
         self.bodies = Bodies(self.quick, lambda: self.stopping)
 
     def ready(self) -> Served:
-        """Return the model.
+        """Return the loaded model.
 
-        Raises Refusal while it loads, during shutdown, and if the model file has changed.
+        Raises Refusal (an error response) while the model loads, during shutdown, and if the model
+        file has changed.
         """
         if self.stopping:
             raise STOPPING
@@ -58,7 +59,10 @@ class State:
         return self.served
 
     def check(self) -> None:
-        """Raise Refusal if the model can no longer answer correctly."""
+        """Raise Refusal (an error response) if the model can no longer answer correctly.
+
+        This happens if the model file has changed.
+        """
         fault = self.served.runtime.fault() if self.served is not None else ""
         if fault:
             raise Refusal(503, fault)

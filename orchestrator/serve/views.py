@@ -26,9 +26,10 @@ Labels = Mapping[str, str]
 
 
 def page_response() -> Response:
-    """Return the page, with a Content Security Policy that allows only its own script and style.
+    """Return the server's web page, with a Content Security Policy against foreign scripts.
 
-    The page may only connect to this server. HTML in an answer therefore cannot run scripts.
+    The policy allows only the page's own script and style, and connections to this server. HTML in
+    an answer therefore cannot run scripts.
     """
     text = PAGE.read_text(encoding="utf-8")
     may = (
@@ -51,19 +52,21 @@ def page_response() -> Response:
 
 
 def _digest(text: str, tag: str) -> str:
-    """Return the hash of an inline element for Content Security Policy (level 2, 7.17.2)."""
+    """Return the hash of the page's inline element `tag`, for its Content Security Policy.
+
+    The format is that of CSP level 2, section 7.17.2.
+    """
     (inner,) = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
     return "sha256-" + b64encode(hashlib.sha256(inner.encode()).digest()).decode()
 
 
 def picture(runtime: Runtime) -> dict[str, Any]:
-    """Return the data of the page.
+    """Return the data that the web page shows about the experts, as a JSON object.
 
-    It has the model, the tier of each expert, usage counts, cache hits, bytes read, and memory in
-    use.
-
-    resident and used: uint8 and little-endian uint32 [layers, experts] in base64. streams_below: if
-    no expert is managed, a --ram in bytes at which some experts would come from the disk.
+    `resident` is the precision (tier) in memory of each expert, uint8 [layers, experts] in base64.
+    `used` is how often tokens used each expert, little-endian uint32 of the same shape. If the
+    runtime manages no experts, `streams_below` is a --ram in bytes with which some experts would be
+    read from disk.
     """
     plan, stats = runtime.plan, runtime.stats()
     about = {"model": runtime.about.name, "mode": stats.mode, "memory": runtime.memory()}
@@ -85,7 +88,7 @@ def picture(runtime: Runtime) -> dict[str, Any]:
 
 
 def metrics_text(state: State, served: Served) -> str:
-    """Return our metrics in Prometheus' text format."""
+    """Return the server's own metrics, without llama.cpp's, in Prometheus' text format."""
     lines: list[str] = []
     last = ""
     for name, kind, help, labels, value in _samples(state, served):
@@ -98,7 +101,7 @@ def metrics_text(state: State, served: Served) -> str:
 
 
 def of_replica(text: str, replica: str) -> str:
-    """Add the label `replica` to all metrics of one server."""
+    """Return the metrics `text` of one server with the label `replica` added to each metric."""
 
     def named(sample: re.Match[str]) -> str:
         labels = f'{sample[2]},replica="{replica}"' if sample[2] else f'replica="{replica}"'
@@ -108,7 +111,7 @@ def of_replica(text: str, replica: str) -> str:
 
 
 def together(texts: Iterable[str]) -> str:
-    """Merge the metrics of several servers, so that each metric has one header."""
+    """Return the metrics of several servers as one text, in which each metric has one header."""
     families: dict[str, dict[str, None]] = {}
     for text in texts:
         for line in text.splitlines():
@@ -131,10 +134,22 @@ def _samples(state: State, served: Served) -> Iterator[tuple[str, str, str, Labe
         {},
         unread.n_bytes,
     )
-    yield "body_bytes", "gauge", "Bytes of requests that arrive or wait.", {}, bodies.kept_bytes
-    yield "bodies_waiting", "gauge", "Requests that wait to be read.", {}, bodies.waiting
+    yield (
+        "body_bytes",
+        "gauge",
+        "Bytes of request bodies that arrive or wait.",
+        {},
+        bodies.kept_bytes,
+    )
+    yield "bodies_waiting", "gauge", "Request bodies that wait to be parsed.", {}, bodies.waiting
     refused = bodies.refused
-    yield "bodies_refused_total", "counter", "Requests refused for lack of memory.", {}, refused
+    yield (
+        "bodies_refused_total",
+        "counter",
+        "Requests refused for lack of memory for their bodies.",
+        {},
+        refused,
+    )
     peak = peak_rss_bytes()
     yield "peak_resident_bytes", "gauge", "Peak resident memory of the process.", {}, peak
     plan, stats = served.runtime.plan, served.runtime.stats().counts
@@ -147,16 +162,28 @@ def _samples(state: State, served: Served) -> Iterator[tuple[str, str, str, Labe
         ("expert_hits_total", "Selected experts that were in memory.", stats.hits),
         ("demand_bytes_total", "Bytes read while a token waited for them.", stats.demand_bytes),
         ("prefetch_bytes_total", "Bytes prefetched.", stats.prefetch_bytes),
-        ("wait_microseconds_total", "Time that computing waited for reads.", stats.wait_us),
+        (
+            "wait_microseconds_total",
+            "Time that computing waited for reads of experts.",
+            stats.wait_us,
+        ),
     )
     for name, help, values in by_phase:
         for phase in Phase:
             yield name, "counter", help, {"phase": phase.name.lower()}, values[phase]
-    help = "Bytes read to change the tiers of resident experts."
+    help = "Bytes read to change the precision of experts in memory."
     yield "transition_bytes_total", "counter", help, {}, stats.transition_bytes
     for name, help, table in (
-        ("experts_decided_total", "Experts by the tier that the policy decided.", stats.routed),
-        ("matrices_computed_total", "Matrices by the tier that was computed.", stats.computed),
+        (
+            "experts_decided_total",
+            "Requested experts by the precision that the policy chose.",
+            stats.routed,
+        ),
+        (
+            "matrices_computed_total",
+            "Expert matrices by the precision in which they were computed.",
+            stats.computed,
+        ),
     ):
         for phase in Phase:
             for tier, count in zip(plan.tier_names, table[phase], strict=False):

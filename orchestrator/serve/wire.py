@@ -63,9 +63,9 @@ _WITHOUT_TIMINGS = (ANTHROPIC, RESPONSES)
 
 
 class Refusal(Exception):
-    """An error response: an HTTP status and one sentence.
+    """An error response to a client: an HTTP status and a message of one sentence.
 
-    more: further fields of the error; they override the standard ones.
+    `more` holds further fields of the JSON error. They override the standard fields.
     """
 
     def __init__(self, status: int, message: str, **more: Any) -> None:
@@ -73,14 +73,14 @@ class Refusal(Exception):
         self.status, self.message, self.more = status, message, more
 
     def as_object(self) -> dict[str, Any]:
-        """Return the error in the format that the SDKs of OpenAI and Anthropic read."""
+        """Return the error as JSON in the format that the SDKs of OpenAI and Anthropic read."""
         kind = KINDS.get(self.status, "server_error")
         error = {"code": self.status, "message": self.message, "type": kind, **self.more}
         return {"type": "error", "error": error}
 
     @property
     def headers(self) -> dict[str, str]:
-        """Header fields of the response."""
+        """Header fields of the error response. Overload errors say when to try again."""
         return {"retry-after": "1"} if self.status in (429, 503) else {}
 
 
@@ -88,24 +88,25 @@ STOPPING = Refusal(503, "the server is shutting down")
 
 
 def is_ollama(path: str) -> bool:
-    """Whether a path belongs to Ollama's API."""
+    """Return whether a path of the server belongs to Ollama's API."""
     return path.startswith("/api/")
 
 
 def ollama_error(message: str) -> dict[str, Any]:
-    """Return an error in the format that Ollama's clients read."""
+    """Return an error message as JSON in the format that Ollama's clients read."""
     return {"error": message}
 
 
 def beyond_context(what: str, n_tokens: int, n_ctx: int) -> Refusal:
-    """Return llama.cpp's error for a prompt that does not fit in a context of n_ctx tokens.
+    """Return llama.cpp's error response for a prompt that does not fit in the context.
 
-    n_tokens: length of the prompt, or a lower bound of it.
+    The message begins with `what`, such as "the prompt of 9000 tokens". n_tokens is the length of
+    the prompt or a lower bound of it, and n_ctx that of the context.
     """
+    exceeds = "exceed" if what.endswith("messages") else "exceeds"
     return Refusal(
         400,
-        f"{what} exceed{'' if what.endswith('messages') else 's'} the available context size, "
-        f"{n_ctx} tokens (--ctx)",
+        f"{what} {exceeds} the available context size, {n_ctx} tokens (--ctx)",
         type="exceed_context_size_error",
         n_prompt_tokens=n_tokens,
         n_ctx=n_ctx,
@@ -115,11 +116,11 @@ def beyond_context(what: str, n_tokens: int, n_ctx: int) -> Refusal:
 async def read_body(
     request: Request, most_bytes: int, useful_bytes: int, count: Callable[[int], None]
 ) -> bytes:
-    """Read and return the whole body of a request.
+    """Read the whole body of a request from its client, and return it.
 
-    count: called with the length so far. Raises Refusal as soon as the body, or its declared
-    length, exceeds most_bytes. useful_bytes: the length that the context could use, for the
-    message.
+    `count` is called with the length so far after each piece. Raises Refusal (an error response) as
+    soon as the body or its declared length exceeds most_bytes. The message suggests a limit of
+    useful_bytes, the length that the context could use.
     """
     body, said = bytearray(), request.headers.get("content-length", "")
     try:
@@ -136,17 +137,18 @@ async def read_body(
 
 
 def _too_long(most_bytes: int, useful_bytes: int) -> Refusal:
-    said = f"the request is longer than {format_size(most_bytes)} (--body-limit)"
-    if useful_bytes > most_bytes:
-        wanted = format_size(useful_bytes).replace(" ", "")
-        said += f": send less, or start the server with --body-limit {wanted}, the context's size"
-    return Refusal(413, said)
+    fault = f"the request is longer than {format_size(most_bytes)} (--body-limit)"
+    if useful_bytes <= most_bytes:
+        return Refusal(413, fault)
+    useful = format_size(useful_bytes).replace(" ", "")
+    return Refusal(413, f"{fault}: send less, or start the server with --body-limit {useful}")
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """Parse a body as a JSON object.
+    """Parse the body of a request as a JSON object.
 
-    Raises Refusal for anything else, for nesting deeper than MOST_DEPTH, and for lone surrogates.
+    Raises Refusal (an error response) for anything else, for nesting deeper than MOST_DEPTH, and
+    for lone surrogates.
     """
     try:
         data = json.loads(body.decode("utf-8-sig"), parse_constant=_no_constant)
@@ -168,7 +170,10 @@ def read_object(body: bytes) -> dict[str, Any]:
 
 
 def written(data: dict[str, Any]) -> bytes:
-    """Serialize a request for llama.cpp. Raises Refusal for infinite numbers."""
+    """Return a request as JSON text for llama.cpp.
+
+    Raises Refusal (an error response) for infinite numbers, which JSON does not have.
+    """
     try:
         return json.dumps(data, ensure_ascii=False, allow_nan=False).encode()
     except ValueError:
@@ -176,7 +181,11 @@ def written(data: dict[str, Any]) -> bytes:
 
 
 def levels(values: list[Any]) -> Iterator[list[Any]]:
-    """Yield a list of values, then the children of its objects and lists, level by level."""
+    """Yield the values of a JSON tree level by level.
+
+    The first list is `values` itself. Each further list holds the children of the objects and lists
+    in the list before.
+    """
     while values:
         yield values
         values = [
@@ -188,12 +197,12 @@ def levels(values: list[Any]) -> Iterator[list[Any]]:
 
 
 def _no_constant(name: str) -> float:
-    """Refuse NaN and Infinity, which Python's parser would accept."""
+    """Raise ValueError for NaN and Infinity, which Python's JSON parser would accept."""
     raise ValueError(name)
 
 
 def without_empty_events(events: bytes) -> bytes:
-    """Return a stream's events without the empty ones (`data: null`).
+    """Return a stream's events without the empty events (`data: null`).
 
     llama.cpp sends empty events between the answers to several prompts.
     """
@@ -204,15 +213,16 @@ def without_empty_events(events: bytes) -> bytes:
 
 
 def is_whole(last: bytes, is_stream: bool) -> bool:
-    """Whether an answer is complete. last: its last non-empty part."""
+    """Return whether an answer is complete, given its last part that is not empty."""
     return bool(last) and (not is_stream or any(mark in last for mark in _LAST_EVENTS))
 
 
 def failure_at(status: int, text: bytes) -> int:
-    """Return the offset at which llama.cpp's answer reports a failed step or grammar, or -1.
+    """Return the offset of an error report in llama.cpp's answer, or -1 if there is none.
 
-    text: whole events if the answer is a stream. The same words in the model's own text do not
-    count.
+    Only reports of a failed decoding step and of a grammar that was given up are searched. In a
+    stream, `text` holds whole events. The words of such a report do not count if the model itself
+    generated them.
     """
     if STEP_FAILED not in text and GRAMMAR_FAILED not in text:
         return -1
@@ -228,9 +238,9 @@ def failure_at(status: int, text: bytes) -> int:
 
 
 def grammar_failure(text: bytes) -> str | None:
-    """Return the reason why an answer's grammar was given up; None for another failure.
+    """Return why llama.cpp gave up an answer's grammar, or None for another failure.
 
-    text: the answer from the offset of `failure_at` on.
+    `text` is the answer from the offset on at which `failure_at` found the failure.
     """
     at = text.find(GRAMMAR_FAILED)
     sentence = text[at:].partition(b": ")[2].partition(b'"')[0]
@@ -238,9 +248,9 @@ def grammar_failure(text: bytes) -> str | None:
 
 
 def progress_of(events: bytes) -> bytes:
-    """Return the last event if it reports how much of the prompt is read, else b"".
+    """Return the last of a stream's events if it reports how much of the prompt is read.
 
-    Only streams whose events have no name (chat and completions) get such reports repeated.
+    Otherwise returns b"". Named events, which Anthropic's clients get, are not searched.
     """
     last = events.removesuffix(EVENT_END).rpartition(EVENT_END)[2]
     reports = last.startswith(b"data: {") and b'"prompt_progress"' in last
@@ -248,7 +258,10 @@ def progress_of(events: bytes) -> bytes:
 
 
 def with_progress(event: bytes, n_tokens: float) -> bytes:
-    """Return a progress event with n_tokens more tokens read, at most the whole prompt."""
+    """Return a progress event of a stream, changed to report n_tokens more prompt tokens as read.
+
+    The number of tokens never exceeds the length of the prompt.
+    """
 
     def change(data: Any) -> Any:
         progress = data["prompt_progress"]
@@ -259,7 +272,7 @@ def with_progress(event: bytes, n_tokens: float) -> bytes:
 
 
 def message_of(part: bytes) -> str:
-    """Return the message of an error from llama.cpp."""
+    """Return the message in an error answer from llama.cpp."""
     try:
         return str(json.loads(part)["error"]["message"])
     except (ValueError, KeyError, TypeError):
@@ -267,15 +280,16 @@ def message_of(part: bytes) -> str:
 
 
 def error_event(route: str, error: bytes) -> bytes:
-    """Return an error's JSON as an event, in the stream format of the path."""
+    """Return an error (JSON) as an event of a stream, in the format of the path `route`."""
     head = b"event: error\n" if route == ANTHROPIC else b""
     return head + b"data: " + error + b"\n\n"
 
 
 def has_costs(part: bytes, is_stream: bool, route: str) -> bool:
-    """Whether this part of an answer should get the costs.
+    """Return whether the measurements of the experts belong in this part of an answer.
 
-    It should if it has `timings`, or if it is complete and its path never has them.
+    These measurements (cache hits, bytes read and others) belong in a part with `timings`. On paths
+    whose answers have no `timings`, they belong in the complete answer.
     """
     if not is_stream and route in _WITHOUT_TIMINGS:
         return True
@@ -283,10 +297,11 @@ def has_costs(part: bytes, is_stream: bool, route: str) -> bool:
 
 
 def with_costs(part: bytes, costs: dict[str, Any], is_stream: bool, route: str) -> bytes:
-    """Return a part of an answer with the costs added to `timings`, which is created if needed.
+    """Return a part of an answer with the measurements of its experts added to `timings`.
 
-    Without costs the part is unchanged. The JSON is edited as text: parsing a large answer would
-    block other clients.
+    These measurements (`costs`) are cache hits, bytes read and others. A part without `timings`
+    gets this field. The JSON is edited as text, because parsing a large answer would block other
+    clients.
     """
     if not costs:
         return part
@@ -300,16 +315,18 @@ def with_costs(part: bytes, costs: dict[str, Any], is_stream: bool, route: str) 
 
 
 def _extend_timings(text: bytes, ours: bytes) -> bytes:
-    """Insert the costs at the start of `timings`.
+    """Return JSON text with the measurements `ours` inserted at the start of each `timings` object.
 
-    Inside a JSON string the quotes of the name would be escaped, so this matches only property
-    names.
+    Only property names match, because the quotes of a name inside a JSON string would be escaped.
     """
     return _TIMINGS.sub(lambda found: found[0] + ours + (b"" if found[1] else b","), text)
 
 
 def _append_timings(text: bytes, ours: bytes) -> bytes:
-    """Append `timings` with the costs to a JSON object."""
+    """Return the JSON text of an object with a new property `timings`.
+
+    The property holds the measurements `ours`.
+    """
     whole = text.rstrip()
     if not whole.endswith(b"}"):
         return text
@@ -318,19 +335,22 @@ def _append_timings(text: bytes, ours: bytes) -> bytes:
 
 
 def mapped(part: bytes, is_stream: bool, change: Callable[[Any], Any]) -> bytes:
-    """Apply `change` to the JSON of a part of an answer.
+    """Return a part of an answer after applying `change` to its parsed JSON.
 
-    It is applied to all of it, or to each event of a stream.
+    In a stream, `change` is applied to each event.
 
-    This blocks all other threads, because one call of `json` holds Python's lock. Complete answers
-    are short enough for that: 240 KB with probabilities, the most that fits in memory, take 12 ms,
-    and a text of 131,072 tokens takes 5 ms.
+    One call of `json` holds Python's lock and so blocks all other threads. Complete answers are
+    short enough: 240 KB with probabilities, the longest that fits in memory, take 12 ms. A text of
+    131,072 tokens takes 5 ms.
     """
     return _each(part, is_stream, lambda text: _changed(text, change))
 
 
 def _each(part: bytes, is_stream: bool, change: Callable[[bytes], bytes]) -> bytes:
-    """Apply `change` to the JSON text of a part: to all of it, or to each event of a stream."""
+    """Return a part of an answer after applying `change` to its JSON text.
+
+    In a stream, `change` is applied to the text of each event.
+    """
     if not is_stream:
         return change(part)
     mark = b"data: "
@@ -349,7 +369,10 @@ def _changed(text: bytes, change: Callable[[Any], Any]) -> bytes:
 
 
 def limit_of(data: dict[str, Any]) -> int | None:
-    """Return the request's limit of generated tokens, as llama.cpp reads it; None for no limit."""
+    """Return the limit of generated tokens in a request, or None if it has no limit.
+
+    llama.cpp knows several names for this field, which are searched in its order of precedence.
+    """
     for name in LIMITS:
         if name in data:
             limit = int(data[name])
@@ -358,10 +381,13 @@ def limit_of(data: dict[str, Any]) -> int | None:
 
 
 class Shaping:
-    """Converts llama.cpp's answer to the format that the client of one request expects."""
+    """Converts llama.cpp's answers to the format that the client of one request expects."""
 
     def __init__(self, route: str, data: dict[str, Any]) -> None:
-        """data: the request's fields as the client sent them."""
+        """Choose the conversion for a request.
+
+        `data` holds the fields of the request as the client sent them.
+        """
         self._route = route
         self._stops = data.get("stop_sequences") or ()
         asked = data.get("logprobs")
@@ -377,7 +403,10 @@ class Shaping:
         )
 
     def shape(self, part: bytes, is_stream: bool) -> bytes:
-        """Convert a part of the answer: all of it, or whole events of a stream."""
+        """Return a part of llama.cpp's answer in the format that the client expects.
+
+        The part is the whole answer, or whole events of a stream.
+        """
         return mapped(part, is_stream, self._change)
 
     def _change(self, data: Any) -> Any:
@@ -412,7 +441,8 @@ class Shaping:
 def completion_logprobs(tokens: list[dict[str, Any]], begin: int, with_top: bool) -> dict[str, Any]:
     """Return token probabilities in the format of OpenAI's completions.
 
-    tokens: entries in the chat format. begin: number of characters of the answer before them.
+    `tokens` has them in OpenAI's chat format. The answer has `begin` characters before these
+    tokens. `with_top` tells whether to include the alternatives of each token.
     """
     offsets, at = [], begin
     for token in tokens:
@@ -431,7 +461,10 @@ def completion_logprobs(tokens: list[dict[str, Any]], begin: int, with_top: bool
 
 
 def _empty(answer: dict[str, Any]) -> None:
-    """Remove the one token from an answer for which the client wanted none."""
+    """Remove the generated token from an answer to a request with a limit of 0 tokens.
+
+    llama.cpp reads the prompt only if it generates at least one token.
+    """
     for choice in answer.get("choices") or ():
         choice["text"], choice["logprobs"] = "", None
         if choice.get("finish_reason") is not None:
@@ -449,10 +482,10 @@ def _empty(answer: dict[str, Any]) -> None:
 
 
 def _stopped(answer: Any, stops: Any) -> None:
-    """Correct the stop reason of one of Anthropic's answers, in place.
+    """Correct the stop reason in an answer of Anthropic's format, in place.
 
-    Only the client's own stop sequences are reported. llama.cpp also reports those of the chat
-    template.
+    Only the stop sequences of the client (`stops`) may be reported. llama.cpp also reports those of
+    the chat template.
     """
     if not isinstance(answer, dict) or "stop_sequence" not in answer:
         return
@@ -463,7 +496,10 @@ def _stopped(answer: Any, stops: Any) -> None:
 
 
 def anthropic_error(data: Any) -> Any:
-    """Wrap an error from llama.cpp in the object that Anthropic's clients expect."""
+    """Return an error from llama.cpp in the format that Anthropic's clients expect.
+
+    Other data is returned unchanged.
+    """
     if isinstance(data, dict) and "type" not in data and isinstance(data.get("error"), dict):
         return {"type": "error", **data}
     if isinstance(data, dict) and "message" in data and "code" in data:

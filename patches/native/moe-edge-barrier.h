@@ -1,9 +1,10 @@
-// The barrier at which ggml's compute threads wait for each other, by spinning or by sleeping.
+// Implements the barrier at which ggml's compute threads wait for each other, by spinning or by sleeping.
 //
-// A token has hundreds of barriers. On an idle machine the last thread arrives within microseconds, and a thread that
-// sleeps wakes up too late. When other processes run, a thread may lose its core for milliseconds, and a thread that
-// spins meanwhile occupies the core on which the late thread could continue. Therefore the last thread to arrive checks
-// how long it was runnable without a core. If that was long, all threads sleep instead of spinning for a while.
+// The computation of a token has hundreds of barriers. On an idle machine the last thread arrives within microseconds,
+// so waiting threads should spin: a thread that sleeps wakes up too late. On a busy machine a thread may lose its core
+// for milliseconds, and a spinning thread may occupy the core on which the late thread could continue. Therefore the
+// last thread to arrive checks how long it was runnable without a core. If that time was long, all threads sleep at
+// barriers, instead of spinning, for a while.
 
 #pragma once
 
@@ -22,14 +23,15 @@
 #define MOE_EDGE_SPIN_NS    300000LL  // longer than a policy needs to decide about a layer
 #define MOE_EDGE_SPIN_ROUND 32        // checks of the other threads between two reads of the clock
 
-// A thread counts as sharing its core if it was runnable without a core for at least this fraction (1/8) of a period. A
-// period shorter than MOE_EDGE_LOOK_NS counts as that long: on every idle machine, small tasks displace a thread for a
-// millisecond, which must not count. Another process that computes takes a whole time slice.
+// The thresholds for deciding that a thread shares its core with another process. It does if it was runnable without a
+// core for at least this fraction (1/8) of a period. A period shorter than MOE_EDGE_LOOK_NS counts as MOE_EDGE_LOOK_NS:
+// small system tasks, which run on every idle machine, take the core for about a millisecond and must not count.
 #define MOE_EDGE_DELAY_PART 8
 #define MOE_EDGE_LOOK_NS    20000000LL
 
-// How long the threads sleep instead of spinning: one time slice at first. The time doubles if threads spin again and a
-// core is still shared within MOE_EDGE_FORGET_NS. Occasional work of another process has ended by then.
+// The time during which threads sleep at barriers instead of spinning. It is one time slice at first. It doubles if a
+// core is still shared within MOE_EDGE_FORGET_NS after the threads began to spin again. If another process works only
+// occasionally, it has finished by then.
 #define MOE_EDGE_SHARED_NS      4000000LL
 #define MOE_EDGE_MOST_SHARED_NS 256000000LL
 #define MOE_EDGE_FORGET_NS      40000000LL
@@ -37,15 +39,15 @@
 static atomic_llong moe_edge_shared_until;  // time until which no thread spins
 static atomic_llong moe_edge_shared_ns;     // the last duration of sleeping
 
-// The state of this thread at the start of the period that is being judged.
+// The state of this thread at the start of the period for which it judges whether it shares its core.
 static _Thread_local struct {
     int       file;  // its kernel statistics (schedstat); 0: not opened yet, -1: not available
     long long at_ns;
     long long delay_ns;
 } moe_edge_late;
 
-// Implemented in moe-edge-cpu: registers the calling thread as a compute thread, so that its waits for a core are
-// counted.
+// Registers the calling thread as a compute thread, so that the time in which it is runnable without a core is counted.
+// Implemented in moe-edge-delay.cpp.
 void moe_edge_compute_thread(void);
 
 static _Thread_local int moe_edge_known;
@@ -72,8 +74,9 @@ static inline long long moe_edge_delay_ns(void) {
     return sscanf(text, "%*s %lld", &delay_ns) == 1 ? delay_ns : -1;
 }
 
-// Decides whether this thread shares its core. delay_ns is its total runnable time without a core until now. While the
-// threads sleep, each barrier wakes them, and they are runnable until they run; that time does not count.
+// Decides whether this thread shares its core with another process, and if so, makes the threads sleep at barriers for
+// a while. delay_ns: total time until now for which this thread was runnable without a core. A period in which the
+// threads slept is not judged. A thread that is woken is runnable before it runs, so sleeping itself adds to the delay.
 static inline void moe_edge_barrier_judge(long long now, long long delay_ns) {
     const long long until = atomic_load_explicit(&moe_edge_shared_until, memory_order_relaxed);
     const long long delay = delay_ns - moe_edge_late.delay_ns, time = now - moe_edge_late.at_ns;
@@ -93,7 +96,8 @@ static inline void moe_edge_barrier_judge(long long now, long long delay_ns) {
     atomic_store_explicit(&moe_edge_shared_until, now + more, memory_order_relaxed);
 }
 
-// Called by the last thread to arrive, which made others wait: checks whether it was late because it had no core.
+// Called by the last thread to arrive at a barrier if other threads already sleep there. Checks whether the thread was
+// late because it had no core.
 static inline void moe_edge_barrier_late(void) {
     const long long now = moe_edge_barrier_ns();
     if (now >= atomic_load_explicit(&moe_edge_shared_until, memory_order_relaxed)) {
@@ -101,8 +105,9 @@ static inline void moe_edge_barrier_late(void) {
     }
 }
 
-// Waits until all n_threads threads have arrived. `arrived` counts them and is 0 between barriers. `passed` increases
-// by 2 with each completed barrier and is odd while a thread sleeps until it changes.
+// Waits until all n_threads threads have called this function. `arrived` counts the threads at the barrier and is 0
+// between barriers. `passed` increases by 2 when the barrier is completed. It is odd while a thread sleeps at the
+// barrier.
 static inline void moe_edge_barrier(atomic_int * arrived, atomic_int * passed, int n_threads, void (*relax)(void)) {
     if (!moe_edge_known) {
         moe_edge_known = 1;
@@ -128,7 +133,8 @@ static inline void moe_edge_barrier(atomic_int * arrived, atomic_int * passed, i
         start = start == 0 ? now : start;
         if (now - start > MOE_EDGE_SPIN_NS || now < atomic_load_explicit(&moe_edge_shared_until, memory_order_relaxed)) {
             int expected = before;
-            // The exchange fails if another thread already sleeps, or if the barrier was passed.
+            // The exchange fails if another thread already sleeps at this barrier, or if the barrier was completed
+            // meanwhile.
             atomic_compare_exchange_strong_explicit(passed, &expected, before | 1, memory_order_seq_cst, memory_order_seq_cst);
             if ((expected & ~1) == before) {
                 syscall(SYS_futex, passed, FUTEX_WAIT_PRIVATE, before | 1, NULL, NULL, 0);

@@ -1,5 +1,5 @@
-// The KV cells of several sequences: their places, how many are used, and which memory is released when cells
-// are removed.
+// Manages the KV cells of a cache that several sequences share: chooses the cells of new tokens, counts the used cells,
+// and releases memory when cells are removed.
 
 #pragma once
 
@@ -11,14 +11,14 @@
 #include <numeric>
 #include <vector>
 
-// Number of adjacent KV cells that one sequence takes at a time. When a sequence is removed, its runs are released as
-// whole pages.
+// Number of adjacent KV cells that are assigned to one sequence at a time, called a run of cells. If a sequence has
+// whole runs, its memory can be released in whole pages when it is removed.
 constexpr uint32_t MOE_EDGE_CELL_RUN = 256;
 
-// Chooses a KV cell for each token of a batch, in the order of the tokens. Each sequence continues after its last cell.
-// At the end of a run, or if the next cell is in use, it continues with a run of free cells. Returns false and no cells
-// if there is only one sequence, if there is no free run, or if the cache is not one of ours; llama.cpp then searches
-// for free cells in its own way.
+// Chooses a KV cell for each token of a batch, in the order of the tokens, and appends it to `taken`. Each sequence
+// continues with the cell after its last one. If that cell is in use, or its run of MOE_EDGE_CELL_RUN cells is full,
+// the sequence continues in a run of free cells. Returns false and no cells if there is only one sequence, if there is
+// no free run, or if the cache does not use our buffer type. llama.cpp then searches for free cells in its own way.
 template <typename Cells, typename Layers, typename Batch>
 bool moe_edge_take_runs(const Cells & cells, const Layers & layers, const Batch & batch, std::vector<uint32_t> & taken) {
     const bool is_alone = batch.n_seqs_unq == 1 && cells.seq_pos_get(batch.seq_id_unq[0]).size() == cells.get_used();
@@ -55,12 +55,13 @@ bool moe_edge_take_runs(const Cells & cells, const Layers & layers, const Batch 
     return true;
 }
 
-// Exists while cells are added or removed. Its destructor counts the used cells and, if many were removed, releases the
-// pages that hold only free cells. cells: the cells of each stream. layers: the layers with their K and V tensors of
-// each stream.
+// An object that exists while KV cells are added or removed. Its destructor counts the used cells. If many cells were
+// removed, it also releases the memory pages that hold only free cells. cells: the cells of each stream. layers: the
+// layers with their K and V tensors of each stream.
 template <typename Cells, typename Layers> class moe_edge_cells_change {
   public:
-    // transposed: the V cache is transposed, so that each of its rows holds one dimension of all cells.
+    // Counts the cells that are used before the change. transposed: whether the V cache is transposed, so that a row
+    // holds one dimension of all cells.
     moe_edge_cells_change(const Cells & cells, const Layers & layers, bool transposed)
         : cells(cells), layers(layers), transposed(transposed), used_before(used()) {}
     moe_edge_cells_change(const moe_edge_cells_change &) = delete;
@@ -100,8 +101,8 @@ template <typename Cells, typename Layers> class moe_edge_cells_change {
         }
     }
 
-    // Releases all long runs of free cells, including those freed earlier: releasing pages that are not resident costs
-    // almost nothing.
+    // Releases the pages of all long runs of free cells in a stream. The runs include cells that were freed earlier,
+    // because releasing pages that are not resident costs almost nothing.
     void drop(size_t stream) const {
         const auto & own = cells[stream];
         for (uint32_t begin = 0, end; begin < own.size(); begin = end + 1) {

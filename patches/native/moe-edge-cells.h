@@ -1,9 +1,9 @@
-// Cache entries. A moe_edge_cell is the cache entry of one (layer, kind, expert): its resident tier, the running step's
-// request for it, and its load.
+// Defines cache entries and their state machine. A moe_edge_cell is the cache entry of one weight matrix: one (layer,
+// kind, expert). It holds the resident version (a tier in a slot), the request of the running step, and the load; at
+// most one of each. All state changes go through the named functions, which throw std::logic_error if called in the
+// wrong state. The store's mutex guards entries.
 //
-// An entry has at most one resident version (a tier in a slot), one request and one load. All state changes go through
-// the named functions; a function that is called in the wrong state throws std::logic_error. The store's mutex guards
-// entries.
+// A load goes through these stages:
 //
 //   stage     bytes read     destination of the bytes             next
 //   QUEUED    none           its slot; a prefetch has none yet    is read, or cancelled
@@ -12,8 +12,8 @@
 //   FETCHED   all            the host tier; no op waits for them  is copied in its turn, or cancelled
 //   COPIED    all            its slot: the copy is enqueued       is published; a revoked transition is discarded
 //
-// If the slots are in host memory, a load is only QUEUED or READING. A load in place has no slot: it goes to the host
-// tier, and stays until the op that requested it has used it there.
+// If the slots are in host memory, a load is only QUEUED or READING. A load in place has no slot: its bytes stay in the
+// host tier until the op that requested them has used them there.
 
 #pragma once
 
@@ -25,7 +25,8 @@
 #include <string>
 #include <variant>
 
-// Why a load was started. The slot of an AHEAD load counts as prefetched, unless a step requested it before it arrived.
+// The reason for which a load was started. The slot of an AHEAD load (a prefetch) counts as prefetched, unless a step
+// requested the expert before the load arrived.
 enum class moe_edge_purpose : uint8_t {
     DEMAND,      // requested by a step or a warm start, or a revoked transition
     AHEAD,       // a prefetch
@@ -46,15 +47,18 @@ enum class moe_edge_fate : uint8_t {
 
 class moe_edge_load {
   public:
-    // Creates a load into a slot that was taken for it. order: position among loads of the same urgency.
+    // Creates a load into a slot that has already been taken for it. order: the position of this load among loads of
+    // the same urgency.
     static moe_edge_load into_slot(int8_t tier, moe_edge_purpose purpose, int32_t order, int32_t slot);
-    // Creates a prefetch, which takes its slot later.
+    // Creates a load for a prefetch. The prefetch has no slot yet: `claim` says how it will ask its pool for one later.
     static moe_edge_load ahead(int8_t tier, moe_edge_purpose purpose, int32_t order, const moe_edge_claim & claim);
-    // For the step, without a slot: threads of the host compute it.
+    // Creates a load without a slot, for a request of the running step. Host threads will compute the expert in the
+    // host tier.
     static moe_edge_load in_place_of_slot(int8_t tier);
 
-    // Set the source of the bytes. One of them is called once, before the load is queued: for a read from disk in this
-    // many parts, or for a slice that is in this slot of the host tier.
+    // The next two functions set the source of the bytes. Exactly one of them is called, once, before the load is
+    // queued. reads_parts: the bytes are read from disk in this many parts. finds: the bytes are already in this slot
+    // of the host tier.
     void reads_parts(int32_t parts);
     void finds(int32_t in_host_slot);
 
@@ -70,14 +74,14 @@ class moe_edge_load {
     bool ahead() const { return why == moe_edge_purpose::AHEAD || why == moe_edge_purpose::AFTER_USE; }
     bool in_transition() const { return why == moe_edge_purpose::TRANSITION; }
     bool in_place() const { return why == moe_edge_purpose::COMPUTE; }
-    // Neither ahead nor a transition: it is read and copied before those.
+    // Whether a step or a warm start waits for this load. It is then read and copied before prefetches and transitions.
     bool awaited() const { return !ahead() && !in_transition(); }
     bool has_slot() const { return std::holds_alternative<int32_t>(to); }
-    bool slotless() const { return std::holds_alternative<moe_edge_claim>(to); }  // needs a slot and has none yet;
-                                                                                  // false for a load in place
+    // Whether this load needs a slot and has none yet. False for a load whose bytes an op will use in the host tier.
+    bool slotless() const { return std::holds_alternative<moe_edge_claim>(to); }
     const moe_edge_claim & claim() const { return std::get<moe_edge_claim>(to); }
 
-    // All bytes are in the host tier; only a copy may be missing.
+    // Whether all bytes of this load are in the host tier, so that at most a copy to the device is missing.
     bool in_host_tier() const { return at == moe_edge_stage::FOUND || at == moe_edge_stage::FETCHED; }
     bool copied() const { return at == moe_edge_stage::COPIED; }
     bool good() const { return end == moe_edge_fate::USED; }
@@ -85,11 +89,12 @@ class moe_edge_load {
     bool has_failed() const { return end == moe_edge_fate::FAILED; }
     // All bytes are, or will be, read.
     bool entire() const { return end == moe_edge_fate::USED || end == moe_edge_fate::UNWANTED; }
-    // In the queue: a part is still to be read, or the copy is to be made.
+    // Whether this load is in a queue, because a part of it has not been started or its copy has not been enqueued.
     bool queued() const { return left > 0; }
-    // In the queue, and no thread has started it: it can be cancelled.
+    // Whether this load is in a queue and no thread has started it, so that it can be cancelled.
     bool untouched() const { return left > 0 && at != moe_edge_stage::READING; }
-    // No part is left and no thread is working on it, whatever its fate.
+    // Whether no part of this load is left and no thread is working on it. True for complete, cancelled and failed
+    // loads.
     bool arrived() const { return left == 0 && running == 0; }
     bool in_last_part() const { return left == 0 && running == 1; }
 
@@ -104,13 +109,13 @@ class moe_edge_load {
     void fetched();                         // the bytes stay in the host tier until the copy's turn
     void leave_copies();                    // the copy's turn has come
     void copy_enqueued();
-    void give_up();                         // ends the load without a slot: remaining parts are not read, and complete
-                                            // bytes stay in the host tier
+    // Ends the load without a result. Its remaining parts are not read. Bytes that are complete stay in the host tier.
+    void give_up();
     void revoke();                          // ends a transition like give_up; it becomes an ordinary load
     void fail();                            // ends the load because a read or copy failed
 
-    // Returns an empty string, or the violated invariant. staged: the load passes through the host tier. A store with a
-    // host tier may also have loads that do not.
+    // Checks the invariants of this load. Returns an empty string, or one that describes the violated invariant.
+    // staged: whether the load passes through the host tier; a store with a host tier may also have loads that do not.
     std::string check(bool staged) const;
 
   private:
@@ -125,8 +130,8 @@ class moe_edge_load {
     int32_t          turn;
     int32_t          in_host = -1;  // its slot of the host tier
     uint32_t         sum     = 0;   // XOR of the CRC-32 shares of the parts read so far
-    std::variant<std::monostate, int32_t, moe_edge_claim> to;  // nothing (in place), its slot, or its later claim on
-                                                               // the pool
+    // The destination: nothing for a load in place, its slot, or the claim with which it will ask its pool for a slot.
+    std::variant<std::monostate, int32_t, moe_edge_claim> to;
 };
 
 class moe_edge_cell {
@@ -147,21 +152,24 @@ class moe_edge_cell {
     moe_edge_load *       load() { return bringing ? &*bringing : nullptr; }
     const moe_edge_load * load() const { return bringing ? &*bringing : nullptr; }
 
-    // An op of the running step will read it. A version that satisfies the request is not evicted.
+    // Whether an op of the running step will read this entry. A resident version that satisfies the request is not
+    // evicted.
     bool pinned() const { return asked && asked_tier != MOE_EDGE_SKIP; }
     bool satisfied() const { return as_good_as(asked_tier); }
     bool lacks() const { return pinned() && !satisfied(); }
     bool in_transition() const { return bringing && bringing->in_transition(); }
     bool arrived() const { return bringing && bringing->arrived(); }
-    // An op may use the load in place, until release().
+    // Whether an op may use the loaded bytes of this entry in the host tier. The op may do so until release().
     bool serves() const {
         return bringing && bringing->in_place() && bringing->arrived() && bringing->good() && pinned() && bringing->tier() <= asked_tier;
     }
-    // Whether it appears in prefetch list number `list` or a later one.
+    // Whether the prefetch list with this number, or a later list, contains this entry.
     bool foreseen_since(uint64_t list) const { return in_list >= list; }
 
     // ---- state changes
-    // Records a request of the step. Returns whether it is the step's first request for this entry.
+
+    // Records that the running step requests this entry in a tier. passing: whether it is a streaming request, for a
+    // prompt that needs nearly all experts. Returns whether it is the step's first request for this entry.
     bool decide(uint8_t tier, bool passing) {
         const bool first = !asked;
         asked       = true;
@@ -180,7 +188,7 @@ class moe_edge_cell {
     void move(int32_t slot);                  // the resident version moved to another slot
     void drop();                              // the resident version was evicted
 
-    // Returns an empty string, or the violated invariant.
+    // Checks the invariants of this entry. Returns an empty string, or one that describes the violated invariant.
     std::string check(bool staged) const;
 
   private:

@@ -1,11 +1,11 @@
-// Verification of the store's invariants, for tests. May run while other threads use the store.
+// Checks the store's invariants, for tests. A check may run while other threads use the store.
 
 #include "moe-edge-store.h"
 #include "moe-edge-util.h"
 
 #include <map>
 
-// Whether a table entry points to the slot of the resident tier.
+// Returns whether the table, in which ops find experts, points to the slot of the cache entry's resident tier.
 bool moe_edge_store::lies_in_slot(int32_t cell, const moe_edge_entry & entry) {
     const auto & c    = cells[cell];
     const auto & pool = pool_of(cell, c.tier());
@@ -32,7 +32,8 @@ std::string moe_edge_store::check() {
             if (complete == loading || complete != (s.is == moe_edge_pool::state::COMPLETE)) {
                 return format("group %zu, slot %d: its cell does not own it", g, i);
             }
-            // The order of the two calls matters: both results only ever change from false to true.
+            // Check `after` first. Both tickets may pass between the two checks, and a passed ticket stays passed. In
+            // the other order, a correct pair of copies could look like an error.
             if (host && loading && load->copied() && device->passed(s.after) && !device->passed(s.behind)) {
                 return format("group %zu, slot %d: a copy overtook the copy that it had to wait for", g, i);
             }

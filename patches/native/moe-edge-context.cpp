@@ -1,4 +1,4 @@
-// The hooks in a context: one step of the store around each micro-batch.
+// Implements the hooks in a llama_context: each micro-batch is computed as one step of the store.
 
 #include "moe-edge-hook.h"
 #include "moe-edge-cpu.h"
@@ -25,8 +25,8 @@ hook_model * attached_to(const llama_model & model) {
     return it == moe_edge_attached.models.end() ? nullptr : it->second.get();
 }
 
-// Contexts that adapt their number of threads. Never destroyed, because a context may outlive this library's other
-// statics.
+// The contexts that adapt their number of threads to the load. The object is never destroyed, because a context may
+// outlive this library's other static objects.
 struct adapting_contexts {
     std::shared_mutex mutex;
     std::unordered_map<const llama_context *, std::unique_ptr<moe_edge_threads>> threads;
@@ -46,8 +46,8 @@ void add_new(std::vector<int32_t> & sequences, int32_t sequence) {
     }
 }
 
-// Describes a micro-batch to the store. whole: the batch passed to llama_decode, of which ubatch is a part. Without
-// declared_phases, infers the phase of each token as documented at moe_edge_set_phase.
+// Describes a micro-batch to the store. ubatch: the micro-batch. whole: the batch passed to llama_decode, of which
+// ubatch is a part. Without declared_phases, the phase of each token is inferred as documented at moe_edge_set_phase.
 moe_edge_batch describe(
         const llama_ubatch & ubatch, const llama_batch & whole,
         const std::optional<moe_edge_token_phases> & declared_phases) {
@@ -78,8 +78,9 @@ moe_edge_batch describe(
     return out;
 }
 
-// Prefetches the experts that are determined by token ids, so that no prediction is needed: for all such layers at
-// once, before the first of them runs. In prefill the prefetches are streaming requests.
+// Prefetches the experts of layers in which the token's id determines the experts, so that no prediction is needed.
+// This is done for all such layers at once, before the first of them is computed. In prefill the prefetches are
+// streaming requests, which do not count as a use.
 void load_chosen(const hook_model & model, const llama_ubatch & ubatch) {
     moe_edge_store & store = *model.store;
     if (store.n_ahead == 0 || !ubatch.token) {
@@ -104,8 +105,8 @@ void load_chosen(const hook_model & model, const llama_ubatch & ubatch) {
     }
 }
 
-// Returns a phrase if no token can be sampled from a row of logits, or null if one can. Single values of -inf are
-// valid.
+// Checks whether a token can be sampled from a row of n logits. Returns null if it can, otherwise the beginning of a
+// phrase that describes the fault. A row may contain single values of -inf.
 const char * fault_of(const float * row, int64_t n) {
     int n_nan = 0, n_finite = 0;
     for (int64_t i = 0; i < n; i++) {
@@ -115,7 +116,8 @@ const char * fault_of(const float * row, int64_t n) {
     return n_nan ? "NaN among" : n_finite == 0 ? "no finite value in" : nullptr;
 }
 
-// Returns one sentence about the first unusable row of a step's logits, or an empty string.
+// Looks for a row of a step's logits from which no token can be sampled. Returns one sentence about the first such row,
+// or an empty string.
 std::string logits_fault(const ggml_tensor * logits, int64_t n_rows) {
     std::vector<float> copy;
     for (int64_t i = 0; logits && i < std::min(n_rows, logits->ne[1]); i++) {
@@ -138,7 +140,8 @@ std::string logits_fault(const ggml_tensor * logits, int64_t n_rows) {
 // Return values of llama_decode.
 const int32_t DECODE_ABORTED = 2, DECODE_FAILED = -3;
 
-// Number of tokens that may be added after a batch without calling the room callback again.
+// After the room callback has granted memory for a batch, this many more tokens may be computed before it is called
+// again.
 const uint32_t TOKENS_AHEAD = 256;
 
 moe_edge_room_hook::moe_edge_room_hook(llama_context & ctx, uint32_t n_tokens, uint64_t n_bytes)
@@ -173,11 +176,12 @@ moe_edge_room_hook::moe_edge_room_hook(llama_context & ctx, uint32_t n_tokens, u
         lay_out(model->store->laid_out);
     } catch (const std::exception & error) {
         model->store->laid_out = 0;
-        refuse(std::string("there is no memory for the step: ") + error.what());
+        refuse(std::string("memory for the step cannot be allocated: ") + error.what());
     }
 }
 
-// Makes the batch fail with this sentence. A batch that was cancelled while it waited does not count as failed.
+// Makes the batch end without computing anything. The batch fails with this sentence, unless it was cancelled while it
+// waited for memory: it then counts as cancelled.
 void moe_edge_room_hook::refuse(const std::string & sentence) {
     moe_edge_store & store = *attached_to(ctx.model)->store;
     const bool is_aborted = ctx.abort_callback && ctx.abort_callback(ctx.abort_callback_data);
@@ -187,8 +191,8 @@ void moe_edge_room_hook::refuse(const std::string & sentence) {
     }
 }
 
-// Lays out the scratch buffers for the current micro-batch size. Buffers laid out for a larger micro-batch would make
-// more memory resident.
+// Lays out the context's scratch buffers for its current micro-batch size, unless they already have the layout. The
+// layout for a larger micro-batch would make more memory resident. laid_out: size of the last layout, which is updated.
 void moe_edge_room_hook::lay_out(uint32_t & laid_out) {
     if (ctx.cparams.n_ubatch == (laid_out ? laid_out : n_ubatch)) {
         return;
@@ -235,7 +239,7 @@ bool moe_edge_step_hook::should_stop(void * step) {
     return static_cast<const moe_edge_step_hook *>(step)->model->store->aborted();
 }
 
-// Sets the abort callback of the backends only; the context keeps its own.
+// Sets the abort callback of the context's backends. The abort callback of the context itself does not change.
 void moe_edge_step_hook::set_abort_callback(ggml_abort_callback callback, void * data) const {
     for (const auto & backend : ctx.backends) {
         auto * reg = ggml_backend_dev_backend_reg(ggml_backend_get_device(backend.get()));
@@ -290,7 +294,7 @@ ggml_status moe_edge_step_hook::done(const llm_graph_result * graph, ggml_status
     return store.end_step(us) ? GGML_STATUS_SUCCESS : GGML_STATUS_FAILED;
 }
 
-// Checks the requested rows. A warm-up is not checked, because it computes tokens that occur in no text.
+// Checks the logits of all tokens that have an output. A warm-up is not checked, because its tokens occur in no text.
 std::string moe_edge_step_hook::check_logits(const llm_graph_result * graph) const {
     const ggml_tensor * logits = graph->get_logits();
     if (!logits || logits->type != GGML_TYPE_F32 || !logits->buffer || ctx.n_outputs <= 0 || ctx.cparams.warmup) {

@@ -34,14 +34,14 @@ moe_edge_matrix * matrix_of(const ggml_tensor * op) {
     return static_cast<moe_edge_matrix *>(w->extra);
 }
 
-// A (slot, token) pair routed to an expert, where slot is the position among the token's experts. tiled.h requires this
-// layout.
+// One activation row of the op: the token and the position (slot) of the expert among the token's selected experts. The
+// header tiled.h requires this layout.
 struct routed_row {
     int32_t slot;
     int32_t token;
 };
 
-// State shared by the threads of the op, at the start of the work buffer.
+// State that the threads of the op share. It is stored at the start of the work buffer.
 struct shared_state {
     std::atomic<int64_t> next_unit;
     std::atomic<int32_t> threads_done;
@@ -50,7 +50,8 @@ struct shared_state {
     int32_t              unwatched;  // all experts are available and none needs to be released
 };
 
-// The layout of the op's work buffer. The size and the pointers are computed by the same code.
+// The offsets of all parts of the op's work buffer. The constructor computes the offsets and the total size, so that
+// the reserved size always matches the pointers.
 struct layout {
     size_t size = 0;
 
@@ -90,7 +91,7 @@ struct layout {
                 acts[n_acts++]   = take(ggml_row_size(vec_type, ggml_nelements(x)));
             }
             if (m.kernels[tier]) {
-                // with fewer tokens, no expert can have this many rows
+                // Fewer tokens than GEMM_LEAST can never give an expert enough activations for this kernel.
                 if (ids->ne[1] >= GEMM_LEAST) {
                     gemm_size = std::max(gemm_size, padded(interleaved_at(w->ne[0]) + GEMM_ACTS * ggml_row_size(vec_type, w->ne[0])));
                 }
@@ -122,7 +123,8 @@ struct layout {
     static constexpr size_t inputs_at = GEMM_ACTS * GEMM_ROWS * sizeof(float);
     static size_t interleaved_at(int64_t n_in) { return padded(inputs_at + GEMM_LEAST * n_in * sizeof(float)); }
 
-    // The weight tensor in the form that upstream's per-expert code expects: one plain matrix.
+    // Returns a tensor that describes one expert's weights as a plain matrix of this type, as upstream's code expects
+    // it.
     static ggml_tensor typed_weight(const ggml_tensor * w, ggml_type type, const void * data) {
         ggml_tensor t = *w;
         t.type  = type;
@@ -180,7 +182,7 @@ class mul_mat_id {
                 return;
             }
             if (shared->last_wave) {
-                // the last thread to leave releases the slots; no barrier is needed
+                // The last thread to finish releases the experts. The other threads need not wait for it.
                 if (shared->threads_done.fetch_add(1) == params->nth - 1) {
                     m->ops->release(m, ready, shared->n_ready, 0);
                 }
@@ -198,7 +200,8 @@ class mul_mat_id {
   private:
     template <typename T> T * ptr(size_t offset) const { return reinterpret_cast<T *>(base + offset); }
 
-    // Groups the routed rows by expert with a counting sort. Returns the number of distinct experts.
+    // Groups the activation rows of the op by expert, with a counting sort. Fills first, rows and experts. Returns the
+    // number of distinct experts.
     int32_t group_rows() {
         const int32_t n_expert = w->ne[2];
         std::fill(first, first + n_expert + 1, 0);
@@ -216,7 +219,8 @@ class mul_mat_id {
             }
             first[e + 1] += first[e];
         }
-        // use first[] as a cursor, then shift it back
+        // Use first[e] as the position at which the next row of expert e is written. The loop after this one restores
+        // first[].
         for (int64_t t = 0; t < ids->ne[1]; t++) {
             for (int64_t k = 0; k < ids->ne[0]; k++) {
                 rows[first[expert_id(k, t)]++] = { (int32_t) k, (int32_t) t };
@@ -258,7 +262,8 @@ class mul_mat_id {
             const size_t row_size = ggml_row_size(type, x->ne[0]);
             char * dst = base + at.acts[i];
 
-            // each thread converts whole rows, or a part of every row if there are few rows
+            // If there are many rows, each thread converts whole rows. If there are few rows, each thread converts a
+            // part of every row.
             const bool by_row = n_rows >= 4 * params->nth;
             const int64_t b0 = by_row ? 0       : n_block * params->ith / params->nth;
             const int64_t b1 = by_row ? n_block : n_block * (params->ith + 1) / params->nth;
@@ -274,7 +279,8 @@ class mul_mat_id {
         }
     }
 
-    // Returns the activations converted for a vec_dot type, with the strides of a slot and a token in bytes.
+    // Returns the activations converted to this vec_dot type. slot_stride and token_stride receive the distances in
+    // bytes between two slots of a token and between two tokens.
     const char * activations(ggml_type vec_type, size_t * slot_stride, size_t * token_stride) const {
         const int i = at.act_index(vec_type);
         if (i < 0) {  // no conversion needed
@@ -287,7 +293,8 @@ class mul_mat_id {
         return base + at.acts[i];
     }
 
-    // Work that the threads divide: the rows of one expert times its activations.
+    // The work for one expert, which the threads divide into units: some rows of the weights times some of the
+    // activations.
     struct portions {
         const moe_edge_ready *   ready;
         const moe_edge_kernels * kernels;  // null: the layout of the file
@@ -300,7 +307,7 @@ class mul_mat_id {
     };
 
     const moe_edge_kernels * kernels_of(const moe_edge_ready & r) const {
-        // tiers of the same type have the same shape, and therefore the same layout
+        // The layout depends only on the type and the shape, so tiers of the same type use the same kernels.
         return m->kernels[std::find(m->types.begin(), m->types.end(), r.type) - m->types.begin()];
     }
 
@@ -309,8 +316,8 @@ class mul_mat_id {
     }
 
     void compute_wave() const {
-        // Upstream's tiled path divides an expert among the threads itself. All threads make the same choice of path
-        // for an expert.
+        // The experts that our own kernels compute. Upstream's tiled path computes the others: it divides an expert
+        // among all threads, so all threads must choose the same path for an expert.
         thread_local std::vector<portions> rest;
         rest.clear();
         int64_t n_units = 0;
@@ -363,8 +370,9 @@ class mul_mat_id {
         }
     }
 
-    // Takes units [first, last) for this thread: a fraction of the remaining units, and one unit at the end. Memory
-    // is then read in long streams, and no thread waits long for another thread.
+    // Takes the next units of work for this thread, as a range [first, last), which is empty if no unit is left. The
+    // first ranges are long, so that memory is read in long streams. The last ranges are single units, so that no
+    // thread waits long for another.
     std::pair<int64_t, int64_t> take_units(int64_t n_units) const {
         int64_t unit = shared->next_unit.load(std::memory_order_relaxed), end;
         do {
@@ -376,7 +384,8 @@ class mul_mat_id {
         return { unit, end };
     }
 
-    // Multiplies rows [row0, row1) of an expert in the CPU's own layout with all of its activations, by tiles.
+    // Multiplies rows [row0, row1) of an expert with all activations that are routed to it, with upstream's tiled
+    // kernel. The expert must be in the CPU's own layout (groups of eight interleaved rows).
     void multiply_tiles(const moe_edge_ready & r, int64_t row0, int64_t row1) const {
         const auto type = static_cast<ggml_type>(r.type);
         size_t slot_stride;
@@ -394,7 +403,8 @@ class mul_mat_id {
             base + at.tiles + params->ith * at.tiles_size);
     }
 
-    // Multiplies rows [row0, row1) of an expert in the CPU's own layout with the activations [act0, act1).
+    // Multiplies rows [row0, row1) of an expert with the activations [act0, act1). The expert must be in the CPU's own
+    // layout (groups of eight interleaved rows).
     void multiply(const moe_edge_ready & r, const moe_edge_kernels & k, int64_t row0, int64_t row1, int32_t act0, int32_t act1) const {
         const int64_t n_in = w->ne[0], n_rows = row1 - row0;
         const auto type = static_cast<ggml_type>(r.type);
@@ -454,7 +464,7 @@ class mul_mat_id {
             reinterpret_cast<const int32_t *>(rows + first[r.expert]), base + at.tiled);
     }
 
-    // Multiplies rows [row0, row1) of an expert with every activation routed to it.
+    // Multiplies rows [row0, row1) of an expert in the layout of the file with all activations that are routed to it.
     void dot_rows(const moe_edge_ready & r, int64_t row0, int64_t row1) const {
         const auto type = static_cast<ggml_type>(r.type);
         const auto * traits = ggml_get_type_traits_cpu(type);
@@ -519,7 +529,8 @@ class expert_traits : public ggml::cpu::tensor_traits {
 
 class expert_buffer_type : public ggml::cpu::extra_buffer_type {
     bool supports_op(ggml_backend_dev_t, const ggml_tensor * op) override {
-        // Without `extra`, no store is attached: the model loader is looking for a place for a plain tensor.
+        // matrix_of() is null if no store is attached to the weights. This happens when the model loader asks which
+        // buffer type a plain tensor may use.
         return matrix_of(op) && op->src[1]->type == GGML_TYPE_F32 && op->src[2]->type == GGML_TYPE_I32;
     }
 

@@ -1,4 +1,4 @@
-// CRC-32 (IEEE 802.3) as in zlib: the checksum of each slice in a packed file.
+// Computes CRC-32 checksums (IEEE 802.3, as in zlib). A packed file has a checksum for each expert matrix.
 
 #include "moe-edge-crc32.h"
 
@@ -11,11 +11,12 @@
 
 namespace {
 
-// The polynomial without its term of degree 32, with the lowest power in the highest bit.
+// The CRC polynomial without its term x^32. The coefficient of the lowest power is in the highest bit, as in all
+// functions of this file.
 constexpr uint32_t POLYNOMIAL = 0xEDB88320;
 constexpr uint32_t ONE        = 1u << 31;
 
-// The product of two polynomials over GF(2), modulo the CRC's polynomial.
+// Returns the product of two polynomials over GF(2), modulo the CRC polynomial.
 constexpr uint32_t product(uint32_t a, uint32_t b) {
     uint32_t sum = 0;
     for (; a != 0; a <<= 1) {
@@ -25,7 +26,7 @@ constexpr uint32_t product(uint32_t a, uint32_t b) {
     return sum;
 }
 
-// x to the power of 1, 2, 4, 8, ...
+// Returns x^1, x^2, x^4, x^8, and so on, modulo the CRC polynomial.
 constexpr std::array<uint32_t, 64> powers_of_two() {
     std::array<uint32_t, 64> out = {};
     uint32_t power = ONE >> 1;
@@ -48,7 +49,7 @@ constexpr uint32_t power_of_x(uint64_t exponent) {
     return power;
 }
 
-// [n][byte]: the remainder of the byte followed by n zero bytes.
+// TABLES[n][byte] is the CRC remainder of the byte followed by n zero bytes.
 using tables = std::array<std::array<uint32_t, 256>, 8>;
 
 constexpr tables make_tables() {
@@ -78,7 +79,8 @@ uint64_t load64(const uint8_t * at) {
     return value;
 }
 
-// The CRC without the complement at the start and at the end. Processes eight bytes at a time.
+// Extends a CRC by n bytes, eight at a time with lookup tables. Does not complement the CRC at the start and at the
+// end.
 uint32_t by_tables(uint32_t crc, const uint8_t * data, uint64_t n) {
     for (; n >= 8; n -= 8, data += 8) {
         const uint64_t word = load64(data) ^ crc;
@@ -97,8 +99,9 @@ uint32_t by_tables(uint32_t crc, const uint8_t * data, uint64_t n) {
 
 constexpr uint64_t LANES_BYTES = 64;
 
-// The factor that moves one half of 16 bytes forward by this many bits in a carry-less multiplication. The exponent
-// differs by 32 for the two halves, and the shift is needed because the operands are bit-reflected.
+// Returns the constant with which a carry-less multiplication moves one half of a 16-byte lane forward by this many
+// bits. The exponents of the two halves differ from `bits` by +32 and -32. The operands are bit-reflected, so the
+// constant is shifted by one bit.
 constexpr uint64_t forward(uint64_t bits, bool first) { return (uint64_t) power_of_x(first ? bits + 32 : bits - 32) << 1; }
 
 __attribute__((target("pclmul,sse4.1"))) __m128i fold(__m128i lane, __m128i by, __m128i next) {
@@ -107,8 +110,8 @@ __attribute__((target("pclmul,sse4.1"))) __m128i fold(__m128i lane, __m128i by, 
     return _mm_xor_si128(_mm_xor_si128(first, second), next);
 }
 
-// Folds four lanes of 16 bytes onto the next 64 bytes, until the end, and then all lanes onto one. The result has the
-// same remainder as all bytes. n must be a positive multiple of 64.
+// Extends a CRC by n bytes with carry-less multiplications; n must be a positive multiple of 64. Folds four lanes of 16
+// bytes onto the next 64 bytes until the end, and then the four lanes onto one. Folding does not change the remainder.
 __attribute__((target("pclmul,sse4.1"))) uint32_t by_products(uint32_t crc, const uint8_t * data, uint64_t n) {
     constexpr uint64_t ALL_1 = forward(512, true), ALL_2 = forward(512, false);
     constexpr uint64_t ONE_1 = forward(128, true), ONE_2 = forward(128, false);

@@ -1,9 +1,9 @@
-// CRC-32 of data whose pieces are read in any order.
+// Declares a function that combines the CRC-32s of pieces that are read in any order.
 
 #pragma once
 
 #include "moe-edge.h"
 
-// Returns the share of a piece in the CRC-32 of the whole. crc is the piece's own CRC-32, and n the number of bytes
-// that follow the piece. The XOR of the shares of all pieces is the CRC-32 of the whole.
+// Returns the contribution of a piece of data to the CRC-32 of the whole data. crc is the piece's own CRC-32. n is the
+// number of bytes after the piece. The XOR of the contributions of all pieces is the CRC-32 of the whole.
 uint32_t moe_edge_crc32_before(uint32_t crc, uint64_t n);

@@ -14,23 +14,23 @@
 namespace {
 
 constexpr size_t   RING         = 512;  // tickets of a lane that may be in flight
-constexpr uint64_t PINNED_PIECE = 1ull << 30;  // size of each registration: if the driver refuses one, the earlier
-                                               // pieces stay pinned
+constexpr uint64_t PINNED_PIECE = 1ull << 30;  // bytes that are pinned with one call of the driver
 
-// The limit for pinned memory, as a fraction of the machine's memory. Pinned memory cannot be swapped out or reclaimed.
+// Returns the most bytes of host memory that may be pinned: a fraction of the machine's memory. Pinned memory cannot be
+// swapped out or reclaimed.
 static uint64_t most_pinned() {
     return (uint64_t) sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE) / 4 * 3;
 }
 
-// ggml aborts the process here. Its message about the failed CUDA call means nothing to a user, so this prints one of
-// two explanations: the device has failed, so that every later call fails, too; or its memory is full.
+// Called by ggml when it is about to abort the process. Explains the two frequent causes in plain words: the device has
+// failed, or its memory is full. ggml's own message about the failed CUDA call would not help a user.
 static void on_abort(const char * message) {
     const bool full = cudaPeekAtLastError() == cudaErrorMemoryAllocation;
     const cudaError_t status = cudaDeviceSynchronize();
     if (status != cudaSuccess) {
         fprintf(stderr, "The GPU has failed (%s): start the program again, or use --device cpu.\n", cudaGetErrorString(status));
     } else if (full) {
-        fprintf(stderr, "The GPU's memory is full: end what else uses it, or give a smaller --vram.\n");
+        fprintf(stderr, "The GPU's memory is full: end other programs that use it, or give a smaller --vram.\n");
     } else {
         fprintf(stderr, "%s\n", message);
         return;
@@ -39,7 +39,8 @@ static void on_abort(const char * message) {
     _exit(1);
 }
 
-// Reads and resets the counts atomically, so that no token of a running op is lost.
+// Copies the counts of routed tokens to `out` and sets them to 0. Each count is exchanged atomically, because an op may
+// be counting at the same time.
 __global__ void take_counts(uint32_t * counts, uint32_t * out, const int32_t n) {
     const int32_t i = blockIdx.x*blockDim.x + threadIdx.x;
     if (i < n) {
@@ -47,10 +48,10 @@ __global__ void take_counts(uint32_t * counts, uint32_t * out, const int32_t n) 
     }
 }
 
-// Returns a ticket's number within its lane. ticket_of puts the lane into the top byte.
+// Returns the number that a ticket has within its lane. The top byte of a ticket is the number of the lane.
 static uint64_t number_of(moe_edge_ticket ticket) { return ticket << 8 >> 8; }
 
-// Whether every expert has the same tier in both tables on the device.
+// Returns whether every expert has the same tier in the device tables of both matrices.
 static bool same_tiers(const moe_edge_matrix & a, const moe_edge_matrix & b) {
     const std::vector<int32_t> & of_a = moe_edge_cuda_table_of(a)->host;
     const std::vector<int32_t> & of_b = moe_edge_cuda_table_of(b)->host;
@@ -157,7 +158,7 @@ void * moe_edge_cuda_device::alloc(uint64_t bytes) {
         (void) cudaGetLastError();  // the allocation does not fit, which is not a failure of the device
         return nullptr;
     }
-    // Padding that kernels read past the end of a slice must not contain a NaN.
+    // Clear the memory. Kernels also read the padding after an expert, which must not contain a NaN.
     if (!check(cudaMemset(memory, 0, bytes), "its memory cannot be cleared") ||
         !check(cudaDeviceSynchronize(), "its memory cannot be cleared")) {
         return nullptr;
@@ -167,12 +168,13 @@ void * moe_edge_cuda_device::alloc(uint64_t bytes) {
 
 void moe_edge_cuda_device::release(void * memory) {
     if (memory && make_current()) {
-        check(cudaFree(memory), "its memory cannot be given back");
+        check(cudaFree(memory), "its memory cannot be freed");
     }
 }
 
-// Pins the memory in pieces, so that a refusal leaves the earlier pieces pinned. Memory that we allocate and register
-// supports direct reads like any other; memory that the driver allocates may not.
+// Allocates host memory with mmap and pins it with CUDA, piece by piece. If the driver refuses a piece, the earlier
+// pieces stay pinned. Memory that the driver allocates is not used, because direct reads from disk may not work with
+// it.
 char * moe_edge_cuda_device::alloc_host(uint64_t bytes, bool * is_pinned) {
     *is_pinned = false;
     const uint64_t page = sysconf(_SC_PAGESIZE);
@@ -224,7 +226,7 @@ void moe_edge_cuda_device::release_host(char * memory) {
     }
     for (char * piece : pieces) {
         if (make_current()) {
-            check(cudaHostUnregister(piece), "host memory cannot be given back");
+            check(cudaHostUnregister(piece), "host memory cannot be unpinned");
         }
     }
     munmap(memory, bytes);
@@ -399,7 +401,8 @@ moe_edge_ticket moe_edge_cuda_device::record(cudaStream_t stream) {
         }
     }
     if (at == lanes.size()) {
-        // There are more streams than lanes: wait now, so that no later order is needed.
+        // This stream cannot get tickets (marks in its work), because all lanes belong to other streams. Wait for its
+        // work now instead.
         check(cudaStreamSynchronize(stream), "its work failed");
         return 0;
     }
@@ -420,7 +423,8 @@ void moe_edge_cuda_device::order(cudaStream_t stream, moe_edge_ticket ticket) {
     }
     std::unique_lock<std::mutex> lock(l.mutex);
     l.changed.wait(lock, [&] { return lost || l.recorded >= number; });
-    // Hold the mutex until the wait is enqueued: the event must not be reused for a later ticket before that.
+    // Hold the mutex until the stream's wait is enqueued. Otherwise the event could be reused for a later ticket
+    // before.
     if (!has_passed(l, number)) {
         check(cudaStreamWaitEvent(stream, l.events[number % RING], 0), "an event cannot be waited for");
     }
@@ -450,7 +454,8 @@ void moe_edge_cuda_device::wait(moe_edge_ticket ticket) {
         }
         event = l.events[number % RING];
     }
-    // If the event has been reused for a later ticket by now, this ticket has passed.
+    // The event may have been reused for a later ticket by now. Waiting for that ticket is also correct, because this
+    // ticket has then passed.
     check(cudaEventSynchronize(event), "its work failed");
 }
 
@@ -495,7 +500,8 @@ bool moe_edge_cuda_device::pool_shrank(const ggml_backend_cuda_context & ctx) {
     return std::exchange(seen, now) != now;
 }
 
-// Frees the lanes of the backend's streams for other streams. The tickets of a lane keep counting.
+// Frees the lanes (stream records) of the backend's streams, so that other streams can use them. The ticket numbers of
+// a lane continue, so that no ticket is used twice.
 void moe_edge_cuda_device::forget(const ggml_backend_cuda_context & ctx) {
     std::lock_guard<std::mutex> lock(mutex);
     backends.erase(&ctx);
@@ -516,7 +522,8 @@ std::string moe_edge_cuda_device::error() {
     return failure;
 }
 
-// All quantized types for which MMVQ has a dot product, and the types of float_vec and float_tiles.
+// True for all quantized types for which upstream's kernel MMVQ has a dot product, and for the float types that the
+// kernels float_vec and float_tiles compute.
 bool moe_edge_cuda_device::computes(int32_t type) const {
     switch (type) {
         case GGML_TYPE_F32:
@@ -548,8 +555,8 @@ bool moe_edge_cuda_device::make_tables(moe_edge_matrix * const * matrices, int32
     if (!all->host) {
         return false;
     }
-    // The counts come first, in the order of the layers, and then space for a copy of them, so that they can be read in
-    // one piece.
+    // Put the counts of all layers first, in the order of the layers, followed by space for a copy of them. The host
+    // can then read all counts with one transfer.
     auto * counts = reinterpret_cast<uint32_t *>(all->memory);
     auto * entries = all->memory + n_words;
     for (int32_t i = 0; i < n; i++) {
@@ -577,14 +584,15 @@ void moe_edge_cuda_device::step_boundary(moe_edge_matrix * const * matrices, int
             t->usable = false;
         }
     }
-    // Ops of the last step may still read slots by these tables, and did not call release.
+    // Wait for the device before the tables change: ops of the last step may still use them, and did not call
+    // release().
     if (changed && in_use && make_current()) {
         check(cudaDeviceSynchronize(), "its work failed");
     }
     if (!fixed || !start() || !make_tables(matrices, n)) {
         return;
     }
-    // Copy the range from the first to the last changed entry at once, and wait for the copy.
+    // Collect the range from the first to the last changed entry, to copy it at once and wait for the copy.
     int32_t * first = nullptr;
     int32_t * last  = nullptr;
     for (int32_t i = 0; i < n; i++) {
@@ -612,7 +620,8 @@ void moe_edge_cuda_device::step_boundary(moe_edge_matrix * const * matrices, int
         moe_edge_cuda_table & t = *moe_edge_cuda_table_of(*matrices[i]);
         t.usable = t.reached && !lost;
     }
-    // Fused ops require that gate and up of an expert have the same tier.
+    // If gate and up of an expert have different tiers, make both tables unusable, because fused ops require the same
+    // tier.
     for (int32_t i = 0; i < n; i++) {
         for (int32_t j = i + 1; j < n && matrices[j]->layer == matrices[i]->layer; j++) {
             if (matrices[i]->kind != MOE_EDGE_DOWN && matrices[j]->kind != MOE_EDGE_DOWN &&
@@ -636,7 +645,7 @@ bool moe_edge_cuda_device::counts(moe_edge_matrix * const * matrices, int32_t n,
             return false;
         }
     }
-    // [n, n_expert], followed by space of the same size for the copy
+    // The device memory at first->counts holds the counts [n, n_expert], followed by space of the same size for a copy.
     std::vector<uint32_t> read(total);
     uint32_t * copied = first->counts + total;
     const cudaStream_t stream = lanes[MOE_EDGE_LANE_DEMAND].stream;

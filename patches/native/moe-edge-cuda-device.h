@@ -1,5 +1,5 @@
-// The memory of one CUDA device for experts, copies to it, and the tickets that order both relative to the executor's
-// kernels. Only used inside libggml-cuda; the store sees a moe_edge_device.
+// Declares the CUDA implementation of moe_edge_device: memory for experts, copies to the device, and tickets that order
+// the copies and the executor's kernels. Only code inside libggml-cuda includes this file.
 
 #pragma once
 
@@ -23,8 +23,8 @@ struct ggml_backend_cuda_context;
 
 class moe_edge_cuda_device;
 
-// The tables of a store on the device, and their copy in host memory, from which one transfer updates all changed
-// entries.
+// The expert tables of a store in device memory, and a copy of them in host memory. All changed entries are updated
+// with one transfer from that copy.
 struct moe_edge_cuda_tables {
     moe_edge_cuda_device & device;
     int32_t *              memory = nullptr;
@@ -36,7 +36,8 @@ struct moe_edge_cuda_tables {
     moe_edge_cuda_tables & operator=(const moe_edge_cuda_tables &) = delete;
 };
 
-// The device's copy of a matrix's table while the tables are static (moe_edge_matrix.executor).
+// The expert table of one matrix in device memory. Ops use it while the store's tables are static, which means that
+// they do not change during the step. moe_edge_matrix.executor points to it.
 struct moe_edge_cuda_table {
     std::shared_ptr<moe_edge_cuda_tables> all;
     int32_t *             entries = nullptr;  // on the device, see moe_edge_plan_table
@@ -49,7 +50,7 @@ struct moe_edge_cuda_table {
 
 moe_edge_cuda_table * moe_edge_cuda_table_of(const moe_edge_matrix & m);  // null if the matrix has none
 
-// Host memory through which an op passes rows to the host threads and gets results back.
+// Host memory through which an op passes activation rows to the host threads and receives their results.
 struct moe_edge_cuda_exchange {
     std::mutex      mutex;  // held by the op that uses it
     char *          memory = nullptr;
@@ -60,7 +61,8 @@ struct moe_edge_cuda_exchange {
 
 class moe_edge_cuda_device : public moe_edge_device {
   public:
-    // Returns the device, or null if there is none with this index. Always the same object, never destroyed.
+    // Returns the CUDA device with this index, or null if there is none. Always returns the same object, which is never
+    // destroyed.
     static moe_edge_cuda_device * get(int index);
 
     std::string name() const override;
@@ -81,25 +83,27 @@ class moe_edge_cuda_device : public moe_edge_device {
 
     // Makes the memory pool of a backend reserve the scratch that expect_scratch announced.
     void fill_pool(ggml_backend_cuda_context & ctx);
-    // Returns whether the pools have freed memory since the last call for this backend. Graphs captured before may then
-    // point to freed memory.
+    // Returns whether the memory pools of this device have freed memory since the last call for this backend. CUDA
+    // graphs that were captured before may then use freed memory.
     bool pool_shrank(const ggml_backend_cuda_context & ctx);
-    // Must be called before the backend is destroyed.
+    // Forgets everything about a backend. Must be called before the backend is destroyed.
     void forget(const ggml_backend_cuda_context & ctx);
     std::atomic<uint64_t> pool_frees { 0 };
 
-    // Waits for a ticket by polling, which saves the time to wake a thread. For ops that compute a token.
+    // Waits for a ticket by polling it, without sleeping. Used by ops that compute a token, for which waking a sleeping
+    // thread would take too long.
     void wait_awake(moe_edge_ticket ticket);
 
     // Returns a ticket for everything launched on this stream so far, or 0 if the device is lost.
     moe_edge_ticket record(cudaStream_t stream);
-    // Makes all later work of this stream wait for the ticket.
+    // Makes all later work of this stream wait until the ticket (a point in the device's work) has passed.
     void order(cudaStream_t stream, moe_edge_ticket ticket);
 
-    // Whether kernels can read pinned memory of alloc_host at the host's own address.
+    // Whether kernels can read pinned memory from alloc_host() with the same address as the host.
     bool same_address() const { return reads_host; }
 
-    // Returns a buffer of at least `bytes` bytes; the caller holds its mutex. Its memory is null if there is none.
+    // Returns the exchange buffer with at least `bytes` bytes. The caller must hold the buffer's mutex. Its memory is
+    // null if the allocation failed.
     moe_edge_cuda_exchange & exchange_of(uint64_t bytes);
     moe_edge_cuda_exchange   exchange;
 
@@ -111,8 +115,8 @@ class moe_edge_cuda_device : public moe_edge_device {
         moe_edge_ticket after;
     };
 
-    // The work of one stream. Tickets 1, 2, ... of a lane share a ring of events: the event of a ticket is reused only
-    // after the ticket has passed.
+    // A CUDA stream whose work is marked by tickets. Tickets 1, 2, ... of a lane share a ring of CUDA events. The event
+    // of a ticket is reused for a later ticket only after the earlier ticket has passed.
     struct lane {
         std::mutex               mutex;
         std::condition_variable  changed;
@@ -122,8 +126,9 @@ class moe_edge_cuda_device : public moe_edge_device {
         uint64_t                 recorded = 0;
         uint64_t                 passed   = 0;
         std::deque<job>          jobs;     // copies for the thread below
-        std::thread              pageable; // copies from memory that is not pinned block the calling thread, so this
-                                           // thread makes them. order() blocks while a copy is still queued here.
+        // The thread that makes copies from memory that is not pinned, because such copies block the calling thread.
+        // order() blocks while a copy is still in `jobs`.
+        std::thread              pageable;
     };
 
     explicit moe_edge_cuda_device(int index);
@@ -141,7 +146,8 @@ class moe_edge_cuda_device : public moe_edge_device {
     bool is_recorded(moe_edge_ticket ticket);
     void run_jobs(lane & l);
     bool is_pinned(const void * memory, uint64_t bytes);
-    // Copies in parts, so that each part is inside one piece of pinned memory or outside all of them, as CUDA requires.
+    // Copies host memory to the device in several parts. CUDA requires that each part is inside one piece of pinned
+    // memory, or outside all of them.
     bool copy_pieces(cudaStream_t stream, void * to, const void * from, uint64_t bytes);
     bool make_tables(moe_edge_matrix * const * matrices, int32_t n);
 
@@ -151,7 +157,8 @@ class moe_edge_cuda_device : public moe_edge_device {
     std::mutex               mutex;  // guards the members that follow
     bool                     started = false;
     std::string              failure;
-    // Per backend: the scratch that its pool has reserved, and the value of pool_frees that it last saw.
+    // The state of one backend: the scratch bytes that its pool has reserved, and the value of pool_frees at the last
+    // call of pool_shrank().
     struct of_backend {
         uint64_t filled = 0;
         uint64_t frees  = 0;

@@ -22,10 +22,8 @@
 namespace {
 
 constexpr int      REMAP_THREADS = 128;
-constexpr int64_t  VEC_TOKENS    = 8;         // float types: up to this many tokens, one warp computes each value of
-                                              // the result
-constexpr uint64_t WAVE_BYTES    = 16 << 20;  // experts whose copies are in flight are computed in portions of this
-                                              // size
+constexpr int64_t  VEC_TOKENS    = 8;         // float types: the most tokens for the kernel float_vec
+constexpr uint64_t WAVE_BYTES    = 16 << 20;  // size of the portions in which experts are computed as they arrive
 constexpr size_t   PLACEHOLDER   = 128;       // bytes that a managed tensor takes
 
 // ---- kernels
@@ -44,7 +42,9 @@ struct result_rows {
     int64_t token_stride;
 };
 
-// Runs as one block per (slot, token). Writes its id for every class: `value` for class `own`, -1 for the others.
+// Writes where a row finds its expert in each class of experts that a launch computes: `value` for class `own`, and -1
+// for the other classes. Writes zeros to the result row if the expert is skipped. Runs with one block per (slot,
+// token).
 static __device__ __forceinline__ void write_ids(const routed_ids routed, const int n_classes, const int own, const int32_t value,
                           const bool skipped, int32_t * out, const result_rows dst) {
     const int slot  = blockIdx.x % routed.n_slots;
@@ -60,17 +60,18 @@ static __device__ __forceinline__ void write_ids(const routed_ids routed, const 
     }
 }
 
-// Units of the gates of a list's experts. With the list they stay below the 4 KiB of arguments that every driver takes.
+// The positions of the gate matrices of a list's experts, in blocks from their base. Together with the list, they are
+// less than the 4 KiB of arguments that every driver accepts.
 struct gate_units {
     int32_t unit[MOE_EDGE_LAUNCH_EXPERTS];
 };
 
 static_assert(sizeof(moe_edge_launch_list) + sizeof(gate_units) < 4000, "the arguments of a kernel have 4 KiB");
 
-// Experts that are not in the list belong to another launch: -1 everywhere.
-// units: [list.n] the list's, for kernels that read them from memory
-// counts: null, or [n_expert] of routed tokens
-// gate_out: null, or the ids of the gates, which are fused in
+// Translates the selected expert of every row to the expert's position in this launch. Rows of experts that are not in
+// the list get -1, because another launch computes them. `units` receives the positions of the list's experts,
+// [list.n]. If `counts` is not null, the rows of each expert are added to it, [n_expert]. If `gate_out` is not null, it
+// receives the positions of the gate matrices, for a kernel that also computes the gates.
 __global__ void remap_list(const moe_edge_launch_list list, const gate_units gate, const routed_ids routed, int32_t * out,
                            int32_t * gate_out, int32_t * units, const result_rows dst, uint32_t * counts) {
     __shared__ int found;
@@ -105,8 +106,9 @@ __global__ void remap_list(const moe_edge_launch_list list, const gate_units gat
     }
 }
 
-// The same from a table in memory, see moe_edge_plan_table; a class is a tier, its index the expert. gate_table: null, or
-// that of the gates, which has the same tiers.
+// Translates the selected expert of every row to its position in device memory, like remap_list, but with a table in
+// device memory instead of a list (moe_edge_plan_table). gate_table: null, or the table of the gate matrices, which
+// must have the same tiers.
 __global__ void remap_table(const int32_t * table, const int32_t * gate_table, const int n_expert, const int n_tiers,
                             const uint32_t indexed, const routed_ids routed, int32_t * out, int32_t * gate_out,
                             const result_rows dst, uint32_t * counts) {
@@ -122,7 +124,8 @@ __global__ void remap_table(const int32_t * table, const int32_t * gate_table, c
     }
 }
 
-// Copies the rows that the host computed to their places, one block per row. where: slot + token*n_slots of each row.
+// Copies result rows that the host computed to their places in dst. Runs with one block per row. where: for each row,
+// slot + token*n_slots.
 __global__ void place_rows(const float * rows, const int32_t * where, const int n_slots, const result_rows dst) {
     const int at = where[blockIdx.x];
     const float * from = rows + blockIdx.x*dst.n;
@@ -145,7 +148,7 @@ struct float_product {
     int64_t       dst_token;
 };
 
-// Runs as one warp per (weight row, slot, token).
+// Computes a float product with few tokens. Each warp computes one value of the result: one (weight row, slot, token).
 template <typename T>
 __global__ void float_vec(const float_product p, const int32_t * ids) {
     const int64_t row   = (int64_t) blockIdx.x*blockDim.y + threadIdx.y;
@@ -173,7 +176,8 @@ constexpr int TILE_DEPTH   = 32;
 constexpr int TILE_THREADS = 256;
 constexpr int TILE_SIDE    = 16;  // threads along each side of a tile
 
-// Runs as one block per (rows, activations, expert of the class). mm_ids_helper computes the three index arrays.
+// Computes a float product with many tokens. Each block computes one tile: some weight rows times some activations of
+// one expert. mm_ids_helper computes x_rows, dst_rows and bounds.
 template <typename T>
 __global__ void float_tiles(const float_product p, const int32_t * units, const int32_t * x_rows,
                             const int32_t * dst_rows, const int32_t * bounds) {
@@ -231,13 +235,14 @@ __global__ void float_tiles(const float_product p, const int32_t * units, const 
 
 enum class path { vec_q, mat_q, floats };
 
-// Measures how long this thread takes to launch the kernels of an op, without the waits in between. Ops do not nest.
+// Measures how long this thread takes to launch the kernels of an op, without the time in which it waits. Two
+// measurements on a thread must not overlap.
 class launch_time {
   public:
     explicit launch_time(moe_edge_matrix * m) : m(m), began(now_ns()) { waited = 0; }
     ~launch_time() { m->ops->waited(m, MOE_EDGE_WAIT_LAUNCH, now_ns() - began - waited); }
 
-    // Does something else than launching, and returns how long that took.
+    // Does some work that must not count as launching. Returns how long the work took, in nanoseconds.
     template <typename F> static uint64_t leave_out(F && work) {
         const uint64_t t0 = now_ns();
         work();
@@ -252,7 +257,7 @@ class launch_time {
     const uint64_t          began;
 };
 
-// A launch for one class: which experts, and where each routed row finds its own.
+// The arguments of one kernel launch for a class: experts of one type that are close enough together in memory.
 struct class_launch {
     path            how;
     int32_t         type;
@@ -291,11 +296,12 @@ class product {
         if (n_tokens <= get_mmvq_mmid_max_batch(type, cc)) {
             return path::vec_q;
         }
-        // Ask for one token: with more tokens, upstream may prefer cuBLAS, which would have to wait for the ids.
+        // Ask upstream for a batch of one token. For larger batches upstream may prefer cuBLAS, which waits until the
+        // host knows the ids.
         return ggml_cuda_should_use_mmq(type, cc, 1, w->ne[2]) ? path::mat_q : path::vec_q;
     }
 
-    // Whether the rows of all tiers can be computed together with those of a gate in one launch.
+    // Whether one launch per type can compute this product and the gate product together, for all tiers.
     bool fuses_with(const product & gate) const {
         return cc > GGML_CUDA_CC_PASCAL && m->types == gate.m->types &&
             std::all_of(m->types.begin(), m->types.end(), [&](int32_t t) {
@@ -312,16 +318,17 @@ class product {
         return t && t->usable && m.ops->fixed(const_cast<moe_edge_matrix *>(&m)) ? t : nullptr;
     }
 
-    // Computes the product with the table on the device. The host does not need to know the routing.
+    // Computes the product with the expert table on the device. The host need not know which experts are selected.
     void run_table(const moe_edge_cuda_table & t) { run_table(t, nullptr); }
 
-    // Computes the product with a fused gate. Both tables must have the same tiers.
+    // Computes the product together with the gate product and their GLU. The tables of both must have the same tiers.
     void run_table_fused(const moe_edge_cuda_table & t, const product & gate, ggml_tensor * glu) {
         dst = glu;
         run_table(t, &gate);
     }
 
-    // Requests the experts that tokens were routed to from the store. next() then returns their locations.
+    // Requests the selected experts from the store. Afterwards, next() returns their addresses as they become
+    // available.
     void begin() {
         std::vector<int32_t> experts(w->ne[2]);
         const int32_t n = m->ops->routed(m, experts.data());
@@ -333,7 +340,8 @@ class product {
         m->ops->begin(m, experts.data(), remaining);
     }
 
-    // Gets at least one more expert that can be computed. Returns false if the step failed.
+    // Waits until the store has at least one more of the requested experts, and adds it to `ready`. Returns false if
+    // the step failed.
     bool next() {
         const size_t had = ready.size();
         ready.resize(had + remaining);
@@ -346,8 +354,8 @@ class product {
 
     bool complete() const { return remaining == 0; }
 
-    // Computes all experts passed to begin(): first the available ones, then the others as they arrive. All products
-    // must have the same x and ids.
+    // Computes all experts that begin() requested: first those that are available, then the others as they arrive. All
+    // products must have the same activations (x) and the same selected experts (ids).
     static void run_waves(const std::vector<product *> & products) {
         for (product * p : products) {
             p->quantize();
@@ -360,8 +368,9 @@ class product {
         }
     }
 
-    // Computes both products, whose experts are all available, in one launch per class. Returns false without any
-    // effect if the types of an expert differ or the host computes one of them.
+    // Computes this product, the gate product and their GLU together, with one launch for each group of similar
+    // experts. All experts of both products must be available. Returns false without any effect if the two matrices of
+    // an expert have different types, or if the host computes one of the experts.
     bool run_fused(product & gate, ggml_tensor * glu) {
         std::sort(ready.begin(), ready.end(), by_expert);
         std::sort(gate.ready.begin(), gate.ready.end(), by_expert);
@@ -400,8 +409,9 @@ class product {
         return true;
     }
 
-    // The distinct experts of a graph without the hook, read from the device. The products of a layer share their ids,
-    // so they are read only for the first product. (The down product is the last one of a layer.)
+    // Returns the distinct selected experts by reading the ids from the device. Needed for a graph without the route
+    // hook. All products of a layer share their ids, so the ids are read only for the first product. The down product
+    // is the last one of a layer.
     const std::vector<int32_t> & read_ids() const {
         struct reading {
             const void * store = nullptr;
@@ -473,7 +483,8 @@ class product {
                  (int64_t) (dst->nb[2] / sizeof(float)) };
     }
 
-    // The counters for a step with static tables, on the device or not; the store does not count in such a step.
+    // Returns the counters on the device for the rows of each expert. Returns null in a step in which expert tables may
+    // change, because the store then counts the rows.
     uint32_t * counts() const {
         const moe_edge_cuda_table * t = moe_edge_cuda_table_of(*m);
         return t && m->ops->fixed(m) ? t->counts : nullptr;
@@ -489,7 +500,8 @@ class product {
         m->ops->release(m, list.data(), list.size(), after);
     }
 
-    // Passes the host's experts to the host before the kernels are launched, and adds the results after them.
+    // Computes the experts in `ready`. Experts that the host threads compute are handled around the kernels: their
+    // activations are copied to the host before the kernels are launched, and their results are copied back afterwards.
     static void run_ready(const std::vector<product *> & products) {
         std::vector<std::vector<moe_edge_ready>> hosted;
         for (product * p : products) {
@@ -549,11 +561,12 @@ class product {
         }
     };
 
-    // Copies x and ids to the exchange memory, before any later launch. Returns the ticket of the copies.
+    // Copies the activations and the ids to host memory, for the experts that the host computes. Must be called before
+    // the kernels are launched. Returns the ticket of the copies.
     moe_edge_ticket fetch(const exchanged & at) {
         const size_t row = x->ne[0]*sizeof(float);
         device->order(stream, device->exchange.last);
-        // one copy if all rows have the same distance as the rows of a token
+        // One copy is enough if all rows have the same distance from each other.
         const bool    even    = x->ne[1] == 1 || x->nb[2] == x->ne[1]*x->nb[1];
         const size_t  pitch   = x->ne[1] == 1 ? x->nb[2] : x->nb[1];
         const int64_t at_once = even ? n_tokens : 1;
@@ -611,8 +624,8 @@ class product {
         CUDA_CHECK(cudaGetLastError());
     }
 
-    // Launches the experts in device memory first, then those read from host memory, which take longer, then the others
-    // in portions, in the order of their copies.
+    // Computes the experts in `ready`. Experts whose bytes have arrived are launched first. The others are launched in
+    // portions, in the order of their copies.
     void run_kernels() {
         std::vector<moe_edge_ready> list;
         list.swap(ready);
@@ -623,7 +636,8 @@ class product {
             return a.ticket < b.ticket;
         });
         run_wave({ list.begin(), there });
-        // With few tokens a kernel takes far less time than the copies that it waits for: one wave for all of them.
+        // With few tokens, a kernel takes far less time than the copies that it waits for. One launch for all experts
+        // is then best.
         const uint64_t most = n_tokens <= VEC_TOKENS ? UINT64_MAX : WAVE_BYTES;
         std::vector<moe_edge_ready> wave;
         uint64_t bytes = 0;
@@ -678,7 +692,8 @@ class product {
         }
     }
 
-    // The weights of a class in the form that upstream's host functions expect: experts with a stride of one block.
+    // Returns a tensor that describes the weights of a class as upstream's host functions expect it. Experts are one
+    // block apart, so that their positions in blocks serve as expert ids.
     ggml_tensor weights_of(const class_launch & c, const char * base) const {
         ggml_tensor t = *w;
         t.type  = static_cast<ggml_type>(c.type);
@@ -714,8 +729,8 @@ class product {
 
     size_t quantized_token() const { return x->ne[1]*padded_row()*sizeof(block_q8_1)/QK8_1; }
 
-    // Converts x once for all classes and waves; vec_q uses one format for all types. Must run before any other
-    // allocation from the pool, which has to be freed in reverse order.
+    // Converts the activations to q8_1 once, for all launches of vec_q, which uses this format for all types. Must run
+    // before any other allocation from the pool, because the pool frees memory in reverse order.
     void quantize() {
         const bool wanted = std::any_of(m->types.begin(), m->types.end(), [&](int32_t t) {
             return path_of(t) == path::vec_q;
@@ -729,7 +744,8 @@ class product {
             x->ne[1], x->ne[2], 1, stream);
     }
 
-    // Processes as many tokens at a time as upstream's kernel supports for this type.
+    // Computes one group of experts with upstream's vector kernel, in portions of as many tokens as the kernel supports
+    // for this type.
     void run_vec_q(const class_launch & c) {
         const int64_t step = get_mmvq_mmid_max_batch(static_cast<ggml_type>(c.type), cc);
         for (int64_t t = 0; t < n_tokens; t += step) {
@@ -819,14 +835,14 @@ class product {
 
 ggml_backend_buffer_type buffer_types[GGML_CUDA_MAX_DEVICES];
 
-// Has the layout of upstream's ggml_backend_cuda_buffer_type_context. The model loader identifies buffer types by their
-// names, so ours needs its own name.
+// Must have the same layout as upstream's ggml_backend_cuda_buffer_type_context. Our buffer type needs its own name,
+// because the model loader identifies buffer types by their names.
 struct type_context {
     int         device;
     std::string name;
 };
 
-// Allocates one of upstream's buffers, so that upstream's checks accept it.
+// Allocates a CUDA buffer of upstream for placeholders, so that upstream's checks accept it.
 static ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_t size) {
     return moe_edge_alloc_placeholders(ggml_backend_cuda_buffer_type(buft - buffer_types), buft, size);
 }
@@ -841,7 +857,7 @@ static ggml_backend_buffer_type_t buffer_type(int index) {
     }
     ggml_backend_buffer_type & buft = buffer_types[index];
     if (!buft.device) {
-        // with upstream's function for its name, upstream treats it as a CUDA buffer type
+        // Keep upstream's function for the name: upstream recognizes its CUDA buffer types by this function.
         buft = *ggml_backend_cuda_buffer_type(index);
         buft.context = new type_context { index, std::string(buft.iface.get_name(&buft)) + "_MoE" };
         buft.iface.alloc_buffer   = alloc_buffer;

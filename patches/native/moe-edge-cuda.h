@@ -1,5 +1,5 @@
-// The CUDA executor: GGML_OP_MUL_MAT_ID for experts that have individual addresses and types. This header declares the
-// functions that ggml-cuda's own files call. Managed tensors are those with our buffer type.
+// Declares the functions of the CUDA executor that ggml-cuda's own files call. The executor computes GGML_OP_MUL_MAT_ID
+// for experts of which each has its own address and ggml type. Managed tensors are those with our buffer type.
 
 #pragma once
 
@@ -9,38 +9,43 @@
 
 struct ggml_backend_cuda_context;
 
-// `extra` of the ids tensor in our own launches points to this struct. Upstream's kernels then skip rows with id -1,
-// which belong to other launches, and find experts by the addresses given here.
+// Arguments for upstream's matrix kernels in our own launches; `extra` of the ids tensor points to them. The kernels
+// then skip rows with id -1, which belong to other launches, and find the experts through these pointers.
 struct moe_edge_cuda_ids {
     const void *    y       = nullptr;  // MMVQ: src1 as q8_1, for all launches of an op
     const int32_t * gate    = nullptr;  // MMVQ with a fused gate: the ids for the gate
     const int32_t * offsets = nullptr;  // MMQ: first block of each expert
 };
 
-// Returns whether a tensor is a placeholder, attached to a store or not. False for null and for tensors without a
-// buffer.
+// Returns whether a tensor is a placeholder for experts, with or without an attached store. Returns false for null and
+// for tensors without a buffer.
 bool moe_edge_cuda_is_managed(const ggml_tensor * weights);
 
-// Returns whether the op must synchronize with the host. False while the op reads tables that stay on the device; a
-// CUDA graph may then contain the op.
+// Returns whether an expert product must synchronize with the host. If not, it reads expert tables that stay on the
+// device, and a CUDA graph may contain it.
 bool moe_edge_cuda_needs_sync(const ggml_tensor * dst);
 
 void moe_edge_cuda_mul_mat_id(ggml_backend_cuda_context & ctx, ggml_tensor * dst);
 
-// Computes two products and their GLU. Returns how many of the three nodes were computed: 3; 2 without the GLU; or 0 if
-// the products are not managed, or the batch is too large.
+// Computes the gate and up products of experts and their activation (GLU). Returns how many of these three nodes it has
+// computed. It is 3, or 2 if the GLU could not be fused. It is 0 if the tensors are not managed, or if the products
+// cannot be fused at all.
 int moe_edge_cuda_gate_up(ggml_backend_cuda_context & ctx, ggml_tensor * gate, ggml_tensor * up, ggml_tensor * glu);
 
-// Records that a pool freed memory of this device, which captured graphs may still use.
+// Records that a memory pool of this device has freed memory. Graphs that were captured before may still use that
+// memory.
 void moe_edge_cuda_pool_freed(int device);
 
-// Returns whether the graphs captured by this backend must be discarded for that reason. Called before each graph.
+// Returns whether a memory pool has freed memory since the last call for this backend, so that its captured graphs must
+// be discarded. Called before each graph.
 bool moe_edge_cuda_pool_shrank(const ggml_backend_cuda_context & ctx);
 
-// Must be called before the backend is destroyed, while its streams and its pool still exist.
+// Forgets everything about a backend. Must be called before the backend is destroyed, while its streams and its pool
+// still exist.
 void moe_edge_cuda_forget(const ggml_backend_cuda_context & ctx);
 
-// Returns a function by name, or null for other names:
+// Returns one of our functions by name, or null for other names. The names are:
+//
 //   "moe_edge_device": moe_edge_device * (*)(int index), which returns null if there is no such device
 //   "moe_edge_buffer_type": ggml_backend_buffer_type_t (*)(int index)
 void * moe_edge_cuda_proc_address(const char * name);

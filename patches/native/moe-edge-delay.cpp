@@ -1,4 +1,5 @@
-// Measures how long the compute threads have been runnable without a core.
+// Measures for how long the compute threads of this process have been runnable without a core, because other threads
+// used the cores.
 
 #include "moe-edge-cpu.h"
 
@@ -25,10 +26,11 @@ struct compute_threads {
     int64_t delay_ns = 0;  // sum over all threads, including those that have ended
 };
 
-// Never destroyed, because OpenMP's threads may register later.
+// The registered threads. The object is never destroyed, because OpenMP's threads may register until the process ends.
 compute_threads & known = *new compute_threads;
 
-// Returns -1 if the thread has ended or the kernel does not report the time.
+// Reads from a schedstat file for how long its thread has been runnable without a core, in total. Returns -1 if the
+// thread has ended or the kernel does not report the time.
 int64_t delay_ns(int file) {
     char text[64];
     const ssize_t n = pread(file, text, sizeof(text) - 1, 0);

@@ -1,5 +1,6 @@
-// Dense matrices of a managed model that upstream stores in the CPU's own layout. Upstream's kernel for that layout is
-// faster for a few rows of activations, and its tiles are faster for many.
+// Multiplies prompts with dense matrices that upstream stores in the CPU's own layout (interleaved rows). With few rows
+// of activations, upstream's kernel for that layout is used. With many rows, its tiled kernel is faster, and this file
+// uses it.
 
 #include "moe-edge-cpu.h"
 #include "moe-edge-layout.h"
@@ -28,7 +29,7 @@ class dense_traits : public ggml::cpu::tensor_traits {
     dense_traits(ggml::cpu::tensor_traits & upstream, const moe_edge_kernels & kernels) : upstream(upstream), kernels(kernels) {}
 
   private:
-    // The work buffer of the op: the activations in the kernel's format, then one workspace per thread.
+    // The parts of the op's work buffer: first the converted activations, then one workspace for each thread.
     struct layout {
         size_t act_size, own, own_size;
 
@@ -107,7 +108,8 @@ void moe_edge_tiles_for_prompts(ggml_tensor * tensor) {
     if (!kernels || moe_edge_tiles_from(*kernels) == INT64_MAX) {
         return;
     }
-    // Upstream has one object for each type and layout, which lives until the process ends.
+    // Upstream has one traits object for each type and layout, so we keep one of ours for each of upstream's objects.
+    // They live until the process ends.
     static std::mutex mutex;
     static std::map<void *, std::unique_ptr<dense_traits>> traits;
     std::lock_guard<std::mutex> lock(mutex);

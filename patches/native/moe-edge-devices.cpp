@@ -24,10 +24,11 @@ struct known_devices {
     std::map<std::string, known_device> by_name;
 };
 
-// Never destroyed, because work that still runs when the process ends may use them.
+// The devices that were opened. The object is never destroyed, because work that still runs when the process ends may
+// use a device.
 known_devices & known = *new known_devices;
 
-// Returns the number after a prefix, of up to 9 digits, or -1 if the name is anything else.
+// Returns the number in a name that consists of this prefix and up to 9 digits. Returns -1 for any other name.
 int32_t number_after(const std::string & name, const std::string & prefix) {
     const std::string digits = name.compare(0, prefix.size(), prefix) == 0 ? name.substr(prefix.size()) : "";
     const bool number = !digits.empty() && digits.size() <= 9 && digits.find_first_not_of("0123456789") == std::string::npos;
@@ -43,7 +44,7 @@ known_device open_device(const std::string & name) {
     }
     const int32_t index = number_after(name, "cuda");
     if (index < 0) {
-        refuse("there is no device '%s': known are cuda0, cuda1, ... and host", name.c_str());
+        refuse("there is no device '%s': the names of devices are cuda0, cuda1, ... and host", name.c_str());
     }
     ggml_backend_reg_t reg = ggml_backend_reg_by_name("CUDA");
     if (!reg) {
@@ -55,7 +56,7 @@ known_device open_device(const std::string & name) {
     const auto type_of   = reinterpret_cast<find_type>(ggml_backend_reg_get_proc_address(reg, "moe_edge_buffer_type"));
     const int32_t n = ggml_backend_reg_dev_count(reg);
     if (index >= n || !device_of || !type_of) {
-        refuse("device %s: %d CUDA devices are usable here", name.c_str(), device_of && type_of ? n : 0);
+        refuse("device %s: %d CUDA devices are usable on this machine", name.c_str(), device_of && type_of ? n : 0);
     }
     known_device found;
     found.device       = device_of(index);
@@ -66,7 +67,7 @@ known_device open_device(const std::string & name) {
     return found;
 }
 
-// Returns the shortest of three durations of `work` in seconds; infinite if it fails.
+// Runs `work` three times and returns the shortest duration in seconds. Returns infinity if a run returns false.
 template <typename F> double best_seconds(F && work) {
     double best = INFINITY;
     for (int i = 0; i < 3; i++) {
@@ -100,7 +101,8 @@ double compute_seconds(const void * weights, uint64_t bytes, int32_t n_threads) 
     });
 }
 
-// Times experts of one shape under the conditions of a miss: sleeping threads, and weights that are in no CPU cache.
+// Measures how long host threads take for experts of one shape, under the conditions of a cache miss: the threads sleep
+// first, and the weights are in no CPU cache.
 struct product_timing {
     static constexpr uint64_t ARENA = 64 << 20;  // larger than most CPU caches
     static constexpr int32_t  FEW = 1, MANY = 3, TRIES = 7;
@@ -114,7 +116,7 @@ struct product_timing {
     std::vector<float>   out          = std::vector<float>(MANY * n_out);
     uint64_t             next         = 0;
 
-    // Returns the median time for n experts in microseconds.
+    // Measures n experts several times and returns the median time in microseconds.
     double of(moe_edge_workers & workers, int32_t n) {
         std::vector<double> took;
         for (int32_t i = 0; i < TRIES; i++) {
@@ -149,7 +151,8 @@ int moe_edge_measure_product(int32_t type, int64_t n_in, int64_t n_out, int32_t 
     moe_edge_workers workers(n_threads);
     const double few  = timing.of(workers, timing.FEW);
     const double many = timing.of(workers, timing.MANY);
-    // noise must not make an additional expert appear free
+    // Each additional expert takes at least half of the mean time, so that noise in the measurement cannot make it
+    // free.
     *each_us = std::max((many - few) / (timing.MANY - timing.FEW), many / timing.MANY / 2);
     *wake_us = std::max(0.0, few - *each_us);
     return 0;

@@ -1,4 +1,5 @@
-// The devices of this process, and the buffer types of their placeholders.
+// Declares functions that map devices of this process to the buffer types of their placeholders (expert tensors without
+// data).
 
 #pragma once
 
@@ -6,7 +7,7 @@
 
 #include "ggml-backend.h"
 
-// Returns whether tensors of this buffer type are placeholders for experts.
+// Returns whether tensors of this buffer type are placeholders for experts, whose data is in a store.
 bool moe_edge_is_placeholder_type(ggml_backend_buffer_type_t type);
-// Returns the placeholder type of a store on this device; null stands for main memory.
+// Returns the buffer type of placeholders for a store on this device. A null device stands for main memory.
 ggml_backend_buffer_type_t moe_edge_placeholder_type(const moe_edge_device * device);

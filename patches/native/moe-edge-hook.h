@@ -1,4 +1,4 @@
-// The models that are attached to a store, shared by the hooks inside llama.cpp.
+// Defines the records of models whose experts are in a store. The hooks inside llama.cpp share these records.
 
 #pragma once
 
@@ -14,7 +14,7 @@
 
 struct hook_model;
 
-// One MoE layer, as the route hook needs it.
+// A MoE layer of a model, with the tensors and tables that the route hook uses.
 struct hook_layer {
     hook_model *  model;
     int32_t       layer;
@@ -23,8 +23,7 @@ struct hook_layer {
     ggml_tensor * ahead_router; // router used for the look-ahead: a copy in half precision, or `router` itself
     std::vector<float> router_bias;  // [n_expert] or empty
     std::vector<float> choice_bias;  // [n_expert] added for the selection only, or empty
-    std::vector<int32_t> by_token;   // [n_vocab, n_expert_used] if the token's id determines its experts; otherwise
-                                     // empty
+    std::vector<int32_t> by_token;   // [n_vocab, n_expert_used] experts of each token id; empty if a router selects
     int           gating_op = LLAMA_EXPERT_GATING_FUNC_TYPE_SOFTMAX;
 };
 
@@ -36,8 +35,8 @@ struct hook_model {
     std::vector<ggml_tensor *> bound;   // tensors whose `extra` points into the store
     ggml_context_ptr           copies;  // copies of the routers, for the look-ahead
     std::vector<ggml_backend_buffer_ptr> copy_buffers;
-    // The hooks in each computed graph: 0 none, 1 the route hook, 2 also token importance. A context keeps one or two
-    // graphs.
+    // Which of our hooks each computed graph contains: 0 none, 1 the route hook, 2 also token importance. A context has
+    // one or two graphs.
     std::unordered_map<const void *, int> watched;
 
     hook_model(moe_edge_store * store, const llama_model & model) : store(store), model(&model) {}
@@ -49,7 +48,8 @@ struct hook_model {
     }
 };
 
-// Written when a store or a model is created or destroyed; read when graphs are built and when steps begin.
+// All models that have a store. Modified when a store or a model is created or destroyed. Read when graphs are built
+// and when steps begin.
 struct moe_edge_registry {
     std::shared_mutex mutex;
     std::unordered_map<const llama_model *, std::unique_ptr<hook_model>> models;

@@ -53,8 +53,8 @@ void * moe_edge_host_device::map(uint64_t bytes) {
 
 void moe_edge_host_device::unmap(void * memory) {
     std::unique_lock<std::mutex> lock(mutex);
-    changed.wait(lock, [this] { return running == 0; });  // the tickets of a lost device pass before its jobs have
-                                                          // ended
+    // Wait for the running jobs. After a loss of the device, tickets may pass before the jobs have ended.
+    changed.wait(lock, [this] { return running == 0; });
     const auto it = mapped.find(memory);
     if (it != mapped.end()) {
         munmap(memory, it->second);
@@ -145,7 +145,7 @@ std::string moe_edge_host_device::error() {
     return lost;
 }
 
-// Waits until the running jobs have ended before it reports the loss: all tickets then count as passed, and the memory
+// Reports the loss of the device after the running jobs have ended. All tickets then count as passed, so the memory
 // that these jobs use may be written again.
 void moe_edge_host_device::lose(const std::string & why) {
     std::unique_lock<std::mutex> lock(mutex);

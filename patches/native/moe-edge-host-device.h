@@ -12,11 +12,12 @@
 #include <thread>
 #include <vector>
 
-// Main memory as a device, for tests without a GPU. One thread copies for each lane, and another thread runs the work
-// that a test submits as a substitute for kernels. The CPU executor reads the device's memory directly.
+// A device in main memory, for tests without a GPU. Each copy lane has a thread that copies. Another thread runs work
+// that a test submits instead of kernels. The CPU executor reads the device's memory directly.
 //
-// With max_delay_us > 0, a copy first overwrites its destination with poison, and some copies are delayed by up to this
-// time. A reader that does not wait for its ticket then sees poison, and lanes overtake each other at random.
+// With max_delay_us > 0, a copy first overwrites its destination with poison values, and some copies are delayed by up
+// to this time. A reader that does not wait for its ticket then reads poison, and the order of the lanes becomes
+// random.
 struct moe_edge_host_device : moe_edge_device {
     explicit moe_edge_host_device(int32_t max_delay_us = 0);
     ~moe_edge_host_device() override;
@@ -34,9 +35,9 @@ struct moe_edge_host_device : moe_edge_device {
     void wait(moe_edge_ticket ticket) override;
     std::string error() override;
 
-    // Runs work after all work submitted before and after all tickets in `after`.
+    // Enqueues work that starts after all earlier submitted work, and after all tickets in `after` have passed.
     moe_edge_ticket submit(std::function<void()> work, std::vector<moe_edge_ticket> after);
-    // Simulates the loss of the device from now on.
+    // Simulates that the device is lost from now on. error() then returns this reason.
     void lose(const std::string & why);
 
   private:

@@ -11,7 +11,8 @@ uint64_t moe_edge_host_tier::least_bytes(const std::vector<size_class> & classes
     return bytes;
 }
 
-// Divides the budget so that every class gets slots for the same share of its slices, but at least its minimum.
+// Divides the budget into slots of several sizes, and returns the number of slots of each size class. All classes get
+// slots for the same share of their slices (expert matrices), but at least their minimum.
 std::vector<int32_t> moe_edge_host_tier::divide(uint64_t budget_bytes, const std::vector<size_class> & classes) {
     const auto slots_at = [&](double share) {
         std::vector<int32_t> n;
@@ -43,7 +44,7 @@ moe_edge_host_tier::moe_edge_host_tier(moe_edge_device & device, uint64_t budget
     : device(device), lists(classes.size()), slot_of(n_slices, -1) {
     const uint64_t least = least_bytes(classes);
     if (budget_bytes < least) {
-        refuse("store: %llu bytes of host memory are too few between the disk and the device: the smallest that works is %llu",
+        refuse("store: %llu bytes of host memory are too few for the host tier (between the disk and the device): the minimum is %llu",
             (unsigned long long) budget_bytes, (unsigned long long) least);
     }
     const std::vector<int32_t> n = divide(budget_bytes, classes);
@@ -52,7 +53,7 @@ moe_edge_host_tier::moe_edge_host_tier(moe_edge_device & device, uint64_t budget
     }
     memory = device.alloc_host(total_bytes, &pinned);
     if (!memory) {
-        refuse("store: no host memory for %llu bytes between the disk and the device", (unsigned long long) total_bytes);
+        refuse("store: %llu bytes of host memory cannot be allocated for the host tier (between the disk and the device)", (unsigned long long) total_bytes);
     }
     char * at = memory;
     for (size_t i = 0; i < classes.size(); i++) {

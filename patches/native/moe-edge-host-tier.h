@@ -1,9 +1,9 @@
-// The host tier of a store on a device: slices in host memory, on their way to the device or kept for the next miss,
-// within a separate budget.
+// Defines the host tier of a store on a device: a cache in host memory, with its own budget. A slice is the bytes of
+// one expert matrix in one tier. Slices are in the host tier on their way from disk to the device, and are kept for
+// later cache misses.
 //
 // Slices of the same size share a fixed set of slots. A slot is being filled by one load, or it is complete. A complete
-// slot may be reused for another slice if no load holds it and every copy from it has passed. The store's mutex guards
-// the host tier.
+// slot may be reused if no load holds it and every copy from it has ended. The store's mutex guards the host tier.
 
 #pragma once
 
@@ -15,8 +15,8 @@
 
 class moe_edge_host_tier {
   public:
-    // Slices that use slots of one size. least: the number of slots below which reads and copies would block each
-    // other; at most the number of slices.
+    // The slices (expert matrices) that use slots of one size. least: the smallest number of slots with which reads and
+    // copies do not block each other. It is at most the number of slices.
     struct size_class {
         uint64_t slot_bytes;
         int32_t  n_slices;
@@ -26,7 +26,8 @@ class moe_edge_host_tier {
     // Returns the smallest budget that works.
     static uint64_t least_bytes(const std::vector<size_class> & classes);
 
-    // Throws std::runtime_error if the budget is too small or the memory cannot be allocated.
+    // Divides the budget into slots and allocates them. Throws std::runtime_error if the budget is too small or the
+    // allocation fails.
     moe_edge_host_tier(moe_edge_device & device, uint64_t budget_bytes, const std::vector<size_class> & classes,
                        int32_t n_slices);
     ~moe_edge_host_tier();
@@ -37,23 +38,28 @@ class moe_edge_host_tier {
     uint64_t bytes() const { return total_bytes; }
     char *   data(int32_t slot) const { return slots[slot].data; }
 
-    // find() and reserve() return a slot that is held until drop(). Returns the complete slot of this slice, or -1 if
-    // there is none. With passing, for a streaming request, the slice keeps its place in the LRU order.
+    // Returns the slot that contains this slice (an expert matrix) completely, or -1 if there is none. The slot is not
+    // reused before drop(). Makes the slice the most recently used one, unless `passing` is set for a streaming request
+    // of a long prompt.
     int32_t find(int32_t slice, bool passing);
-    // Returns a slot to read this slice into: a free one, or else the least recently used one. -1 if all are in use.
+    // Returns a slot into which this slice (an expert matrix) can be read: a free slot, or otherwise the least recently
+    // used one. The slot is not reused before drop(). Returns -1 if all slots are in use.
     int32_t reserve(int32_t slice, int32_t size_class);
-    // Returns a ticket after which reserve() may succeed, or 0 if waiting for copies does not help.
+    // Returns the ticket of a copy after which reserve() may succeed. Returns 0 if waiting for copies cannot help.
     moe_edge_ticket blocked_by(int32_t size_class) const;
 
-    // Marks a slot as complete. passing: the slice was streamed, and is the next to be evicted.
+    // Marks a slot as complete. passing: the slice is for a streaming request of a long prompt, and will be evicted
+    // first.
     void    complete(int32_t slot, bool passing);
     void    feeds(int32_t slot, int32_t lane, moe_edge_ticket ticket);  // a copy from the slot is in flight
     void    drop(int32_t slot);                                         // ends a hold; an incomplete slot becomes free
-    // Makes the slice the most recently used one, if it is here. Called when its copy on the device is evicted.
+    // If the host tier has this slice, makes it the most recently used one. Called when the slice is evicted from the
+    // device.
     void    touch(int32_t slice);
 
-    // Lends a slot that stays held until an op has used its contents. Ops may wait for each other's lent slots, so this
-    // returns false if too few slots would remain for loads that end without an op.
+    // Lends a slot to an op, which keeps the slot until it has used the contents. Returns false, and lends nothing, if
+    // too few slots would remain for other loads. Ops may wait for each other's slots, so without this limit all loads
+    // could be blocked.
     bool    lend(int32_t size_class);
     void    take_back(int32_t size_class) { lists[size_class].lent--; }
     int32_t lent(int32_t size_class) const { return lists[size_class].lent; }

@@ -1,4 +1,5 @@
-// Misses that are not copied to a slot: the op that needs the expert uses it from the host tier.
+// Implements cache misses that are served without a slot on the device. The op that needs the expert lets host threads
+// compute it from the bytes in the host tier.
 
 #include "moe-edge-store.h"
 #include "moe-edge-util.h"
@@ -9,7 +10,7 @@
 void moe_edge_store::open_in_place(const moe_edge_config & config) {
     if (config.misses < MOE_EDGE_MISS_COPY || config.misses > MOE_EDGE_MISS_AUTO || config.n_host_threads < 0 ||
         config.n_host_threads > 1024) {
-        refuse("store: there is no way %d of serving misses with %d threads", config.misses, config.n_host_threads);
+        refuse("store: misses %d or n_host_threads %d is out of range", config.misses, config.n_host_threads);
     }
     copy_s_per_byte = config.copy_bytes_per_s > 0.0 ? 1.0 / config.copy_bytes_per_s : INFINITY;
     round_trip_s    = config.round_trip_us * 1e-6;
@@ -25,7 +26,8 @@ void moe_edge_store::open_in_place(const moe_edge_config & config) {
     stats.misses = misses;
 }
 
-// Whether this matrix of an expert is missing and not already being loaded.
+// Returns whether this matrix of an expert is requested and missing, and no load for it has been started. of_kind: the
+// kind of the matrix. kind: the kind that the step requests, or MOE_EDGE_N_KINDS for all.
 bool moe_edge_store::is_missing(int32_t layer, int32_t kind, int32_t of_kind, int32_t expert) const {
     const int32_t cell = cell_index(layer, of_kind, expert);
     const auto & c = cells[cell];
@@ -44,8 +46,8 @@ uint64_t moe_edge_store::missing_bytes(int32_t layer, int32_t kind, int32_t expe
     return bytes;
 }
 
-// The seconds that the host threads need for the missing matrices of an expert; infinite if they cannot compute one of
-// them.
+// Returns the seconds that the host threads need for the missing matrices of an expert. Returns infinity if they cannot
+// compute one of the matrices.
 double moe_edge_store::compute_seconds(int32_t layer, int32_t kind, int32_t expert) const {
     double seconds = 0.0;
     for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
@@ -66,9 +68,9 @@ void moe_edge_store::multiply(const std::vector<moe_edge_product> & products, ui
     }
 }
 
-// Chooses how to handle the misses of a layer, for ask(). With MOE_EDGE_MISS_AUTO, the link to the device and the host
-// threads share the experts: each expert goes to the one that is expected to finish it first. An expert that is read in
-// place crosses the link a second time afterwards, when it is copied to a slot.
+// Chooses for each missing expert of a layer whether it is copied to the device or computed on the host. ask() uses the
+// result. With MOE_EDGE_MISS_AUTO, the experts are divided between the link to the device and the host threads. Each
+// expert goes to the one that is expected to finish it first.
 void moe_edge_store::choose_places(int32_t layer, int32_t kind, const int32_t * experts, int32_t n, int32_t n_tokens) {
     if (misses == MOE_EDGE_MISS_COPY) {
         return;
@@ -102,8 +104,8 @@ void moe_edge_store::choose_places(int32_t layer, int32_t kind, const int32_t * 
     hosted_expected_s += hosted ? threads : 0.0;
 }
 
-// Serves a request of this step without a slot, if its expert is to be used in place and the host tier can lend a slot.
-// Returns whether it does.
+// Serves a request of this step without a slot: host threads will compute the expert in the host tier. Returns false,
+// and does nothing, if the expert was not chosen for this, or if too few slots of the host tier are free.
 bool moe_edge_store::try_in_place(int32_t cell) {
     const auto & c = cells[cell];
     const int32_t place = misses == MOE_EDGE_MISS_COPY ? misses : places[expert_of(cell)];
@@ -129,9 +131,9 @@ void moe_edge_store::count_in_place(const moe_edge_slices & s) {
     stats.host_computed_bytes[phase] += s.expert_bytes;
 }
 
-// Copies an expert that was used in place to slots, as a prefetch. It does so only if no other copies are waiting, so
-// that the cache follows the routing as fast as the link allows. With exact tiers, nothing is prefetched, because a
-// better tier that is being loaded would be computed.
+// Starts to copy an expert that the host has computed to slots on the device, as a prefetch for later steps. Does so
+// only if no other copy waits, so that these copies delay nothing. Does nothing with exact tiers, because a tier that
+// is being loaded could be computed for a request of a worse tier.
 void moe_edge_store::keep_used(int32_t layer, int32_t expert) {
     if (misses == MOE_EDGE_MISS_COPY || !copies.empty() || exact_tiers) {
         return;

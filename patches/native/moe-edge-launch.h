@@ -1,6 +1,6 @@
-// The launches of the CUDA executor for a set of experts. Kernels find an expert by its distance from a base address,
-// counted in blocks. Experts of one type within reach of one base form a class, and each class is one launch of a
-// kernel for its type. This file contains no CUDA code.
+// Groups experts into kernel launches for the CUDA executor. Kernels find an expert by its distance from a base
+// address, counted in blocks. Experts of one type that are close enough to one base form a class. Each class is one
+// kernel launch. This file contains no CUDA code.
 
 #pragma once
 
@@ -15,10 +15,12 @@
 constexpr int32_t MOE_EDGE_LAUNCH_EXPERTS = 256;
 constexpr int32_t MOE_EDGE_LAUNCH_CLASSES = 8;
 
-// Kernels count blocks in 32 bits, including the blocks within an expert. The margin is larger than any expert.
+// The largest distance between an expert and the base of its class, in blocks. Kernels count blocks in 32 bits,
+// including the blocks within an expert, so the limit leaves a margin that is larger than any expert.
 constexpr uint64_t MOE_EDGE_REACH_UNITS = INT32_MAX - (1 << 26);
 
-// The distance between experts is a multiple of this: the size of a block, or the alignment of float slices.
+// Returns the unit in bytes in which distances between experts are counted: the size of a block, or for float types the
+// alignment of experts.
 inline int64_t moe_edge_unit_bytes(int32_t type) {
     return ggml_is_quantized((ggml_type) type) ? (int64_t) ggml_type_size((ggml_type) type) : MOE_EDGE_DEVICE_ALIGN;
 }
@@ -38,7 +40,8 @@ struct moe_edge_launch_class {
     const char * gate  = nullptr;
 };
 
-// Passed to a kernel by value, so that no table has to be copied before the launch.
+// The experts of one launch. A kernel receives this struct by value, so that no table must be copied to the device
+// before the launch.
 struct moe_edge_launch_list {
     int32_t  n_classes = 0;
     int32_t  n         = 0;
@@ -100,7 +103,7 @@ inline std::vector<moe_edge_launch> moe_edge_plan_launches(std::vector<moe_edge_
         l->list.n++;
     }
 
-    // All bases are known now, so compute the units.
+    // Compute the distances only now, because the base addresses of all classes are known.
     size_t at = 0;
     for (moe_edge_launch & l : launches) {
         for (int32_t c = 0; c < l.list.n_classes; c++) {
@@ -128,9 +131,9 @@ inline std::vector<moe_edge_launch> moe_edge_plan_launches(std::vector<moe_edge_
     return launches;
 }
 
-// The table of one matrix as stored on the device, where every tier is a class: [n_expert] tier of each expert, -1 if
-// skipped, then [n_expert] distance from the base of the tier in units. types and base: [n_tiers]. Returns false if an
-// expert is out of reach.
+// Writes the device table of one matrix to `out`. The table has 2*n_expert entries: the tier of each expert, or -1 if
+// it is skipped; then its distance from the base address of the tier, in blocks. types and base are [n_tiers]. Returns
+// false if an expert is too far from the base.
 template <typename Entry>
 bool moe_edge_plan_table(const std::vector<Entry> & entries, const std::vector<int32_t> & types,
                          const std::vector<const char *> & base, std::vector<int32_t> & out) {
@@ -141,7 +144,7 @@ bool moe_edge_plan_table(const std::vector<Entry> & entries, const std::vector<i
         if (!data) {
             continue;
         }
-        // Two tiers may have the same type; the address then decides.
+        // Find the tier of this entry by its type. If two tiers have the same type, the address decides.
         bool found = false;
         for (size_t t = 0; t < types.size() && !found; t++) {
             const uint64_t unit = moe_edge_unit_bytes(types[t]);

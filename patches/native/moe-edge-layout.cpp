@@ -12,8 +12,8 @@
 #include <cstring>
 #include <vector>
 
-// Upstream's buffer type can change the layout, too, but it logs a line for each tensor, and we convert each expert
-// separately. These are the functions that it calls. For Q4_K and Q2_K we use our own, which are faster.
+// Declares upstream's functions that convert a matrix to the CPU's own layout. Calling them directly avoids a log line
+// for each tensor and converts each expert separately. For Q4_K and Q2_K we have faster functions.
 namespace ggml::cpu::repack {
 template <typename BLOC_TYPE, int64_t INTER_SIZE, int64_t NB_COLS>
 int repack(ggml_tensor * t, const void * data, size_t data_size);
@@ -37,7 +37,7 @@ void pack_six_bits(const uint8_t * scales, const uint8_t * mins, uint8_t * q) {
     }
 }
 
-// Interleaves the scales and minimums of one block of eight rows. in[r*stride] is the block of row r.
+// Interleaves the scales and the minimums of eight blocks, one block per row. in[r*stride] is the block of row r.
 void interleave_scales(const block_q4_K * in, int64_t stride, block_q4_Kx8 & to) {
     uint8_t scales[ROWS][ROWS], mins[ROWS][ROWS];  // [row][part]
     for (int r = 0; r < ROWS; r++) {
@@ -61,7 +61,8 @@ void interleave_scales(const block_q2_K * in, int64_t stride, block_q2_Kx8 & to)
     }
 }
 
-// Converts these types as upstream does, in a quarter of the time.
+// Converts eight rows of Q4_K or Q2_K to the interleaved layout. The result equals upstream's, but takes a quarter of
+// the time.
 template <typename INTERLEAVED, typename PLAIN> int interleave(ggml_tensor * to, const void * rows, size_t) {
     const int64_t n_blocks = to->ne[0] / QK_K;
     auto * out = static_cast<INTERLEAVED *>(to->data);
@@ -109,7 +110,7 @@ ggml_tensor matrix(int32_t type, int64_t n_in, int64_t n_out, void * data) {
     return t;
 }
 
-// Whether upstream's buffer type would change the layout of this matrix on this CPU.
+// Returns whether upstream would store this matrix in a layout of interleaved rows on this CPU.
 bool upstream_repacks(int32_t type, int64_t n_in, int64_t n_out) {
     static const ggml_backend_buffer_ptr buffer(ggml_backend_buft_alloc_buffer(ggml_backend_cpu_repack_buffer_type(), ROWS));
     ggml_tensor t = matrix(type, n_in, n_out, nullptr);
@@ -117,7 +118,8 @@ bool upstream_repacks(int32_t type, int64_t n_in, int64_t n_out) {
     return t.extra != nullptr;
 }
 
-// Whether upstream has tiles for this type on this CPU. An environment variable can disable them.
+// Returns whether upstream has a tiled kernel for this type on this CPU. An environment variable can disable tiled
+// kernels.
 bool upstream_tiles(int32_t type) {
     const int64_t n_in = ggml_blck_size((ggml_type) type);
     ggml_tensor w = matrix(type, n_in, ROWS, nullptr), x = matrix(GGML_TYPE_F32, n_in, 1, nullptr);
@@ -140,7 +142,7 @@ const moe_edge_kernels * moe_edge_kernels_of(int32_t type, int64_t n_in, int64_t
 }
 
 int64_t moe_edge_tiles_from(const moe_edge_kernels & kernels) {
-    // cached, because every op asks and the answer never changes
+    // Determine this only once, because every op asks and the answer never changes.
     static const bool tiles = ggml_cpu_has_avx512_vnni() && upstream_tiles(GGML_TYPE_Q4_K) && upstream_tiles(GGML_TYPE_Q2_K);
     return kernels.tiles_from > 0 && tiles ? kernels.tiles_from : INT64_MAX;
 }

@@ -1,8 +1,8 @@
-// The limit on the memory of slots, which may change between steps.
+// Implements the limit on the memory of slots, which may change between steps.
 //
-// Slots of all groups are interleaved in memory (lay_out_in_turn), so that a limit cuts the memory at one address.
-// Slots below it stay. Slots above it are emptied, and their memory returns to the system. Entries worth keeping are
-// moved below the limit.
+// The slots of all groups are interleaved in memory (lay_out_in_turn), so that a limit divides the memory at one
+// address. Slots below this address stay. Slots above it are emptied, and their memory returns to the system. The most
+// recently used experts are moved from there to slots below.
 
 #include "moe-edge-store.h"
 #include "moe-edge-util.h"
@@ -15,17 +15,17 @@
 uint64_t moe_edge_store::limit(uint64_t bytes) {
     std::lock_guard<std::mutex> lock(mutex);
     if (device) {
-        refuse("store: slots on a device stay as they were planned");
+        refuse("store: slots on a device cannot be limited");
     }
     if (running) {
-        refuse("store: slots are given back between steps, and a step or a warm start runs");
+        refuse("store: slots cannot be limited while a step or a warm start is running");
     }
     uint64_t least = 0, total = 0;
     for (const auto & pool : pools) {
         least += pool.slot_bytes;
     }
     if (bytes < least) {
-        refuse("store: %llu bytes are too few for slots: the least that works is %llu bytes, one slot of each group",
+        refuse("store: %llu bytes are too few for slots: the minimum is %llu bytes, one slot of each group",
             (unsigned long long) bytes, (unsigned long long) least);
     }
     std::vector<int32_t> n_slots(pools.size());
@@ -38,8 +38,9 @@ uint64_t moe_edge_store::limit(uint64_t bytes) {
     }
     collect_counts();  // before the tables can change
     if (n_decided == 0) {
-        conclude_transitions();  // otherwise their slots would stay in use until the next step, which may be waiting
-                                 // for the limit
+        // Publish complete transitions (changes of tier) now. Otherwise each keeps the slots of its old and its new
+        // tier until the next step, which may be waiting for the limit.
+        conclude_transitions();
     }
     tables_fixed = false;
     stats.slot_bytes = total;
@@ -54,16 +55,15 @@ uint64_t moe_edge_store::limit(uint64_t bytes) {
     return owed_bytes;
 }
 
-// Counts the loads in progress. A caller that waits for the limit may stop waiting when this is 0: no slot will be
-// released without a load.
+// Returns the number of loads in progress. If it is 0, the caller need not wait longer for a limit: without a load, no
+// further slot will be released.
 int32_t moe_edge_store::loading() {
     std::lock_guard<std::mutex> lock(mutex);
     return std::count_if(cells.begin(), cells.end(), [](const moe_edge_cell & c) { return c.load() != nullptr; });
 }
 
-// Empties the slots above the limit that are not needed, and returns their memory to the system. The most recently used
-// entries move to slots below the limit, evicting others if necessary. Slots that are still needed are emptied later,
-// after they are released.
+// Empties the slots above the limit and returns their memory to the system. Their most recently used experts move to
+// slots below the limit and evict older experts. Slots that are still needed are emptied after they are released.
 void moe_edge_store::fit() {
     for (auto & pool : pools) {
         for (int32_t i = pool.usable(); i < pool.size() && pool.n_beyond() > 0; i++) {
@@ -94,7 +94,7 @@ void moe_edge_store::move_slot(moe_edge_pool & pool, int32_t slot) {
     point_to_slot(cell);
 }
 
-// Bytes of the slots above the limit that are still in use.
+// Returns the bytes of the slots above the limit that are still in use.
 uint64_t moe_edge_store::bytes_beyond() const {
     uint64_t bytes = 0;
     for (const auto & pool : pools) {
@@ -103,7 +103,7 @@ uint64_t moe_edge_store::bytes_beyond() const {
     return bytes;
 }
 
-// The memory above the limit that no used slot overlaps, in whole huge pages.
+// Returns the pieces of memory above the limit that no used slot overlaps, rounded to whole huge pages.
 std::vector<std::pair<char *, char *>> moe_edge_store::unused_pieces() const {
     std::vector<std::pair<char *, char *>> used, unused;
     for (const auto & pool : pools) {
@@ -130,7 +130,7 @@ std::vector<std::pair<char *, char *>> moe_edge_store::unused_pieces() const {
     return unused;
 }
 
-// Returns an empty string, or the violated invariant.
+// Checks the invariants of the limit. Returns an empty string, or one that describes the violated invariant.
 std::string moe_edge_store::check_limit() const {
     uint64_t usable = 0;
     for (const auto & pool : pools) {

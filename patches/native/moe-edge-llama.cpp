@@ -1,4 +1,4 @@
-// Attaches stores to models.
+// Attaches stores to the models whose experts they hold.
 
 #include "moe-edge-cpu.h"
 #include "moe-edge-hook.h"
@@ -18,13 +18,15 @@ moe_edge_registry moe_edge_attached;
 
 namespace {
 
-// The reason for the latest failed load or context of this thread, and the string that was returned last.
+// The reason for which the latest load of a model or creation of a context failed in this thread, and the reason that
+// moe_edge_load_error() has returned last.
 thread_local std::string load_error, returned_load_error;
 
-// The matrix of all expert tensors in a model loaded without memory, which computes nothing.
+// The expert tensors of models that were loaded without memory point to this empty matrix. It cannot compute anything.
 moe_edge_matrix unloaded;
 
-// Reads a bias of n experts from any backend. Returns false if it is not F32 or has another size.
+// Reads a bias of n experts from the memory of any backend to `out`; a null bias leaves `out` empty. Returns false if
+// the bias is not F32 or has another size.
 bool read_bias(const ggml_tensor * bias, int32_t n, std::vector<float> & out) {
     if (bias) {
         if (bias->type != GGML_TYPE_F32 || ggml_nelements(bias) != n) {
@@ -36,20 +38,22 @@ bool read_bias(const ggml_tensor * bias, int32_t n, std::vector<float> & out) {
     return true;
 }
 
-// Reads the table of experts by token id. Returns an empty table if the layer has none.
+// Reads the table of a layer in which the token's id determines the experts: [n_vocab, n_expert_used]. Returns an empty
+// vector if the layer has no such table.
 std::vector<int32_t> read_choices(const ggml_tensor * table, const moe_edge_store & store) {
     std::vector<int32_t> out;
     if (table && table->type == GGML_TYPE_I32 && table->ne[0] == store.n_expert_used) {
         out.resize(ggml_nelements(table));
         ggml_backend_tensor_get(table, out.data(), 0, ggml_nbytes(table));
         if (!std::all_of(out.begin(), out.end(), [&](int32_t e) { return e >= 0 && e < store.n_expert; })) {
-            refuse("%s: it chooses an expert that the model does not have", table->name);
+            refuse("%s selects an expert that the model does not have", table->name);
         }
     }
     return out;
 }
 
-// Reports a graph that a store cannot serve.
+// Throws an exception that says why a store cannot serve the graph of a model. moe_edge_load_error() returns the same
+// sentence.
 template <typename... Args> [[noreturn]] void cannot_manage(const char * text, Args... args) {
     load_error = format(text, args...) + ": moe-edge cannot manage this model";
     throw std::runtime_error(load_error);
@@ -57,10 +61,10 @@ template <typename... Args> [[noreturn]] void cannot_manage(const char * text, A
 
 void bind(moe_edge_store & store, int32_t layer, int32_t kind, ggml_tensor * tensor) {
     if (!store.has_matrix(layer, kind, nullptr, 0)) {
-        refuse("%s: the store has no such layer or kind", tensor->name);
+        refuse("%s: the store has no such layer or matrix kind", tensor->name);
     }
     if (!tensor->buffer || ggml_backend_buffer_get_type(tensor->buffer) != moe_edge_placeholder_type(store.device)) {
-        refuse("%s was not loaded into the buffer type of the store's experts", tensor->name);
+        refuse("%s was not loaded into the buffer type that the store's experts must have", tensor->name);
     }
     for (int32_t t = 0; t < store.n_tiers; t++) {
         const auto & s = store.slices[layer][kind][t];
@@ -70,15 +74,15 @@ void bind(moe_edge_store & store, int32_t layer, int32_t kind, ggml_tensor * ten
             refuse("%s: its shape does not fit the expert file's tier of type %s", tensor->name, ggml_type_name(type));
         }
         if (store.device && !store.device->computes(s.type)) {
-            refuse("%s: the device has no kernel for the tier of type %s: choose other tiers, or --device cpu", tensor->name,
+            refuse("%s: the device has no kernel for the tier of type %s: give other tiers, or --device cpu", tensor->name,
                 ggml_type_name(type));
         }
     }
     tensor->extra = &store.matrices[layer][kind];
 }
 
-// Copies the routers in half precision for the look-ahead, which reads one more router per layer. This halves the bytes
-// to read and is precise enough for a prediction. The routers that select the experts are not changed.
+// Makes copies of the routers in half precision, for the look-ahead. The look-ahead reads one more router per layer,
+// and half precision is enough for a prediction. The routers that select the experts do not change.
 void copy_routers(hook_model & hook) {
     const int32_t n = hook.store->n_ahead > 0 ? hook.layers.size() : 0;
     hook.copies.reset(ggml_init({ (n + 1) * ggml_tensor_overhead(), nullptr, /* no_alloc */ true }));
@@ -121,8 +125,8 @@ std::unique_ptr<hook_model> make_hook(moe_edge_store & store, const llama_model 
         hook_layer each = { hook.get(), l, nullptr, layer.ffn_gate_inp, layer.ffn_gate_inp, {}, {} };
         if (layer.ffn_gate_inp_s || !read_bias(layer.ffn_gate_inp_b, store.n_expert, each.router_bias) ||
             !read_bias(layer.ffn_exp_probs_b, store.n_expert, each.choice_bias)) {
-            each.router = each.ahead_router = nullptr;  // the layer scales its router's input, or a bias has an
-                                                        // unexpected form
+            // The layer's experts cannot be predicted: it scales the input of its router, or a bias has another form.
+            each.router = each.ahead_router = nullptr;
         }
         each.by_token = read_choices(layer.ffn_gate_tid2eid, store);
         for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
@@ -163,7 +167,7 @@ void attach(const llama_model & model, size_t n_placeholders) {
     std::unique_lock<std::shared_mutex> lock(moe_edge_attached.mutex);
     moe_edge_store * store = moe_edge_latest_waiting();
     if (!store) {
-        refuse("the model's experts are managed, but no expert store waits for it: create one before the model is loaded");
+        refuse("the model's experts need an expert store, but no store waits for a model: create a store before the model is loaded");
     }
     auto hook = make_hook(*store, model, n_placeholders);
     moe_edge_stop_waiting(store);
@@ -227,10 +231,10 @@ void moe_edge_reserve_hook::built(ggml_cgraph * graph) const {
                 continue;
             }
             if (node->op != GGML_OP_MUL_MAT_ID || s != 0) {
-                cannot_manage("%s is read by %s, and not by the product of experts alone", src->name, ggml_op_desc(node));
+                cannot_manage("%s is read by %s, and not only by products of experts", src->name, ggml_op_desc(node));
             }
             if (!announced(node->src[2])) {
-                cannot_manage("the experts of %s are not chosen in the common way", src->name);
+                cannot_manage("the graph selects the experts of %s in a way that moe-edge does not support", src->name);
             }
         }
     }

@@ -1,4 +1,5 @@
-// Loads: from a request to a published slot, including evictions. All functions require the mutex.
+// Implements loads of experts into slots: from the request to the complete load, including evictions. All functions
+// require the store's mutex.
 
 #include "moe-edge-store.h"
 #include "moe-edge-util.h"
@@ -9,14 +10,15 @@
 
 namespace {
 
-// The order in which a layer computes its matrices: gate is the activation's first operand.
+// The order in which a layer computes its matrices. The gate comes first, because the activation function needs it.
 constexpr int32_t KIND_RANK[MOE_EDGE_N_KINDS] = { /* up */ 1, /* gate */ 0, /* gate_up */ 0, /* down */ 2 };
 
 }  // namespace
 
 // ---- slots
 
-// Marks an entry as used, and its load as if it had arrived, so that evictions do not depend on the timing of the disk.
+// Marks an entry as used now. If it is being loaded, its slot counts as used now, too. Evictions therefore do not
+// depend on the time at which the disk delivers.
 void moe_edge_store::touch(int32_t cell) {
     auto & c = cells[cell];
     if (auto * load = c.load()) {
@@ -31,11 +33,13 @@ void moe_edge_store::touch(int32_t cell) {
     }
 }
 
-// Whether the resident version may be evicted: no op of this step and no transition needs it.
+// Returns whether the resident tier of an entry may be evicted. It may if no op of this step needs the entry, and if no
+// change of the expert's tier is in progress.
 bool moe_edge_store::may_go(int32_t cell) const { return !cells[cell].pinned() && !in_transition(cell); }
 
-// Returns the complete slot that is evicted first, or -1 if no slot may be evicted. Slots of streaming requests come
-// first, then the others, each in LRU order. A prefetch does not evict experts of its own list or of a later one.
+// Returns the complete slot of a pool that should be evicted first, or -1 if none may be evicted. Slots of streaming
+// requests (of long prompts) come first, then all others, each in LRU order. A prefetch does not evict experts of its
+// own prefetch list or of a later list.
 int32_t moe_edge_store::least_useful(const moe_edge_pool & pool, const moe_edge_claim & claim) const {
     const auto oldest = [&](bool of_passing) {
         return pool.oldest([&](const moe_edge_pool::slot & s) {
@@ -46,10 +50,12 @@ int32_t moe_edge_store::least_useful(const moe_edge_pool & pool, const moe_edge_
     return slot < 0 && (!claim.passing || pool.may_pass()) ? oldest(false) : slot;
 }
 
-// Takes a free slot, or evicts one. Returns -1 if there is none. As a last resort, in a pool of several tiers, a
-// request may evict an entry that this step needs in a better tier than the resident one: that entry waits for a slot
-// of the same pool, and no op can use its old tier. Evicting a slot above the limit frees no usable slot, so the loop
-// continues.
+// Takes a free slot for an entry, or evicts other entries until there is one. Returns -1 if no slot can be taken.
+//
+// A request first evicts what may go, and then revokes transitions. As a last resort, in a pool of several tiers, it
+// evicts an entry that this step needs in a better tier than the resident one. That is safe: no op can use the old
+// tier, and the entry waits for a slot of the same pool. The loop is needed because evicting a slot above the limit
+// frees no usable slot.
 int32_t moe_edge_store::take_slot(moe_edge_pool & pool, int32_t cell, const moe_edge_claim & claim) {
     const bool request = claim.list == MOE_EDGE_NO_LIST;
     while (!pool.has_free()) {
@@ -160,7 +166,7 @@ void moe_edge_store::dequeue(int32_t cell) {
 
 // ---- start of a load
 
-// Starts a load from the host tier if it has the bytes, otherwise from disk.
+// Starts a load: from the host tier if it contains the bytes, otherwise from disk.
 void moe_edge_store::start_load(int32_t cell, moe_edge_load load) {
     const int32_t found = staged(cell, load.tier()) ? host->find(slice_id(cell, load.tier()), passes_for(cell, load)) : -1;
     if (found >= 0) {
@@ -185,7 +191,8 @@ bool moe_edge_store::try_load(int32_t cell, int32_t tier, bool passing, moe_edge
     return true;
 }
 
-// Queues a prefetch. It takes its slot later, so that a read that never starts evicts nothing.
+// Queues a prefetch. The prefetch takes its slot only when its read starts, so that a cancelled prefetch evicts
+// nothing.
 void moe_edge_store::load_ahead(int32_t cell, int32_t tier, bool passing, moe_edge_purpose purpose) {
     start_load(cell, moe_edge_load::ahead(tier, purpose, ahead_seq++, { ++clock, n_lists, passing }));
 }
@@ -199,7 +206,8 @@ void moe_edge_store::load_or_wait(int32_t cell) {
     }
 }
 
-// Takes a slot for a load that has none. Returns false if there is no slot, or if other entries wait for one already.
+// Takes a slot for a load that has none yet. Returns false if no slot can be taken, or if other entries have waited
+// longer for a slot.
 bool moe_edge_store::claim_slot(int32_t cell) {
     auto & load = *cells[cell].load();
     auto & pool = pool_of(cell, load.tier());
@@ -211,7 +219,8 @@ bool moe_edge_store::claim_slot(int32_t cell) {
     return true;
 }
 
-// Whether only streaming requests asked for this load.
+// Returns whether only streaming requests asked for this load. Such requests come from long prompts and do not count as
+// a use.
 bool moe_edge_store::passes_for(int32_t cell, const moe_edge_load & load) {
     return load.in_place() ? cells[cell].passing() : load.slotless() ? load.claim().passing : pool_of(cell, load.tier())[load.slot()].passing;
 }
@@ -225,7 +234,8 @@ void moe_edge_store::cancel_read(int32_t cell) {
     discard_load(cell);
 }
 
-// Ends a load that is being read. The current parts are read to their end and discarded.
+// Ends a load that is being read. The parts that threads are reading now are read to their end; then the load is
+// discarded.
 void moe_edge_store::abandon(int32_t cell) {
     auto & load = *cells[cell].load();
     dequeue(cell);
@@ -235,7 +245,7 @@ void moe_edge_store::abandon(int32_t cell) {
     }
 }
 
-// Releases the slots that a load without a result holds.
+// Ends a load without a result, and releases the slots that it holds.
 void moe_edge_store::free_load(int32_t cell) {
     auto & load = *cells[cell].load();
     auto & pool = pool_of(cell, load.tier());
@@ -249,21 +259,22 @@ void moe_edge_store::free_load(int32_t cell) {
     cells[cell].end();
 }
 
-// Releases a load without a result, and gives its slot to the next waiting entry.
+// Ends a load without a result. Its slot goes to the next cache entry that waits for a slot of the same pool.
 void moe_edge_store::discard_load(int32_t cell) {
     auto & pool = pool_of(cell, cells[cell].load()->tier());
     free_load(cell);
     serve_waiting(pool);
 }
 
-// Acts on a load whose parts are all done. If an op may be reading the bytes that a promotion replaces, the promotion
-// waits for release(). A transition waits for the next step.
+// Decides what happens to a load whose parts are all done: it is copied to the device, published (its tier becomes the
+// resident one), or discarded. A promotion waits for release() if an op may still read the old bytes. A transition
+// waits for the next step.
 void moe_edge_store::settle(int32_t cell) {
     auto & c    = cells[cell];
     auto & load = *c.load();
     if (staged(cell, load.tier()) && !load.copied() && load.good() && !load.in_place()) {
         if (!load.awaited() && !load.in_host_tier() && ahead_in_flight() != 0) {
-            // as one that the host tier had: the copy thread takes it in its turn
+            // Treat the load like one that was found in the host tier: the copy thread copies it in its turn.
             load.fetched();
             enqueue(cell);
             copy_cv.notify_one();
@@ -296,7 +307,7 @@ void moe_edge_store::settle(int32_t cell) {
     }
 }
 
-// Publishes a complete load: from now on, the table may point to its bytes.
+// Makes the tier of a complete load the resident tier of its entry. From now on, the table points to the loaded bytes.
 void moe_edge_store::publish(int32_t cell) {
     auto & c = cells[cell];
     moe_edge_pool * freed = nullptr;
@@ -325,7 +336,8 @@ void moe_edge_store::publish(int32_t cell) {
 
 // ---- reads
 
-// If the slots are in host memory, a prefetch takes its slot here, or is dropped if there is none.
+// Fills `read` with the next part that a thread should read. Returns false if nothing can be read now. If the slots are
+// in host memory, a prefetch takes its slot here, and is cancelled if it gets none.
 bool moe_edge_store::begin_read(std::unique_lock<std::mutex> * lock, moe_edge_read & read) {
     const int32_t cell = host ? reserve_host(*lock) : reads.queue.first();
     if (cell < 0) {
@@ -352,7 +364,8 @@ bool moe_edge_store::begin_read(std::unique_lock<std::mutex> * lock, moe_edge_re
     return true;
 }
 
-// The thread that has read the last part of a slice converts it to the CPU's layout before the load is published.
+// Handles the end of a part. If the slot needs the CPU's own layout, the thread that has read the last part of an
+// expert matrix converts the matrix. Then the load is complete.
 void moe_edge_store::end_read(std::unique_lock<std::mutex> * lock, const moe_edge_read & read, const std::string & why,
                               uint64_t took_us, uint32_t crc) {
     auto & load = *cells[read.cell].load();
@@ -379,7 +392,7 @@ void moe_edge_store::end_read(std::unique_lock<std::mutex> * lock, const moe_edg
     done_cv.notify_all();
 }
 
-// Handles a failed part: the remaining parts are not read.
+// Handles a failed part of a load: its other parts are not read, and the load fails.
 void moe_edge_store::break_load(const moe_edge_read & read, const std::string & sentence) {
     auto & load = *cells[read.cell].load();
     if (!load.has_failed()) {
@@ -389,7 +402,8 @@ void moe_edge_store::break_load(const moe_edge_read & read, const std::string & 
     }
 }
 
-// Compares a completely read slice with its checksum.
+// Compares the checksum of an expert matrix that was completely read with the expected one. The load fails if they
+// differ.
 void moe_edge_store::compare(const moe_edge_read & read) {
     if (checksums.fits(slice_id(read.cell, read.tier), cells[read.cell].load()->crc())) {
         return;

@@ -32,27 +32,29 @@ struct cells {
     uint64_t end;
 };
 
-// Separate from the mappings, so that a query of resident pages does not delay a step.
+// The used KV cells of each cache. They have their own mutex, so that a query of resident pages, which takes long, does
+// not delay a step.
 struct cells_in_use {
     std::mutex mutex;
     std::map<const void *, cells> all;  // key: start address of the mapping
 };
 
-// Never destroyed, because a context may outlive this library's other statics.
+// All mappings and their used cells. These objects are never destroyed, because a context may outlive this library's
+// other static objects.
 mappings & known = *new mappings;
 cells_in_use & in_use = *new cells_in_use;
 
 const size_t PAGE = sysconf(_SC_PAGESIZE);
 
-// A step counts as a prompt from this many tokens on, and a later step with at most 1/8 of its tokens releases its
-// memory.
+// A step with at least LEAST_PROMPT tokens counts as a prompt and may leave a lot of scratch memory resident. That
+// memory is released at the first later step that has at most 1/FEWER as many tokens as the prompt step.
 constexpr int32_t LEAST_PROMPT = 32;
 constexpr int32_t FEWER        = 8;
 
 size_t page_floor(size_t n) { return n / PAGE * PAGE; }
 size_t page_ceil(size_t n) { return page_floor(n + PAGE - 1); }
 
-// The whole pages within a range of memory.
+// The largest range of whole pages inside a range of memory.
 struct whole_pages {
     char * begin;
     char * end;
@@ -78,7 +80,7 @@ char * map_pages(size_t size, use kind, const void * owner) {
     return static_cast<char *>(data);
 }
 
-// Returns false if the address is not one of our mappings.
+// Unmaps a mapping that map_pages() returned. Returns false if the address is not the start of such a mapping.
 bool unmap_pages(char * data) {
     std::lock_guard<std::mutex> lock(known.mutex);
     const auto it = known.all.find(data);
@@ -162,7 +164,7 @@ ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t type, size_t size,
 ggml_backend_buffer_t alloc_cache(ggml_backend_buffer_type_t type, size_t size) { return alloc_buffer(type, size, CACHE); }
 ggml_backend_buffer_t alloc_scratch(ggml_backend_buffer_type_t type, size_t size) { return alloc_buffer(type, size, SCRATCH); }
 
-// The CPU's buffer type with another allocation function.
+// Returns a buffer type like the CPU's, but with this function for allocations.
 ggml_backend_buffer_type mapped_type(decltype(ggml_backend_buffer_type_i::alloc_buffer) alloc) {
     ggml_backend_buffer_type type = *ggml_backend_cpu_buffer_type();
     type.iface.alloc_buffer = alloc;

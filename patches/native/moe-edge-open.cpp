@@ -1,4 +1,4 @@
-// Creating a store: checks the configuration, opens the files and allocates memory.
+// Creates stores: checks the configuration, opens the files and allocates memory.
 
 #include "moe-edge-store.h"
 #include "moe-edge-util.h"
@@ -35,13 +35,14 @@ const moe_edge_ops STORE_OPS = {
 
 }  // namespace
 
-// Values in a row of an expert that is stored in the CPU's own layout.
+// Returns the number of values in a row of an expert matrix. interleaved_rows, the number of its rows, must be set.
 int64_t moe_edge_store::row_length(const moe_edge_slices & s) {
     const auto type = (ggml_type) s.type;
     return s.expert_bytes / s.interleaved_rows / ggml_type_size(type) * ggml_blck_size(type);
 }
 
-// The kernels for the layout of these slices' slots, or null for the layout of the file.
+// Returns the kernels for the CPU's own layout (interleaved rows) if slots must hold these expert matrices in that
+// layout. Returns null if slots hold the bytes of the file.
 const moe_edge_kernels * moe_edge_store::kernels_of(const moe_edge_slices & s) {
     if (s.interleaved_rows == 0 || s.expert_bytes == 0) {
         return nullptr;
@@ -49,7 +50,7 @@ const moe_edge_kernels * moe_edge_store::kernels_of(const moe_edge_slices & s) {
     const bool known = s.type >= 0 && s.type < GGML_TYPE_COUNT && ggml_blck_size((ggml_type) s.type) > 0 && s.interleaved_rows > 0;
     const auto * kernels = known ? moe_edge_kernels_of(s.type, row_length(s), s.interleaved_rows) : nullptr;
     if (!kernels || ggml_row_size((ggml_type) s.type, row_length(s)) * s.interleaved_rows != s.expert_bytes) {
-        refuse("store: this CPU has no layout of its own for a matrix that must have one");
+        refuse("store: interleaved_rows is set for a matrix for which this CPU has no own layout");
     }
     return kernels;
 }
@@ -92,7 +93,7 @@ moe_edge_store::moe_edge_store(const moe_edge_config & config)
                 m.types.push_back(slices[l][k][t].type);
                 m.kernels.push_back(kernels_of(slices[l][k][t]));
                 if (m.kernels.back() && device) {
-                    refuse("store: on a device experts are as in the file");
+                    refuse("store: interleaved_rows must be 0 for experts on a device");
                 }
             }
         }
@@ -196,7 +197,8 @@ void moe_edge_store::open_files(const moe_edge_config & config) {
     }
 }
 
-// Copies the checksums: the caller may free the configuration and everything it points to after the store is created.
+// Copies all expected checksums into the store, because the caller may free the configuration after the store is
+// created.
 void moe_edge_store::keep_checksums() {
     for (int32_t cell = 0; cell < (int32_t) cells.size(); cell++) {
         for (int32_t t = 0; t < n_tiers; t++) {
@@ -225,11 +227,11 @@ void moe_edge_store::make_pools(const moe_edge_config & config) {
         split |= pools[g].on_host;
         const bool direct = !device || pools[g].on_host;
         if (group.place != MOE_EDGE_MISS_COPY && !pools[g].on_host) {
-            refuse("store: group %d: slots next to a device's are for the host's threads to compute", g);
+            refuse("store: group %d: place must be MOE_EDGE_MISS_COPY or, in a store on a device, MOE_EDGE_MISS_COMPUTE", g);
         }
         if (group.n_slots < 1 || group.slot_bytes == 0 || (direct && group.slot_bytes % MOE_EDGE_BLOCK != 0) ||
             group.slot_bytes > (UINT64_MAX - MOE_EDGE_DEVICE_ALIGN - total) / group.n_slots) {
-            refuse("store: group %d: needs at least one slot, of a multiple of %d bytes", g, (int) MOE_EDGE_BLOCK);
+            refuse("store: group %d needs at least one slot, and the size of its slots must be a multiple of %d bytes", g, (int) MOE_EDGE_BLOCK);
         }
         total += group.slot_bytes * group.n_slots;
         (direct ? on_host : on_device) += pool_bytes(group);
@@ -247,17 +249,18 @@ void moe_edge_store::make_pools(const moe_edge_config & config) {
                 }
                 auto & pool = pools[s.group];
                 if (pool.kind >= 0 && pool.kind != k) {
-                    refuse("store: group %d holds two kinds", s.group);
+                    refuse("store: group %d has slices of two matrix kinds, but it may have only one", s.group);
                 }
                 pool.mixed |= pool.kind >= 0 && pool.tier != t;
                 const bool there = device && !pool.on_host;
                 if (there && pool.mixed) {
-                    refuse("store: group %d holds two tiers, which it cannot on a device", s.group);
+                    refuse("store: group %d has slices of two tiers, but on a device it may have only one", s.group);
                 }
                 pool.kind = k;
                 pool.tier = t;
                 if (there) {
-                    // The padding after a slice is never written, so no longer slice may have been stored there.
+                    // On a device, all expert matrices that share a group must have the same type and size. The padding
+                    // after a matrix is never written, so a longer matrix in the same slot would leave its bytes there.
                     if (pool.type < 0) {
                         pool.type        = s.type;
                         pool.slice_bytes = s.expert_bytes;
@@ -265,7 +268,7 @@ void moe_edge_store::make_pools(const moe_edge_config & config) {
                     const uint64_t slot_bytes = config.groups[s.group].slot_bytes;
                     if (pool.type != s.type || pool.slice_bytes != s.expert_bytes || slot_bytes < s.expert_bytes ||
                         slot_bytes % ggml_type_size((ggml_type) s.type) != 0) {
-                        refuse("store: group %d: on a device all slices have one type and size, and slots whole blocks (layer %d, %s, tier %d)",
+                        refuse("store: group %d: on a device all slices of a group must have one type and size, and slots must be whole blocks (layer %d, %s, tier %d)",
                             s.group, il[l], KIND_NAMES[k], t);
                     }
                     continue;
@@ -286,7 +289,7 @@ void moe_edge_store::make_pools(const moe_edge_config & config) {
         if (failed) {
             refuse("store: %s", failure.c_str());
         }
-        refuse("store: %s has no memory for slots of %llu bytes", device->name().c_str(), (unsigned long long) on_device);
+        refuse("store: %s does not have %llu bytes of free memory for slots", device->name().c_str(), (unsigned long long) on_device);
     }
     stats.slot_bytes = total;
     if (device) {
@@ -304,7 +307,7 @@ void moe_edge_store::make_pools(const moe_edge_config & config) {
     }
 }
 
-// Lays out each pool separately, on the device or in host memory.
+// Lays out the pools one after another: each in one piece of device memory, or of host memory for pools on the host.
 void moe_edge_store::lay_out_one_by_one(const moe_edge_config & config, char * at_host) {
     char * at_device = static_cast<char *>(memory);
     for (int32_t g = 0; g < config.n_groups; g++) {
@@ -319,12 +322,11 @@ void moe_edge_store::lay_out_one_by_one(const moe_edge_config & config, char * a
     }
 }
 
-// Interleaves the slots of all groups: first the first slot of each group, then the others at even distances. If the
-// memory is cut off at any address above these first slots, each group keeps the same share of its slots.
+// Spreads the slots of each group evenly over one piece of memory, after the first slot of each group. If the memory is
+// cut off at any later address, each group therefore keeps the same share of its slots.
 void moe_edge_store::lay_out_in_turn(const moe_edge_config & config) {
     char * at = static_cast<char *>(memory);
-    std::vector<std::pair<double, int32_t>> order;  // for each slot: its position in its group, from 0 to 1, and the
-                                                    // group
+    std::vector<std::pair<double, int32_t>> order;  // of each slot: its position in its group (0 to 1), and the group
     for (int32_t g = 0; g < config.n_groups; g++) {
         for (int32_t i = 0; i < config.groups[g].n_slots; i++) {
             order.emplace_back((double) i / config.groups[g].n_slots, g);
@@ -342,21 +344,21 @@ void moe_edge_store::lay_out_in_turn(const moe_edge_config & config) {
     }
 }
 
-// The bytes of a group up to the start of the next one.
+// Returns the bytes from the start of a group's slots to the start of the next group. They include padding on a device.
 uint64_t moe_edge_store::pool_bytes(const moe_edge_group & group) const {
     const uint64_t bytes = group.slot_bytes * group.n_slots;
     return device ? (bytes + MOE_EDGE_DEVICE_ALIGN - 1) / MOE_EDGE_DEVICE_ALIGN * MOE_EDGE_DEVICE_ALIGN : bytes;
 }
 
 char * moe_edge_store::map_pools(uint64_t total, int32_t flags) {
-    // Map one region for all pools, with huge pages if the system has them. Direct reads then pin few pages instead of
-    // hundreds, and the pools need no separate rounding.
+    // Map one region for all pools, with huge pages if the system has them. A direct read then pins few pages instead
+    // of hundreds, and no pool must be rounded up to whole pages.
     mapped_bytes = total + HUGE_PAGE;
     const int access = flags & MOE_EDGE_SIMULATED ? PROT_NONE : PROT_READ | PROT_WRITE;
     mapped = mmap(nullptr, mapped_bytes, access, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (mapped == MAP_FAILED) {
         mapped = nullptr;
-        refuse("store: no memory for slots of %llu bytes: %s", (unsigned long long) total, strerror(errno));
+        refuse("store: %llu bytes of memory for slots cannot be allocated: %s", (unsigned long long) total, strerror(errno));
     }
     madvise(mapped, mapped_bytes, MADV_HUGEPAGE);
     madvise(mapped, mapped_bytes, MADV_DONTFORK);  // direct reads and copy-on-write do not work together

@@ -11,9 +11,9 @@
 
 namespace {
 
-// The byte range [first, last) of a slice in its file, and the range of blocks [begin, end) that a part of its read
-// covers. Direct reads read whole blocks, and the slot is large enough for them. The slot starts with the block at
-// block0.
+// The file offsets for reading one part of a slice (an expert matrix). The slice has the bytes [first, last). This part
+// covers the blocks [begin, end), because direct reads read whole blocks. block0 is the start of the slice's first
+// block, which goes to the start of the slot.
 struct slice_span {
     uint64_t first, last, block0, begin, end;
 
@@ -25,7 +25,7 @@ struct slice_span {
     }
 };
 
-// Whether this file can be read with O_DIRECT into `block`.
+// Returns whether this file can be read with O_DIRECT, by reading its first block into `block`.
 bool direct_works(int fd, void * block) { return block && pread(fd, block, MOE_EDGE_BLOCK, 0) > 0; }
 
 }  // namespace
@@ -101,7 +101,7 @@ std::string moe_edge_files::read_part(const moe_edge_slices & s, int32_t expert,
             return format("read of %llu bytes at offset %llu failed: %s", (unsigned long long) s.expert_bytes,
                 (unsigned long long) first, strerror(errno));
         }
-        // A direct read ends within a block only at the end of the file.
+        // A direct read that ends in the middle of a block has reached the end of the file.
         if (n == 0 || (f.direct && n % MOE_EDGE_BLOCK != 0 && at + n < needed)) {
             return format("the file ends at offset %llu, before the expert's end at %llu: it was truncated",
                 (unsigned long long) (at + n), (unsigned long long) last);
@@ -200,8 +200,9 @@ void moe_edge_reads::began(const moe_edge_read & read) {
     }
 }
 
-// Does not wake threads for transitions: the thread that reads them continues by itself, and waking the others for each
-// op would cost compute time.
+// Wakes the I/O threads if an urgent read is queued. Background changes of tier (transitions) do not wake threads: the
+// thread that reads them continues by itself, and waking the others for each op would cost compute time. In a
+// simulation, starts all reads that can start.
 void moe_edge_reads::wake_threads() {
     if (!simulation) {
         if (urgent()) {
@@ -215,7 +216,7 @@ void moe_edge_reads::wake_threads() {
             continue;
         }
         const uint64_t bytes = read.slices->expert_bytes;
-        // The parts of a slice differ by at most one byte, and their sum is the size of the slice.
+        // Divide the bytes so that the parts differ by at most one byte and add up to the whole size.
         simulation->start(read, bytes * (read.part + 1) / read.parts - bytes * read.part / read.parts);
     }
 }
@@ -232,7 +233,7 @@ void moe_edge_reads::hold_transitions(uint64_t bytes) {
 
 uint64_t moe_edge_reads::now() const { return simulation ? simulation->now() / 1000 : now_us(); }
 
-// ---- simulation: the caller takes the role of the graph and provides compute times
+// ---- simulation in virtual time
 
 void moe_edge_reads::set_speed(uint64_t bandwidth, uint64_t latency_us) {
     if (simulation) {
@@ -243,7 +244,8 @@ void moe_edge_reads::set_speed(uint64_t bandwidth, uint64_t latency_us) {
 void moe_edge_reads::simulate_until(uint64_t ns) {
     for (;;) {
         user.wake();
-        // A transition that the rate limit delays starts on time, unless an urgent read comes first.
+        // The next transition may be delayed by its rate limit. Let it start at its time, unless an urgent read comes
+        // first.
         const bool held = !queue.empty() && !urgent() && !transiting && simulation->has_idle_thread();
         const uint64_t next = held ? transition_at * 1000 : UINT64_MAX;
         if (simulation->busy() && simulation->next_done() <= std::min(next, ns)) {

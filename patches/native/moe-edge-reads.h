@@ -1,8 +1,9 @@
-// Reads from disk: the files, the queue of reads, and the threads that read slices part by part.
+// Declares the reads from disk: the files, the queue of reads, and the threads that read slices (expert matrices) part
+// by part.
 //
-// The owner, the store, keeps the loads. It puts a key for each load into the queue, starts the most urgent one when a
-// thread is idle, and is notified when a part has ended. A simulation in virtual time can replace the threads. The
-// owner's mutex guards everything here; a thread releases it while it reads.
+// The owner of this object is the store, which keeps the loads. The owner puts a key for each load into the queue. When
+// a thread is idle, the owner starts the most urgent load, and it is notified after each part. A simulation in virtual
+// time can replace the threads. The owner's mutex guards everything here; a thread releases it while it reads.
 
 #pragma once
 
@@ -23,8 +24,8 @@
 
 constexpr uint64_t MOE_EDGE_BLOCK = 4096;  // alignment of direct reads, in bytes
 
-// Large slices are read in parts of about this size. All I/O threads then work on the most urgent expert, and it is
-// complete while the next one is still being read.
+// The size of the parts in which large expert matrices are read. All I/O threads then work on the most urgent matrix
+// together, and it is complete before the next one.
 #ifndef MOE_EDGE_PART_BYTES  // tests set a smaller size
 #define MOE_EDGE_PART_BYTES (512 << 10)
 #endif
@@ -42,11 +43,11 @@ class moe_edge_files {
     moe_edge_files(const moe_edge_files &) = delete;
     moe_edge_files & operator=(const moe_edge_files &) = delete;
 
-    // Opens files for reading. Throws std::runtime_error if one cannot be opened. direct: bypass the page cache for
-    // each file that supports it. simulated: open nothing; files then have no end.
+    // Opens files for reading. Throws std::runtime_error if a file cannot be opened. direct: bypass the page cache for
+    // each file that supports it. simulated: open nothing, and treat every file as endless.
     void open(const char * const * paths, int32_t n, bool direct, bool simulated);
-    // Tests direct reads into this block. Some systems cannot read directly into memory that a driver has pinned; files
-    // that fail the test are read through the page cache from now on.
+    // Tests whether direct reads into this block of memory work. Some systems cannot read directly into memory that a
+    // driver has pinned. Files that fail the test are read through the page cache from now on.
     void probe(char * block);
 
     int32_t  size() const { return files.size(); }
@@ -54,10 +55,11 @@ class moe_edge_files {
     const std::string & path(int32_t file) const { return files[file].path; }
     bool     direct() const;  // whether all files are read directly
 
-    // Reads one part of a slice into its slot, which starts with the first block of the slice. Returns an empty string,
-    // or the reason for a failure.
+    // Reads one part of a slice (an expert matrix) into its slot; the slot starts with the slice's first block. Returns
+    // an empty string, or the reason for which the read failed.
     std::string read_part(const moe_edge_slices & s, int32_t expert, char * slot, int32_t part, int32_t parts) const;
-    // Returns a part's share of its slice's CRC-32. The XOR of the shares of all parts is the CRC-32 of the slice.
+    // Returns the contribution of one part to the CRC-32 of its slice (an expert matrix). The XOR of the contributions
+    // of all parts is the CRC-32 of the slice.
     static uint32_t part_crc(const moe_edge_slices & s, int32_t expert, const char * slot, int32_t part, int32_t parts);
 
   private:
@@ -70,8 +72,8 @@ class moe_edge_files {
     std::vector<file> files;
 };
 
-// Checksums of slices, by slice number. Each slice is compared after its first complete read, and again only if it did
-// not match. This finds damaged files, and later reads cost nothing more.
+// The expected checksums of slices (expert matrices), by slice number. A slice is compared with its checksum after its
+// first complete read, and again only if it did not match. Damaged files are found, and later reads cost no more time.
 class moe_edge_checksums {
   public:
     void keep(size_t slice, size_t n_slices, uint32_t checksum);
@@ -83,12 +85,14 @@ class moe_edge_checksums {
     std::vector<uint8_t>  unchecked;  // [n_slices] 1: the next complete read is compared
 };
 
-// Demand reads come before prefetches, and prefetches before transitions.
+// The classes of urgency of reads: demand reads come first, then prefetches, then transitions (background changes of
+// tier).
 enum moe_edge_urgency : int32_t { MOE_EDGE_DEMANDED = 0, MOE_EDGE_AHEAD = 1, MOE_EDGE_TRANSITING = 2 };
 
-// The sort key of a read: urgency; then, for demand reads, the position of the kind in the layer and the file offset,
-// and for the others the policy's order; then the cache entry. With MOE_EDGE_RIGID, demand reads and prefetches share
-// one order, the order of their requests.
+// The sort key of a read in the queue: its urgency, two numbers that depend on the urgency, and its cache entry. For
+// demand reads, the two numbers are the position of the matrix kind in the layer and the file offset. For other reads,
+// they are the order in which the policy listed the expert, and 0. With MOE_EDGE_RIGID, demand reads and prefetches are
+// sorted together, in the order of their requests.
 using moe_edge_read_key = std::tuple<int32_t, int32_t, uint64_t, int32_t>;
 
 class moe_edge_queue {
@@ -101,7 +105,7 @@ class moe_edge_queue {
     int32_t first() const { return std::get<3>(*keys.begin()); }  // the cache entry of the most urgent read
     int32_t first_urgency() const { return std::get<0>(*keys.begin()); }
 
-    // Visits the cache entries in order until a visit returns true.
+    // Calls `visit` with the cache entry of each read, the most urgent first, until it returns true.
     template <typename F> void each(F && visit) const {
         for (const auto & key : keys) {
             if (visit(std::get<3>(key))) {
@@ -122,14 +126,15 @@ class moe_edge_queue {
 class moe_edge_reads {
   public:
     struct owner {
-        // Starts a part of the most urgent read, or of one that must come first, and fills `read`. Returns false if it
-        // cannot; the most urgent read may have changed then. May release the lock for a while. lock is null in a
-        // simulation.
+        // Starts a part of the most urgent read, or of a read that must end before it, and describes the part in
+        // `read`. Returns false if no part could be started; another read may be the most urgent one then. May release
+        // the lock for a while. lock is null in a simulation.
         virtual bool begin_read(std::unique_lock<std::mutex> * lock, moe_edge_read & read) = 0;
-        // Ends a part. why: empty, or the reason of a failure. crc: the part's share if read.checks is set.
+        // Handles the end of a part. why: an empty string, or the reason of a failure. crc: the part's contribution to
+        // the checksum, if read.checks is set.
         virtual void end_read(std::unique_lock<std::mutex> * lock, const moe_edge_read & read, const std::string & why,
                               uint64_t took_us, uint32_t crc) = 0;
-        // Called when reads may have become startable, and after parts have ended.
+        // Called when reads may have become possible, and after parts have ended.
         virtual void wake() = 0;
 
       protected:
@@ -148,14 +153,14 @@ class moe_edge_reads {
     moe_edge_files files;
     moe_edge_queue queue;  // reads with parts that were not started
 
-    // Records that a thread starts a part of this read.
+    // Records that a thread has started a part of this read.
     void began(const moe_edge_read & read);
     void wake_threads();   // for urgent reads; a simulation starts as many as it can
     void wake_for_transition() { work.notify_one(); }
     bool urgent() const { return !queue.empty() && queue.first_urgency() != MOE_EDGE_TRANSITING; }
 
-    // Limits transitions to this many bytes per second; 0: no limit. They are read one part at a time, so that the
-    // other threads stay available for urgent reads.
+    // Limits the reads of transitions (background changes of tier) to this many bytes per second; 0 means no limit.
+    // Only one part is read at a time, so that the other threads stay available for urgent reads.
     void     set_transition_rate(uint64_t bytes_per_s);
     void     hold_transitions(uint64_t bytes);  // sets when the next transition may start, after one of this size
     uint64_t held_until() const { return transition_at; }  // on the clock of now()

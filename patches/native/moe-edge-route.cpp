@@ -1,4 +1,5 @@
-// The route hook: a node of the graph between the router of a layer and its experts.
+// Implements the route hook: a node of the graph between the router of a layer and its experts. It reports the selected
+// experts to the store.
 
 #include "moe-edge-hook.h"
 #include "moe-edge-llama.h"
@@ -15,7 +16,8 @@
 
 namespace {
 
-// The latest attention in the graph that this thread builds. Its model is known only at the next router.
+// The latest attention in the graph that this thread builds. The attention does not know its model, so the record is
+// kept until the next router, whose experts identify the model.
 struct attention {
     const ggml_context * graph = nullptr;
     int           il      = 0;
@@ -28,7 +30,7 @@ struct attention {
 };
 thread_local attention seen_attention;
 
-// Receives the expert layers of the graph that this thread builds; null if the graph will be computed.
+// The hook that learns which MoE layers the graph being built has, if the graph only reserves memory. Otherwise null.
 thread_local moe_edge_reserve_hook * reserving;
 
 float gate(int gating_op, float logit) {
@@ -42,9 +44,9 @@ float gate(int gating_op, float logit) {
     }
 }
 
-// Applies the target layer's own selection to predicted logits [n_expert]: gating function, selection bias and expert
-// groups. Writes the k best experts, best first, and their scores. The remaining entries of the row repeat the first
-// expert with score 0.
+// Selects experts from predicted router logits [n_expert], as the target layer itself would: with its gating function,
+// selection bias and expert groups. Writes a row of n_expert_used experts and their scores, best first. If the layer
+// uses fewer experts, the rest of the row repeats the first expert with score 0.
 void predict(const hook_layer & target, const float * logits, int32_t * ids_out, float * scores_out) {
     const auto & hp = target.model->model->hparams;
     const auto & store = *target.model->store;
@@ -79,7 +81,7 @@ void predict(const hook_layer & target, const float * logits, int32_t * ids_out,
         choice[e] = scores[e] + (pick.empty() ? 0.0f : pick[e]);
     }
     if (hp.n_expert_groups > 1 && n % hp.n_expert_groups == 0) {
-        // keep only the groups with the largest sum of their two best experts
+        // Keep only the groups whose two best experts have the largest sum.
         const int32_t per_group = n / hp.n_expert_groups;
         std::vector<std::pair<float, int32_t>> groups;
         for (int32_t g = 0; g < (int32_t) hp.n_expert_groups; g++) {
@@ -108,11 +110,12 @@ void predict(const hook_layer & target, const float * logits, int32_t * ids_out,
     }
 }
 
-// The op parameter that stores the number of look-ahead layers, after the parameters of ggml's custom op.
+// The index of the op parameter in which a route node stores its number of look-ahead layers. It comes after the
+// parameters of ggml's custom op.
 constexpr int AHEAD_AT = GGML_MAX_OP_PARAMS / sizeof(int32_t) - 1;
 
-// The number of layers after this one that can be predicted: up to the first whose selection depends on more than its
-// router.
+// Returns the number of layers after this one whose experts can be predicted from this layer. It ends before the first
+// layer whose selection depends on more than its router.
 int32_t ahead_layers(const hook_layer & layer) {
     const auto & layers = layer.model->layers;
     const int32_t most = std::min<int32_t>(layer.model->store->n_ahead, layers.size() - 1 - layer.layer);
@@ -123,8 +126,8 @@ int32_t ahead_layers(const hook_layer & layer) {
     return n;
 }
 
-// Returns the router's input [n_embd, T] from its logits, with or without a bias. Returns null if the logits do not
-// come from the layer's router.
+// Returns the tensor [n_embd, T] from which the layer's router computed these logits, with or without a bias. Returns
+// null if the logits are not those of the layer's router.
 ggml_tensor * router_input(const hook_layer & layer, const ggml_tensor * logits) {
     while (logits && logits->op == GGML_OP_ADD) {
         logits = logits->src[0];
@@ -133,8 +136,8 @@ ggml_tensor * router_input(const hook_layer & layer, const ggml_tensor * logits)
     return own ? logits->src[1] : nullptr;
 }
 
-// The queries of a micro-batch that are used for token importance. A graph is reused for another micro-batch with the
-// same number of queries; their indices are set again each time.
+// Graph input: the indices of those tokens of a micro-batch whose attention queries are used for token importance. The
+// graph may be reused for a micro-batch with the same number of such tokens; set_input then writes their indices.
 class window_input : public llm_graph_input_i {
   public:
     window_input(const moe_edge_store & store, ggml_tensor * rows) : rows(rows), store(store) {}
@@ -155,8 +158,9 @@ class window_input : public llm_graph_input_i {
     const moe_edge_store & store;
 };
 
-// The node of eq. 1. src[0]: attention [n_kv, queries, heads]. src[1]: KV cells of the batch's tokens, I64 [T]. dst
-// [T]: the attention that a token receives, summed over the queries and averaged over the heads.
+// Computes token importance, eq. 1 of DyMoE, as a node of the graph. src[0]: attention weights [n_kv, queries, heads].
+// src[1]: KV cells of the batch's tokens, I64 [T]. Writes to dst [T] the attention that each token receives, summed
+// over the queries and averaged over the heads.
 void importance_node(ggml_tensor * dst, int ith, int nth, void *) {
     const ggml_tensor * attention = dst->src[0];
     const auto * cells = static_cast<const int64_t *>(dst->src[1]->data);
@@ -180,8 +184,9 @@ void importance_node(ggml_tensor * dst, int ith, int nth, void *) {
     }
 }
 
-// The route node. Its sources: src[0] weights; src[1] selected experts; one logits tensor for each look-ahead layer;
-// token importance, if it is computed; token indices of the output rows, if this layer sees only those.
+// Runs the route hook as a node of the graph. Its sources are, in this order: the routing weights; the selected
+// experts; the predicted logits of each look-ahead layer; token importance, if it is computed; and the indices of the
+// output tokens, if this layer computes only those.
 void route_node(ggml_tensor * dst, int ith, int, void * userdata) {
     if (ith != 0) {
         return;
@@ -262,7 +267,8 @@ void route_node(ggml_tensor * dst, int ith, int, void * userdata) {
     }
 }
 
-// Returns the KV cells of this batch's keys in a layer, I64 [T], or null for other kinds of memory.
+// Returns the KV cells into which a layer writes the keys of this batch, I64 [T]. Returns null for memories other than
+// a KV cache.
 ggml_tensor * key_cells(const llm_graph_context & graph, int il) {
     for (auto & input : graph.res->inputs) {
         if (auto * kv = dynamic_cast<llm_graph_input_attn_kv *>(input.get())) {
@@ -289,8 +295,9 @@ int64_t most_heads(const llm_graph_context & graph) {
     return most;
 }
 
-// Returns the rows of window_input, which all layers of a graph share. A graph that is built outside a step only
-// reserves memory, so it gets the largest possible number of queries.
+// Returns a graph input with the indices of the tokens whose queries are used for token importance, I32 [queries,
+// heads]. All layers of a graph share it. A graph that is built outside of a step only reserves memory, so it gets the
+// largest possible number of queries.
 ggml_tensor * window_rows(const llm_graph_context & graph, const moe_edge_store & store) {
     for (auto & input : graph.res->inputs) {
         if (auto * window = dynamic_cast<window_input *>(input.get())) {
@@ -305,7 +312,7 @@ ggml_tensor * window_rows(const llm_graph_context & graph, const moe_edge_store 
     return rows;
 }
 
-// Computes the attention weights [n_kv, queries, heads, 1] of these rows.
+// Adds nodes that compute the attention weights [n_kv, queries, heads, 1] of the queries with these indices.
 ggml_tensor * weights_of(const llm_graph_context & graph, const attention & a, ggml_tensor * rows) {
     ggml_context * ctx = graph.ctx0;
     ggml_tensor * q = ggml_get_rows(ctx, a.q, ggml_view_2d(ctx, rows, rows->ne[0], a.q->ne[2], rows->nb[1], 0));
@@ -323,16 +330,16 @@ ggml_tensor * weights_of(const llm_graph_context & graph, const attention & a, g
     return kq;
 }
 
-// Returns the importance of the batch's tokens [T] for an expert layer, from the latest attention. No query attends to
-// tokens of another sequence, so the importance is separate for each prompt. Returns null if the store does not ask for
-// it, during decoding, or if it cannot be computed.
+// Adds a node that computes the importance of the batch's tokens [T] for a MoE layer, from the latest attention. The
+// importance is separate for each prompt, because no query attends to tokens of another sequence. Returns null if the
+// store does not use importance, in a decode step, or if this graph does not allow it.
 ggml_tensor * importance(const llm_graph_context & graph, const moe_edge_store & store, int il) {
     const attention & a = seen_attention;
     const int32_t window = store.importance_window;
     if (window == 0 || graph.n_tokens < 2 || !store.in_prefill() || a.graph != graph.ctx0 || a.il > il) {
         return nullptr;
     }
-    // Check this before adding the window input: an input that no node reads has no memory.
+    // Check this before adding the window input, because a graph input that no node reads would get no memory.
     ggml_tensor * cells = key_cells(graph, a.il);
     if (!cells) {
         return nullptr;
@@ -352,7 +359,7 @@ ggml_tensor * importance(const llm_graph_context & graph, const moe_edge_store &
     return scores;
 }
 
-// Returns the tensor of output row indices if the batch has fewer outputs than tokens.
+// Returns the graph input with the indices of the tokens that have an output, or null if the graph has no such input.
 ggml_tensor * output_ids(const llm_graph_context & graph) {
     for (auto & input : graph.res->inputs) {
         if (auto * out_ids = dynamic_cast<llm_graph_input_out_ids *>(input.get())) {
@@ -362,8 +369,9 @@ ggml_tensor * output_ids(const llm_graph_context & graph) {
     return nullptr;
 }
 
-// Announces the largest scratch memory of attention to the device: the weights of a micro-batch over the whole context;
-// or, with flash attention and a quantized cache, the keys and the values of a layer in half precision.
+// Announces the largest scratch memory that attention needs to the device. Without flash attention, this is the
+// attention weights of a micro-batch over the whole context. With flash attention and a quantized cache, it is the keys
+// and the values of a layer in half precision.
 void expect_attention(const llm_graph_context & graph, moe_edge_device & device) {
     const auto & c = graph.cparams;
     uint64_t row = 0;  // values per position of the context

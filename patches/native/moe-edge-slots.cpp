@@ -121,8 +121,8 @@ void moe_edge_pool::remove(int32_t i) {
     s.older = -1;
 }
 
-// Inserts a slot by the time of its request. Reads complete in any order; with this list order, evictions do not depend
-// on the timing of the disk.
+// Inserts a complete slot into the LRU list, by the time of its request. Reads complete in any order, so an order by
+// the time of completion would make evictions depend on the disk.
 void moe_edge_pool::insert(int32_t i) {
     slot & s = slots[i];
     s.newer = -1;

@@ -1,11 +1,11 @@
-// A pool: the slots of one group and their LRU order.
+// Defines a pool: the slots of one group and their LRU order.
 //
 // A slot is free, being filled for one cache entry, or complete. Complete slots are in a list ordered by their last
 // use, including those that only streaming requests used. A pool knows a cache entry only by its number. The store's
 // mutex guards the pools.
 //
-// While a limit is in effect, slots with an index at or above the limit are not handed out. Such a slot is unavailable
-// once it is free, which happens when it is given back or moved.
+// While a limit is in effect, slots with an index at or above the limit are not handed out. Such a slot becomes
+// unavailable once it is free, after it is given back or moved.
 
 #pragma once
 
@@ -16,10 +16,11 @@
 #include <string>
 #include <vector>
 
-// The list number of a request, which is not a prefetch: it may evict every expert that its step does not need.
+// The list number of requests that are not prefetches. Such a request may evict every expert that its step does not
+// need.
 constexpr uint64_t MOE_EDGE_NO_LIST = UINT64_MAX;
 
-// The parameters with which a load that has no slot yet will ask its pool for one.
+// The arguments with which a load asks its pool for a slot.
 struct moe_edge_claim {
     uint64_t asked_at;  // position of the slot in the LRU order
     uint64_t list;      // number of the prefetch list: experts in this list or a later one are not evicted
@@ -42,7 +43,7 @@ class moe_edge_pool {
         moe_edge_ticket behind = 0;   // the ticket that this copy had to wait for
     };
 
-    // Properties of the slots; constant after the store is created.
+    // Properties that all slots of the pool have in common. They are constant after the store is created.
     uint64_t slot_bytes  = 0;
     int32_t  kind        = -1;
     int32_t  tier        = -1;     // tier of its slices; if there are several, the last one added
@@ -51,8 +52,8 @@ class moe_edge_pool {
     int32_t  type        = -1;     // on a device: type of all its slices
     uint64_t slice_bytes = 0;      // on a device: size of all its slices
 
-    // places: address of each slot. most_passing: most slots that streaming requests may hold; with this many, they
-    // evict only each other.
+    // Creates the slots. places: the address of each slot. most_passing: the most slots that streaming requests (of
+    // long prompts) may hold. When they hold this many, they can evict only each other.
     void open(std::vector<char *> places, uint64_t bytes_of_each, int32_t most_passing);
     void limit(int32_t n);  // from now on, hands out only the first n slots
 
@@ -65,22 +66,22 @@ class moe_edge_pool {
     bool    has_passing() const { return n_passing > 0; }
     bool    may_pass() const { return n_passing < max_passing; }
 
-    // Takes a free slot, which must exist, to be filled for this cache entry. Returns its index.
+    // Marks a free slot as being filled for this cache entry and returns its index. There must be a free slot.
     int32_t take(int32_t cell, const moe_edge_claim & claim);
     void    complete(int32_t i, bool prefetched);  // the slot was filled
     void    give(int32_t i);                       // frees the slot, whatever its state
-    // Moves the state of a complete slot above the limit to a free slot and returns the index of that slot. The caller
-    // copies the bytes.
+    // Moves the contents of a complete slot above the limit to a free slot, and returns the index of that slot. The
+    // caller must copy the bytes.
     int32_t move(int32_t i);
-    // Records a use at this time by a request that is not streaming.
+    // Records a use of the slot at this time. Streaming requests, which do not count as a use, do not call this.
     void    use(int32_t i, uint64_t at);
     bool    used_as_foreseen(int32_t i);  // whether it was prefetched and this is its first use
 
-    void copied(int32_t i, moe_edge_ticket ticket);  // a copy to the slot was enqueued, ordered after the ticket
-                                                     // `after`
+    // Records that a copy to the slot was enqueued, which starts after the slot's ticket `after` has passed.
+    void copied(int32_t i, moe_edge_ticket ticket);
     void read_until(int32_t i, moe_edge_ticket ticket) { slots[i].after = ticket; }
 
-    // Returns the least recently used complete slot for which may_go is true, or -1.
+    // Returns the least recently used complete slot for which may_go returns true, or -1 if there is none.
     template <typename F> int32_t oldest(F && may_go) const {
         int32_t i = last;
         while (i >= 0 && !may_go(slots[i])) {
@@ -89,7 +90,7 @@ class moe_edge_pool {
         return i;
     }
 
-    // Cache entries that wait for a slot, first come, first served.
+    // The next functions manage the queue of cache entries that wait for a slot: first come, first served.
     bool    awaited() const { return !waiting.empty(); }
     int32_t first_waiting() const { return waiting.front(); }
     void    wait(int32_t cell) { waiting.push_back(cell); }

@@ -1,8 +1,9 @@
-// A store on a device: reads go from the files into the host tier, and copies from there to the device.
+// Implements loads of a store on a device: slices are read from files into the host tier, and copied from there to the
+// device.
 //
-// If the host tier has a requested slice, the requesting thread enqueues the copy itself. A separate thread enqueues
-// copies that no op waits for, a few at a time. Few of them are then ahead of a demand copy, and stale copies can be
-// cancelled.
+// If the host tier already has a requested slice, the requesting thread enqueues the copy itself. A separate thread
+// enqueues copies that no op waits for, one at a time. A demand copy therefore waits for few others, and copies that
+// are no longer needed can be cancelled.
 
 #include "moe-edge-store.h"
 #include "moe-edge-util.h"
@@ -74,7 +75,7 @@ void moe_edge_store::open_device(const moe_edge_config & config) {
     }
 }
 
-// Starts the most urgent copy from the host tier.
+// Takes the most urgent copy from the queue of copies and starts it.
 void moe_edge_store::start_copy() {
     const int32_t cell = copies.first();
     auto & load = *cells[cell].load();
@@ -99,7 +100,8 @@ void moe_edge_store::copy_loop() {
         const uint64_t now  = reads.now();
         const int32_t cell  = copies.first();
         const auto & load   = *cells[cell].load();
-        // otherwise its read was already limited by the rate
+        // Limit the rate of a transition (a background change of tier) only if the host tier already had its bytes.
+        // Otherwise the read from disk was limited.
         const bool by_rate  = load.in_transition() && load.stage() == moe_edge_stage::FOUND;
         if (by_rate && now < reads.held_until()) {
             copy_cv.wait_for(lock, std::chrono::microseconds(reads.held_until() - now));
@@ -114,8 +116,8 @@ void moe_edge_store::copy_loop() {
     }
 }
 
-// Does all reads and enqueues all copies that are queued. How far the device has come must not change what is counted, so
-// several prefetch copies may be in flight.
+// Does all queued reads and copies on the calling thread. It does not wait for the device to end the copies, so that
+// the counters do not depend on the device's speed. Several prefetch copies may therefore be in flight.
 void moe_edge_store::work_in_turn(std::unique_lock<std::mutex> & lock) {
     for (;;) {
         if (!copies.empty()) {
@@ -127,14 +129,13 @@ void moe_edge_store::work_in_turn(std::unique_lock<std::mutex> & lock) {
     }
 }
 
-// Returns the ticket of the prefetch copy that is in flight, or 0. Copies to a device have no priorities: a demand copy
-// waits for those that were enqueued before it. So one prefetch copy is in flight at a time, and a demand copy waits for at
-// most one slice.
+// Returns the ticket of the prefetch copy that is in flight, or 0 if there is none. At most one prefetch copy is in
+// flight at a time. Copies have no priorities, so a demand copy waits for the copies that were enqueued before it.
 moe_edge_ticket moe_edge_store::ahead_in_flight() {
     return device->passed(ahead_copy) ? 0 : ahead_copy;
 }
 
-// Enqueues the copy of a load whose bytes are in the host tier.
+// Enqueues the copy to the device of a load whose bytes are in the host tier. If the device refuses it, the load fails.
 void moe_edge_store::transfer(int32_t cell) {
     auto & load = *cells[cell].load();
     auto & pool = pool_of(cell, load.tier());
@@ -158,15 +159,15 @@ void moe_edge_store::transfer(int32_t cell) {
     }
 }
 
-// Whether the bytes of a load are complete without waiting for its ticket.
+// Returns whether all bytes of a load are complete, on the device too, so that a reader need not wait.
 bool moe_edge_store::landed(int32_t cell) const {
     const auto & load = *cells[cell].load();
     return load.arrived() && (!load.copied() || device->passed(pools[slice_of(cell, load.tier()).group][load.slot()].after));
 }
 
-// Returns the cache entry whose read can continue with a slot of the host tier: the most urgent one, or one that has
-// started and holds the slot that the most urgent one needs. Returns -1 after waiting for a copy from such a slot; the
-// most urgent read may have changed then.
+// Finds a read that can go on because it has a slot of the host tier, and returns its cache entry. The most urgent read
+// gets a slot if one can be reserved. If not, a read that already has a slot is continued. If no read has a slot, the
+// function waits until a slot may be free and returns -1; the caller then tries again.
 int32_t moe_edge_store::reserve_host(std::unique_lock<std::mutex> & lock) {
     const int32_t cell = reads.queue.first();
     auto & load = *cells[cell].load();
@@ -218,8 +219,9 @@ void moe_edge_store::check_device() {
     }
 }
 
-// Determines at a step boundary whether the tables are static until the next one. They are if no policy decides during
-// the step and every expert is resident in the tier that will be requested, or a better one.
+// Decides at a step boundary whether the expert tables are static, which means that they do not change before the next
+// step boundary. They are static if no policy decides in this step and every expert is resident in the tier that will
+// be requested, or in a better one.
 void moe_edge_store::fix_tables() {
     const bool same = tables_fixed && fixed_changes == table_changes;
     bool fixed = !asks(phase) && !directed && !exact_tiers && !failed && !split;

@@ -8,7 +8,8 @@
 
 namespace {
 
-// Returns the last `most` tokens of each prompt in a micro-batch, ascending; none if most is 0 or less.
+// Returns the indices of the last `most` tokens of each prompt in a micro-batch, in ascending order. Returns none if
+// `most` is 0 or negative.
 std::vector<int32_t> last_of_prompts(const moe_edge_batch & batch, int32_t most) {
     std::vector<int32_t> out;
     std::map<int32_t, int32_t> taken;
@@ -79,8 +80,8 @@ void moe_edge_store::open_step(int32_t new_phase) {
     }
 }
 
-// Releases what an aborted step still holds: its pins, its places in the waiting queues, and the reads that no thread
-// has started.
+// Releases everything that an aborted step still holds: the pinned entries, the places in waiting queues, and the reads
+// that no thread has started.
 void moe_edge_store::drop_step() {
     n_decided = 0;
     for (auto & pool : pools) {
@@ -102,8 +103,8 @@ void moe_edge_store::drop_step() {
     }
 }
 
-// Fills the phases and sequences of the event. A token that is not in the micro-batch, because no step began for this
-// graph, gets the step's phase and sequence -1.
+// Fills the phases and the sequences of the event. A graph may be computed without a step, and its tokens then belong
+// to no micro-batch: they get the store's phase and sequence -1.
 void moe_edge_store::describe_tokens() {
     for (int32_t t = 0; t < event.n_tokens; t++) {
         const bool known = (size_t) tokens[t] < batch.phases.size();
@@ -112,8 +113,9 @@ void moe_edge_store::describe_tokens() {
     }
 }
 
-// Ends the step of a model, whether it was computed or aborted. An aborted step must not keep its pins until the next
-// step begins: limit() runs between the two and would wait for slots that are never released.
+// Ends the step of a model, whether it was computed or aborted. The entries that an aborted step has pinned must be
+// released here, and not when the next step begins: moe_edge_store_limit may be called in between, and would wait for
+// their slots.
 void moe_edge_store::close_step() {
     call_lock lock(*this);
     batch   = {};

@@ -1,4 +1,4 @@
-// The C interface of the store.
+// Implements the store's functions of the C interface in moe-edge.h.
 
 #include "moe-edge-store.h"
 #include "moe-edge-util.h"
@@ -9,7 +9,7 @@
 
 namespace {
 
-// Stores that wait for a model, in the order of their creation.
+// The stores that wait for a model to be loaded, in the order of their creation.
 struct {
     std::mutex mutex;
     std::vector<moe_edge_store *> stores;

@@ -1,4 +1,5 @@
-// The store during a step: applying route decisions, and handing experts to the ops that compute them.
+// Implements the store's work during a step: it applies the decisions about a layer's experts, and hands experts to the
+// ops that compute them.
 
 #include "moe-edge-store.h"
 #include "moe-edge-util.h"
@@ -7,7 +8,7 @@
 
 namespace {
 
-// The order in which a layer computes its matrices.
+// The matrix kinds in the order in which a layer computes them.
 constexpr int32_t KINDS_BY_RANK[MOE_EDGE_N_KINDS] = { MOE_EDGE_GATE, MOE_EDGE_GATE_UP, MOE_EDGE_UP, MOE_EDGE_DOWN };
 
 }  // namespace
@@ -68,7 +69,8 @@ bool moe_edge_store::route() {
     return !failed;
 }
 
-// Makes the step fail and returns false for indices that the model does not have.
+// Checks that a matrix kind of a layer and these experts exist in the model. Otherwise makes the step fail and returns
+// false.
 bool moe_edge_store::check_layer(int32_t layer, int32_t kind, const int32_t * experts, int32_t n) {
     const bool exists = layer >= 0 && layer < n_layers && kind >= 0 && (kind == MOE_EDGE_N_KINDS ||
         (kind < MOE_EDGE_N_KINDS && has_kind(layer, kind)));
@@ -104,16 +106,15 @@ void moe_edge_store::apply_locked(int32_t layer, int32_t kind, const int32_t * e
     };
     for (int32_t i = 0; i < n; i++) {
         if (tiers[i] != MOE_EDGE_SKIP && tiers[i] >= n_tiers) {
-            fail_locked(format("the policy asked for tier %d of expert %d, layer %d: the model has %d", tiers[i],
+            fail_locked(format("the policy requested tier %d of expert %d in layer %d, but the model has %d tiers", tiers[i],
                 experts[i], layer, n_tiers));
             return;
         }
-        if (kind >= MOE_EDGE_DOWN && !device_counts()) {  // every layer has a down matrix, so this counts each expert
-                                                          // once
+        if (kind >= MOE_EDGE_DOWN && !device_counts()) {  // counts each expert once: every layer has a down matrix
             stats.routed[phase][tiers[i] == MOE_EDGE_SKIP ? MOE_EDGE_MAX_TIERS : tiers[i]]++;
         }
     }
-    // Pin what this step needs before a load can evict it.
+    // Pin all entries that this step needs first, so that none of the loads started below evicts them.
     each_cell([&](int32_t cell, int32_t i) {
         auto & c = cells[cell];
         n_decided += c.decide(tiers[i], passing && passing[i]);
@@ -139,7 +140,9 @@ void moe_edge_store::prefetch(const moe_edge_prefetch_item * list, int32_t n) {
     prefetch_locked(-1, list, n);
 }
 
-// Handles one request of the running step by the three rules of DyMoE 4.4.2.
+// Handles one request of the running step, by the three rules of DyMoE 4.4.2. A resident tier that is good enough is a
+// hit. If the entry is being loaded, the request joins that load. Otherwise a load is started, or the entry waits for a
+// slot.
 void moe_edge_store::ask(int32_t cell) {
     auto & c = cells[cell];
     const bool watched = !device_counts();
@@ -157,8 +160,8 @@ void moe_edge_store::ask(int32_t cell) {
     }
 }
 
-// Handles a request for a cache entry that is being loaded. Returns false if that load ended and the entry needs a new
-// one.
+// Handles a request for an entry that is already being loaded, for example by a prefetch. Returns false if that load
+// was cancelled and the entry needs a new load.
 bool moe_edge_store::ask_for_load(int32_t cell) {
     auto & c    = cells[cell];
     auto & load = *c.load();
@@ -189,7 +192,8 @@ bool moe_edge_store::ask_for_load(int32_t cell) {
     return true;  // if this tier is worse than the requested one, publish() starts the next load
 }
 
-// layer: the layer that is being computed, which is too late to prefetch; -1 for none.
+// Prefetches the experts of a list. layer: the layer that is being computed, whose experts are ignored because it is
+// too late to prefetch them; -1 for none.
 void moe_edge_store::prefetch_locked(int32_t layer, const moe_edge_prefetch_item * list, int32_t n) {
     const auto each_cell = [&](const moe_edge_prefetch_item & p, auto && visit) {
         if (p.layer < 0 || p.layer >= n_layers || p.layer == layer || p.expert < 0 || p.expert >= n_expert || p.tier >= n_tiers) {
@@ -204,7 +208,7 @@ void moe_edge_store::prefetch_locked(int32_t layer, const moe_edge_prefetch_item
     if (tables_fixed) {
         return;  // all experts are resident
     }
-    // A prediction that is resident must not be evicted for one that is absent.
+    // Mark all listed experts first, so that a resident expert of the list is not evicted for an absent one.
     n_lists++;
     for (int32_t i = n; i-- > 0;) {
         each_cell(list[i], [&](int32_t cell) {
@@ -226,7 +230,7 @@ void moe_edge_store::prefetch_locked(int32_t layer, const moe_edge_prefetch_item
     wake();
 }
 
-// Cancels prefetches for this layer of experts that its router did not select.
+// Cancels the prefetches of experts of this layer that its router has not selected.
 void moe_edge_store::cancel_stale(int32_t layer) {
     std::vector<int32_t> stale;
     for (const auto * queue : { &reads.queue, &copies }) {
@@ -264,13 +268,15 @@ void moe_edge_store::begin(moe_edge_matrix & m, const int32_t * experts, int32_t
         }
     }
     if (!undecided.empty()) {
-        // Request only this kind: the graph determines which kind is computed next.
+        // Request only this matrix kind. The experts of the layer's other kinds are requested when the graph reaches
+        // their ops.
         const std::vector<uint8_t> tiers(undecided.size(), default_tier);
         apply_locked(m.layer, m.kind, undecided.data(), tiers.data(), nullptr, undecided.size(), INT32_MAX);
     }
 }
 
-// Takes no lock: the tables change only at a step boundary, and the calling thread is the one that begins steps.
+// Hands all experts of an op to the executor at once, if the tables are static (they do not change during the step).
+// Needs no lock: the tables change only at a step boundary, and the calling thread is the one that begins steps.
 bool moe_edge_store::serve_unwatched(const moe_edge_matrix & m, const int32_t * experts, const int32_t * first, int32_t n,
                                      moe_edge_ready * out) {
     if (device || !tables_fixed) {
@@ -289,7 +295,9 @@ bool moe_edge_store::serve_unwatched(const moe_edge_matrix & m, const int32_t * 
     return true;
 }
 
-// Experts that are decided and not released yet belong to the next op, and not to an earlier one.
+// Writes to `out` the experts that the router has selected for the next op of this matrix, and returns their number.
+// Returns -1 if they are not known: the graph has no route hook, or an op has already computed the experts of the
+// layer's last route event.
 int32_t moe_edge_store::routed_to(const moe_edge_matrix & m, int32_t * out) {
     call_lock lock(*this);
     const auto & experts = routed_of[m.layer];
@@ -302,7 +310,7 @@ int32_t moe_edge_store::routed_to(const moe_edge_matrix & m, int32_t * out) {
     return experts.size();
 }
 
-// Whether all matrices of this expert that the step still has to compute are available.
+// Returns whether an op can use all matrices of this entry's expert that the step has requested and not computed yet.
 bool moe_edge_store::whole(int32_t cell) const {
     for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
         const auto & c = cells[cell_index(layer_of(cell), k, expert_of(cell))];
@@ -313,7 +321,7 @@ bool moe_edge_store::whole(int32_t cell) const {
     return true;
 }
 
-// Whether a missing matrix of this expert is being loaded.
+// Returns whether a missing matrix of this entry's expert is being loaded.
 bool moe_edge_store::whole_comes(int32_t cell) const {
     for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
         const auto & c = cells[cell_index(layer_of(cell), k, expert_of(cell))];
@@ -324,7 +332,7 @@ bool moe_edge_store::whole_comes(int32_t cell) const {
     return false;
 }
 
-// Returns the reason why next() waits for the rest of an op.
+// Returns the reason for which next() waits for the remaining experts of an op, an enum moe_edge_wait.
 int32_t moe_edge_store::cause_of_wait(const op_state & op) const {
     int32_t cause = MOE_EDGE_WAIT_DISK;
     for (const int32_t cell : op.remaining) {
@@ -357,7 +365,8 @@ int32_t moe_edge_store::next(moe_edge_matrix & m, moe_edge_ready * out) {
         }
         int32_t n    = 0;
         size_t  keep = 0;
-        // Compute incomplete experts if none can become complete: they hold slots that other experts wait for.
+        // With MOE_EDGE_WHOLE_EXPERTS, hold incomplete experts back as long as any expert is complete or can become
+        // complete. If none can, compute the incomplete ones: they hold slots for which others wait.
         const bool hold = whole_experts && std::any_of(op.remaining.begin(), op.remaining.end(),
             [this](int32_t cell) { return whole(cell) || whole_comes(cell); });
         for (const int32_t cell : op.remaining) {
@@ -417,7 +426,8 @@ void moe_edge_store::release(moe_edge_matrix & m, const moe_edge_ready * ready, 
         const int32_t cell = cell_index(m.layer, m.kind, ready[i].expert);
         auto & c = cells[cell];
         c.release();
-        // A kernel of the device still reads the slot. The host has read what is not staged, or in place.
+        // A kernel on the device may still read the slot, so it must not be filled before the ticket `after`. This does
+        // not apply to bytes in host memory, because the host has finished reading them.
         if (device && ready[i].data && after != 0 && c.satisfied() && staged(cell, c.tier())) {
             pool_of(cell, c.tier()).read_until(c.slot(), after);
         }
@@ -432,7 +442,7 @@ void moe_edge_store::release(moe_edge_matrix & m, const moe_edge_ready * ready, 
     wake();
 }
 
-// ---- simulation: the caller takes the role of the graph and provides compute times
+// ---- simulation in virtual time
 
 void moe_edge_store::simulate_speed(uint64_t bandwidth, uint64_t latency_us) {
     std::lock_guard<std::mutex> lock(mutex);
@@ -454,7 +464,7 @@ bool moe_edge_store::simulate_route(int32_t layer, int32_t n_tokens, int32_t n_a
             return false;
         }
         if (!counts) {
-            fail_locked("a route event comes from a graph, or to a simulated store made for its tokens and look-ahead");
+            fail_locked("moe_edge_sim_route needs a simulated store, and tokens and look-ahead layers within its configuration");
             return false;
         }
     }

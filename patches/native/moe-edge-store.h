@@ -1,18 +1,18 @@
-// The store of one model: slots, memory budget, residency, disk reads and the expert tables. It combines the cache
-// entries (moe-edge-cells.h), the pools of slots (moe-edge-slots.h) and the reads from disk (moe-edge-reads.h).
+// Defines the store of one model's experts. It combines the cache entries (moe-edge-cells.h), the pools of slots
+// (moe-edge-slots.h), the reads from disk (moe-edge-reads.h), and the tables in which ops find experts.
 //
-// Every (layer, kind, expert) has one cache entry, a moe_edge_cell. An entry holds at most one complete tier. While
-// another tier is being read, the old one stays valid until the new one is published. The rules of the mixed-precision
-// cache (DyMoE 4.4.2) apply to each entry: it holds one tier; a request for a better tier than the resident one is a
-// miss and promotes the entry; a request for a worse tier is a hit and uses the better one. Entries are evicted one at
-// a time, so some matrices of an expert may be resident while others are being read.
+// Every weight matrix, one (layer, kind, expert), has one cache entry, a moe_edge_cell. An entry holds at most one
+// complete tier. While another tier is being read, the old tier stays valid until the new one is published. The rules
+// of the mixed-precision cache (DyMoE 4.4.2) apply to each entry. A request for a better tier than the resident one is
+// a miss and promotes the entry. A request for a worse tier is a hit and uses the better one. Entries are evicted one
+// at a time, so some matrices of an expert may be resident while others are being read.
 //
 // One mutex guards all fields. Weight bytes are read without it: a slot is either being filled by the I/O threads, or
 // it is complete and pinned by the op that reads it.
 //
-// A prefetch is queued without a slot, so that cancelling it before its read starts has evicted nothing. It takes a
-// slot when its read starts (on a device, when its copy starts) and is dropped if there is no slot. If a step requests
-// the expert earlier, the load takes a slot immediately.
+// A prefetch is queued without a slot, so that a prefetch that is cancelled in time has evicted nothing. It takes a
+// slot when its read starts, or on a device when its copy starts, and is dropped if there is no slot. If a step
+// requests the expert earlier, the load takes a slot immediately.
 //
 // If the slots are on a device, the I/O threads fill slots of the host tier. A load ends with one copy, which is
 // enqueued as soon as the bytes are complete. From then on the slot counts as complete: an op that reads it first waits
@@ -42,7 +42,7 @@
 #include <thread>
 #include <vector>
 
-// The micro-batch of a step. A store without a model has an empty one: its tokens then have the phase of the step and
+// The micro-batch of a step. For a store without a model it is empty: all tokens then have the phase of the step and
 // belong to sequence 0.
 struct moe_edge_batch {
     std::vector<uint8_t> phases;     // [n_tokens] enum moe_edge_phase
@@ -52,7 +52,7 @@ struct moe_edge_batch {
     std::set<int32_t>    members;    // all sequences of the tokens
 };
 
-// The phases of a step's tokens, as declared by the caller of llama_decode.
+// The phases of tokens, as declared with moe_edge_set_phase or moe_edge_set_prompts.
 struct moe_edge_token_phases {
     int32_t           usual;    // enum moe_edge_phase of tokens outside `prompts`
     std::set<int32_t> prompts;  // sequences whose tokens belong to a prompt, whatever `usual` says
@@ -72,12 +72,13 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     void    begin_step(moe_edge_batch micro_batch);
     void    close_step();           // ends the step of a model, whether it was computed or aborted
     const moe_edge_batch & step_batch() const { return batch; }  // empty if no step is running
-    bool    end_step(uint64_t us);  // reports a computed step. If the callback refuses it, the step fails and the
-                                    // result is false.
+    // Reports a computed step to the step callback. Returns false, and the step fails, if the callback refuses it.
+    bool    end_step(uint64_t us);
     void    end_sequence(int32_t sequence);
     void    describe_tokens();      // fills phases and sequences of `event`
-    bool    route();  // calls the callback with `event` and applies the decision; false if the step failed or was
-                      // aborted
+    // Calls the route callback with `event`, the experts that a router selected, and applies its decision. Returns
+    // false if the step failed or was aborted.
+    bool    route();
     bool    simulate_route(int32_t layer, int32_t n_tokens, int32_t n_ahead, bool has_importance);
     uint64_t simulate_compute(uint64_t ns);
     void    simulate_speed(uint64_t bandwidth, uint64_t latency_us);
@@ -96,7 +97,7 @@ struct moe_edge_store final : private moe_edge_reads::owner {
 
     bool    has_matrix(int32_t layer, int32_t kind, const int32_t * experts, int32_t n);
 
-    // Called by the executors. moe_edge_ops documents these functions.
+    // The next functions are called by the executors, and documented in moe_edge_ops.
     void    begin(moe_edge_matrix & m, const int32_t * experts, int32_t n);
     int32_t routed_to(const moe_edge_matrix & m, int32_t * out);
     int32_t next(moe_edge_matrix & m, moe_edge_ready * out);
@@ -105,7 +106,8 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     void    multiply(const std::vector<moe_edge_product> & products, uint64_t began_us);
     bool    fixed() const { return tables_fixed; }
     bool    in_prefill() const { return phase == MOE_EDGE_PREFILL; }
-    // If true, the step needs no route hook: no policy decides, and the executor counts the routed tokens.
+    // Whether the step needs no route hook in its graph: no policy decides, no table changes during the step, and the
+    // executor counts the routed tokens itself.
     bool    runs_unwatched() const { return tables_fixed && (!device || device->counts_routing()); }
     void    waited(int32_t cause, uint64_t ns);  // any thread
     bool    serve_unwatched(const moe_edge_matrix & m, const int32_t * experts, const int32_t * first, int32_t n,
@@ -116,7 +118,8 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     void    fail(const std::string & sentence);
     const char * error();
     void    cancel(bool on) { cancelled = on; }  // next() polls the flag, so a signal handler may set it
-    // Whether the running step must end early: it failed, was cancelled, or the context's abort callback says so.
+    // Whether the running step must end early, because it failed or was cancelled, or because the context's abort
+    // callback says so.
     bool    aborted() const {
         return failed.load() || is_cancelled();
     }
@@ -139,8 +142,8 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     std::atomic<bool> cancelled { false };
     ggml_abort_callback abort_callback = nullptr;  // the callback of the context whose step is running
     void *            abort_user    = nullptr;
-    // Progress of the running batch: tokens of completed micro-batches, tokens of the running micro-batch, and the
-    // layer whose experts were started last, counted from 1.
+    // The progress of the running batch. done: tokens of completed micro-batches. in_step: tokens of the running
+    // micro-batch. layer: the MoE layer whose experts were started last, counted from 1.
     struct { std::atomic<int32_t> done { 0 }, in_step { 0 }, layer { 0 }; } progress;
     moe_edge_route_cb callback      = nullptr;
     void *            callback_user = nullptr;
@@ -152,11 +155,12 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     moe_edge_room_cb  room_callback = nullptr;
     void *            room_user     = nullptr;
 
-    // The remaining reservation that the room callback granted: KV cells, and tokens per micro-batch.
+    // The reservation that is left after the room callback granted memory: the number of tokens, and the most tokens
+    // per micro-batch.
     struct { uint32_t tokens, at_once; } given = {};
     uint32_t laid_out = 0;  // micro-batch size that scratch is laid out for; 0: the context's own
 
-    // The arrays that `event` and `decision` point to.
+    // The event and the decision that the route callback sees, followed by the arrays to which they point.
     moe_edge_event    event    = {};
     moe_edge_decision decision = {};
     std::vector<int32_t> ids, tokens, sequences, ahead_ids;
@@ -171,7 +175,8 @@ struct moe_edge_store final : private moe_edge_reads::owner {
         bool waited = false;
     };
 
-    // The lock of a call by the thread that decodes. In turn, reads and copies are done before it is given back.
+    // The lock that functions hold if the thread that decodes calls them. With moe_edge_in_turn, all queued reads and
+    // copies are done before the lock is released.
     class call_lock {
       public:
         explicit call_lock(moe_edge_store & store) : store(store), lock(store.mutex) { store.stats.locks[store.phase]++; }
@@ -198,9 +203,11 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     }
     bool has_kind(int32_t layer, int32_t kind) const { return slices[layer][kind][0].expert_bytes > 0; }
     moe_edge_pool & pool_of(int32_t cell, int32_t tier) { return pools[slice_of(cell, tier).group]; }
-    // Whether a slice passes through the host tier. Otherwise it is read directly into its slot.
+    // Whether a slice passes through the host tier on its way to a slot. If not, it is read from disk directly into the
+    // slot.
     bool    staged(int32_t cell, int32_t tier) const { return host && !pools[slice_of(cell, tier).group].on_host; }
-    // The offset of a slice from the start of its first block. Direct reads place the whole block in the slot.
+    // Returns the offset of a slice from the start of its first block in the file. Direct reads write whole blocks to
+    // the slot, so the slice starts at this offset in the slot, too.
     uint64_t offset_in_block(int32_t cell, int32_t tier) const {
         const auto & s = slice_of(cell, tier);
         return (s.offset + expert_of(cell) * s.expert_bytes) % MOE_EDGE_BLOCK;
@@ -220,12 +227,13 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     static int64_t row_length(const moe_edge_slices & s);
     static const moe_edge_kernels * kernels_of(const moe_edge_slices & s);
 
-    // Whether this step's routed tokens are counted on the device only.
+    // Whether the routed tokens of this step are counted only by the executor on the device.
     bool    device_counts() const { return device && runs_unwatched(); }
-    // Whether a policy decides in the steps of this phase.
+    // Whether the route callback is called in steps of this phase.
     bool    asks(int32_t in_phase) const { return callback && (callback_phases >> in_phase & 1) != 0; }
 
-    // The functions below require the mutex.
+    // All functions below require the mutex.
+
     // copies from the host tier (moe-edge-staging.cpp)
     int32_t slice_id(int32_t cell, int32_t tier) const { return cell * n_tiers + tier; }
     moe_edge_queue & queue_of(const moe_edge_load & load) { return load.in_host_tier() ? copies : reads.queue; }
@@ -300,9 +308,10 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     std::string check_limit() const;
     bool    lies_in_slot(int32_t cell, const moe_edge_entry & entry);
 
-    // Waits until a read completes, or for at most ms milliseconds. Returns the microseconds spent.
+    // Waits until a read completes, or for at most `ms` milliseconds. Returns how many microseconds it waited.
     uint64_t wait_done(std::unique_lock<std::mutex> & lock, int ms);
-    // Requests experts of a layer. kind MOE_EDGE_N_KINDS stands for all kinds of the layer. passing may be null.
+    // Requests experts of a layer for the running step. kind: one matrix kind, or MOE_EDGE_N_KINDS for all kinds.
+    // passing: 1 for each streaming request; may be null.
     void    apply_locked(int32_t layer, int32_t kind, const int32_t * experts, const uint8_t * tiers,
                          const uint8_t * passing, int32_t n, int32_t n_tokens);
     bool    check_layer(int32_t layer, int32_t kind, const int32_t * experts, int32_t n);
@@ -328,10 +337,8 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     uint64_t                    mapped_bytes = 0;
     bool                        split = false;     // some pools of a store on a device are in host memory
     std::vector<moe_edge_pool>  pools;
-    std::vector<int32_t>        group_of_slot;     // groups of the slots in the order of their addresses; empty on a
-                                                   // device
-    uint64_t                    owed_bytes = 0;    // bytes of slots above the limit that were still in use after the
-                                                   // last fit()
+    std::vector<int32_t>        group_of_slot;     // group of each slot, by rising address; empty with a device
+    uint64_t                    owed_bytes = 0;    // bytes above the limit that were still in use after the last fit()
     bool                        running = false;   // a step of a model or a warm start is running
     std::vector<moe_edge_cell>  cells;
     moe_edge_checksums          checksums;  // indexed by slice_id
@@ -340,8 +347,9 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     std::vector<int32_t>        size_classes;          // of the host tier: [layer, kind, tier]
     double                      copy_s_per_byte = 0.0;  // of misses, infinite if this way is not possible
     double                      round_trip_s = 0.0;
-    // Expected and measured seconds of the host threads for experts that the device lacks. Both are decayed sums that
-    // start from the same prior, so that computing on the host is tried again after it was too slow.
+    // The time that the host threads were expected to take for missing experts, and the time that they took, in
+    // seconds. The ratio of the two sums corrects later estimates. Both sums decay towards the same value, so that
+    // computing on the host is tried again some time after it was too slow.
     static constexpr double     HOSTED_PRIOR_S = 1e-3, HOSTED_KEPT = 0.98;
     double                      hosted_expected_s = HOSTED_PRIOR_S;
     double                      hosted_took_s     = HOSTED_PRIOR_S;
@@ -389,13 +397,13 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     std::vector<int32_t>    routed;
     std::vector<std::vector<int32_t>> routed_of;  // [n_layers] experts of the last route event
     std::vector<uint8_t>    routed_tiers, routed_passing;
-    moe_edge_reads          reads { *this, mutex };  // last member: its threads end before the other members are
-                                                     // destroyed
+    // The last member, so that its threads end before the other members are destroyed.
+    moe_edge_reads          reads { *this, mutex };
 };
 
 bool moe_edge_is_in_turn();  // the latest argument of moe_edge_in_turn()
 
-// A store waits for a model from when it is created until one takes it (moe-edge.h).
+// Makes a store wait for a model: the next model with managed experts that is loaded takes it (moe-edge.h).
 void moe_edge_await_model(moe_edge_store * store);
 moe_edge_store * moe_edge_latest_waiting();  // null if no store waits
 void moe_edge_stop_waiting(const moe_edge_store * store);

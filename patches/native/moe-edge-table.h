@@ -1,6 +1,6 @@
-// The interface between the store and the executors, the backends that compute experts. For each merged expert tensor
-// (a "matrix"), it holds the table of the experts that are resident now and the functions that wait for the others.
-// ggml_tensor.extra of a managed tensor points to its matrix.
+// Defines the interface between the store and the executors, which are the backends that compute experts. Each merged
+// expert tensor of the model has a moe_edge_matrix: a table of the resident experts, and functions that wait for the
+// others. ggml_tensor.extra of a managed tensor points to its matrix.
 
 #pragma once
 
@@ -13,8 +13,8 @@
 #include <memory>
 #include <vector>
 
-// The table entry of an expert. data is null until a complete tier is in memory. On a device, the bytes are complete
-// only after the ticket has passed there.
+// The location of an expert in the table of its matrix. data is null until a complete tier is in memory. On a device,
+// the bytes are complete only after the ticket has passed.
 struct moe_edge_entry {
     const void *    data   = nullptr;
     int32_t         type   = -1;  // enum ggml_type of data
@@ -27,15 +27,16 @@ struct moe_edge_ready {
     int32_t         expert;
     int32_t         type;
     moe_edge_ticket ticket;  // must pass before data is read
-    int32_t         place = MOE_EDGE_MISS_COPY;  // MOE_EDGE_MISS_COPY: data is a slot. Otherwise data is host memory
-                                                 // that is used in place, and enum moe_edge_miss says who computes it.
+    // MOE_EDGE_MISS_COPY: data is in a slot. MOE_EDGE_MISS_COMPUTE: data is in host memory, and the host computes the
+    // expert there.
+    int32_t         place = MOE_EDGE_MISS_COPY;
 };
 
-// The most tokens for which a layer's experts may be used in place. With so few rows per expert, moving its bytes costs
-// more than computing with them.
+// The most tokens of a step for which the host may compute an expert in host memory, instead of copying it to the
+// device. With so few tokens, copying the expert costs more time than computing with it.
 constexpr int32_t MOE_EDGE_IN_PLACE_TOKENS = 8;
 
-// The product of one expert with some rows of activations, for the host threads.
+// A product that the host threads should compute: one expert times some rows of activations.
 struct moe_edge_product {
     const void *               weights;
     int32_t                    type;
@@ -47,35 +48,36 @@ struct moe_edge_product {
 
 struct moe_edge_matrix;
 
-// The functions that an op calls, all from one of its threads. It calls begin once, then next and release in turn until
-// it has released every expert that it passed to begin. Experts must be released between calls of next, because the
-// remaining experts may wait for the slots of these.
+// The functions of the store that an op calls, all from one of its threads. The op calls begin once with its experts.
+// It then calls next and release in turn until all experts are released. It must release experts between two calls of
+// next, because the other experts may need their slots.
 struct moe_edge_ops {
-    // Pins the resident experts of the list and requests the others. experts has no duplicates.
+    // Pins the resident experts of the list and requests the others. The list must not contain duplicates.
     void (*begin)(moe_edge_matrix * m, const int32_t * experts, int32_t n);
-    // Blocks until at least one more expert is complete. Writes all complete ones to out and returns their number, or
-    // -1 if the step failed.
+    // Blocks until at least one more of the op's experts is complete. Writes all complete experts that were not
+    // returned before, and returns their number. Returns -1 if the step failed.
     int32_t (*next)(moe_edge_matrix * m, moe_edge_ready * out);
-    // Releases experts. Their bytes are no longer read after the ticket `after` has passed. The executor records this
-    // ticket after its last reader; 0 means that the bytes have already been read.
+    // Releases experts. The caller promises that their bytes are not read after the ticket `after` has passed; it has
+    // recorded this ticket after its last kernel. With `after` 0, nothing reads the bytes any longer.
     void (*release)(moe_edge_matrix * m, const moe_edge_ready * ready, int32_t n, moe_edge_ticket after);
-    // Blocks until the tickets of these experts have passed. For executors that read on the host.
+    // Blocks until the tickets of these experts have passed. Needed by executors that read experts on the host.
     void (*wait)(moe_edge_matrix * m, const moe_edge_ready * ready, int32_t n);
-    // Whether the table is complete and static: it changes only at a step boundary, so that an op may read it without
-    // calling the functions above. The result is constant between two step boundaries.
+    // Returns whether the table is complete and does not change before the next step boundary. An op may then read the
+    // table without calling the functions above. The result is constant between two step boundaries.
     bool (*fixed)(moe_edge_matrix * m);
-    // Replaces begin and next for executors that read on the host. If the tables are static and no policy decides,
-    // writes all of these experts to out, counts them and returns true; they must not be released. Expert e has the
-    // rows first[e] to first[e + 1] of the op. Returns false without any effect if begin is required.
+    // Replaces begin and next for executors that read on the host. Returns false without any effect if a table may
+    // change during the step or if a policy decides; the op must then call begin. Otherwise writes all of these experts
+    // to `out`, counts them and returns true; they must not be released. first: expert e has the rows first[e] to
+    // first[e + 1] of the op.
     bool (*unwatched)(moe_edge_matrix * m, const int32_t * experts, const int32_t * first, int32_t n, moe_edge_ready * out);
-    // Writes to out [n_expert] the distinct experts that the route hook saw for the next op. Returns their number, or
-    // -1 if there was no hook or it was bypassed. For executors that would have to wait for their device to read the
-    // op's ids.
+    // Writes to out [n_expert] the distinct experts that the router has selected for the next op, and returns their
+    // number. Returns -1 if the graph has no route hook, or if it was bypassed. Saves executors from waiting until the
+    // device has computed the ids.
     int32_t (*routed)(moe_edge_matrix * m, int32_t * out);
-    // Computes the experts that next() assigned to the host, on the host threads and this thread, and returns when they
-    // are done. began_us is the time at which the op began to copy the rows to the host, from moe_edge::now_us().
+    // Computes the experts that next assigned to the host, on the host threads and on the calling thread. Returns when
+    // they are done. began_us: when the op began to copy the rows to the host, from moe_edge::now_us().
     void (*multiply)(moe_edge_matrix * m, const std::vector<moe_edge_product> & products, uint64_t began_us);
-    // Adds a wait of the executor to the store's statistics. cause: enum moe_edge_wait.
+    // Adds the duration of a wait in the executor to the store's statistics. cause: enum moe_edge_wait.
     void (*waited)(moe_edge_matrix * m, int32_t cause, uint64_t ns);
 };
 
@@ -85,13 +87,14 @@ struct moe_edge_matrix {
     int32_t                     layer = 0;
     int32_t                     kind  = 0;
     std::vector<int32_t>        types;   // enum ggml_type of each tier
-    std::vector<const moe_edge_kernels *> kernels;  // [n_tiers] kernels for the CPU's own layout; null: the
-                                                    // layout of the file
+    // The kernels of each tier for slots in the CPU's own layout (interleaved rows), [n_tiers]; null if slots hold the
+    // file's bytes.
+    std::vector<const moe_edge_kernels *> kernels;
     std::vector<moe_edge_entry> table;   // [n_expert]
     uint64_t                    version = 0;        // increases with every change of the table
     moe_edge_device *           device  = nullptr;  // the device whose memory the table points to; null for host memory
-    // [n_tiers] start of the memory that holds this tier's slots; null in host memory. On a device, an expert's offset
-    // from this address is a multiple of the type's block size.
+    // The start of the device memory that holds the slots of each tier, [n_tiers]; null for slots in host memory. An
+    // expert's distance from this address is a multiple of the type's block size.
     std::vector<const char *>   base;
     std::shared_ptr<void>       executor;  // state that an executor keeps for this matrix; destroyed with the store
 };

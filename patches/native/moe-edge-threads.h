@@ -1,11 +1,11 @@
-// Chooses the number of threads with which a context decodes: as many as find a core.
+// Chooses the number of threads with which a context decodes: as many as find a free core.
 //
-// The threads that compute a token meet at hundreds of barriers. If other processes take cores, each barrier waits for
-// the thread that waits longest for a core, and fewer threads are faster. Therefore, if threads are often runnable
-// without a core, a period of several steps is tried with fewer threads; if they are not, a period with more. The
-// faster number is kept. On an idle machine all threads are used and no other number is tried. I/O threads take cores,
-// too, which can look like another process. So while fewer than all threads are used, larger numbers are tried even if
-// threads often wait.
+// The threads that compute a token meet at hundreds of barriers. If other processes use cores, every barrier waits for
+// the thread that waits longest for a core. Fewer threads are then faster. Therefore, if threads are often runnable
+// without a core, a period of several steps is tried with fewer threads. If they are not, a period with more threads is
+// tried. The faster number is kept. On an idle machine all threads are used and no other number is tried. I/O threads
+// use cores, too, which can look like another process. So while fewer than all threads are used, larger numbers are
+// tried even if threads often wait.
 
 #pragma once
 
@@ -20,13 +20,13 @@ class moe_edge_threads {
 
     int32_t most() const { return most_; }
 
-    // Returns the number of threads for the next step, which has n_tokens. With many tokens there are few barriers per
-    // token, and every core helps.
+    // Returns the number of threads for the next step, which has n_tokens tokens. A step with many tokens gets all
+    // threads: it has few barriers per token, so every core helps.
     int32_t count(int32_t n_tokens) const { return n_tokens > FEW_TOKENS ? most_ : tried_ > 0 ? tried_ : usual_; }
 
-    // Records a step of n_tokens that took `us` microseconds and ended at now_us. delay_us returns the total time for
-    // which all compute threads have been runnable without a core; it is called once per period. If it is negative,
-    // because the kernel does not report it, all threads are used.
+    // Records a step of n_tokens tokens that took `us` microseconds and ended at now_us. delay_us is called once per
+    // period, and returns the total time for which all compute threads have been runnable without a core. If it returns
+    // a negative number, because the kernel does not report that time, all threads are used.
     void step(int32_t n_tokens, uint64_t us, uint64_t now_us, const std::function<int64_t()> & delay_us) {
         if (n_tokens != n_tokens_) {  // steps of different sizes are not comparable
             n_tokens_ = n_tokens;
@@ -67,8 +67,8 @@ class moe_edge_threads {
         n_steps_ = 0;
     }
 
-    // Judges a period with a constant number of threads. step_us: mean duration of a step. waiting: mean number of
-    // threads that waited for a core.
+    // Evaluates a period of steps with the same number of threads, and chooses the number for the next period. step_us:
+    // mean duration of a step. waiting: mean number of threads that were runnable without a core.
     void judge(double step_us, double waiting, uint64_t now_us) {
         if (tried_ > 0) {
             const bool better = step_us < (1 - GAIN) * usual_us_;

@@ -1,5 +1,6 @@
-// Products of many activations with rows in the CPU's own layout. Upstream's microkernel multiplies 16 rows with 16
-// activations, both as bytes. This file converts windows of both to that form, directly from the interleaved rows.
+// Multiplies many activations with a matrix in the CPU's own layout (eight interleaved rows). Upstream's microkernel
+// multiplies 16 rows with 16 activations, both as bytes. This file converts windows of the matrix and of the
+// activations to that form, directly from the interleaved rows.
 
 #include "moe-edge-layout.h"
 
@@ -16,8 +17,7 @@ namespace {
 
 constexpr int ROWS       = MOE_EDGE_ROWS;
 constexpr int PIECE      = 8;   // consecutive bytes of one row in the interleaved layout
-constexpr int BYTES      = 32;  // bytes of a row that are unpacked at a time; the values of their low and high parts
-                                // are this far apart
+constexpr int BYTES      = 32;  // bytes of a row that are unpacked at a time, each to values that are BYTES apart
 constexpr int CACHE_LINE = 64;
 constexpr int64_t LEAST_ROWS = 64;  // per thread at a time
 constexpr int64_t UNITS      = 4;   // portions for each thread
@@ -29,14 +29,15 @@ template <typename INTERLEAVED> void unpack_factors(const INTERLEAVED & in, tile
     }
 }
 
-// Collects BYTES bytes of row r, starting with its byte `at`.
+// Collects BYTES consecutive bytes of row r from an interleaved block, starting with the row's byte `at`.
 void gather(const uint8_t * qs, int r, int at, uint8_t * bytes) {
     for (int i = 0; i < BYTES; i += PIECE) {
         memcpy(bytes + i, qs + (at + i) * ROWS + r*PIECE, PIECE);
     }
 }
 
-// Unpacks one block of eight rows. Values, scales and minimums go to the rows of the window starting with `row`.
+// Unpacks one interleaved block of eight rows to bytes. The values, scales and minimums go to eight rows of `to`,
+// starting with `row`.
 void unpack(const block_q4_Kx8 & in, tiled_tile_src0 & to, int row) {
     constexpr int PARTS = TILED_TILE_K / 32;
     for (int part = 0; part < PARTS; part++) {
@@ -70,7 +71,7 @@ void unpack(const block_q2_Kx8 & in, tiled_tile_src0 & to, int row) {
     }
 }
 
-// Copies one block of each activation. An incomplete microtile is filled with zeros.
+// Copies block number `block` of each activation to `to`. Fills up the last microtile with zeros if it is not complete.
 void fill(const void * const * acts, int n_acts, int64_t block, tiled_tile_src1 & to) {
     for (int a = 0; a < n_acts; a++) {
         const block_q8_K & x = static_cast<const block_q8_K *>(acts[a])[block];
@@ -89,15 +90,16 @@ void fill(const void * const * acts, int n_acts, int64_t block, tiled_tile_src1 
     }
 }
 
-// Prefetches a block into the CPU's cache. The blocks of a window are far apart, so the processor does not predict the
-// next one.
+// Prefetches an interleaved block into the CPU's cache. Successive blocks are far apart in memory, so the processor
+// does not predict them.
 template <typename INTERLEAVED> void ask_for(const INTERLEAVED & block) {
     for (size_t i = 0; i < sizeof(block); i += CACHE_LINE) {
         __builtin_prefetch(reinterpret_cast<const char *>(&block) + i, 0, 2);
     }
 }
 
-// Writes out[a][i], in blocks, because the sums of one activation are far apart.
+// Writes the sums of a window to out[a][row0 + i]. Goes through small blocks, because the sums of one activation are
+// far apart in memory.
 void store(const float * sums, int n_rows, int n_acts, float * const * out, int64_t row0) {
     for (int i0 = 0; i0 < n_rows; i0 += TILED_MICRO) {
         const int n = std::min(TILED_MICRO, n_rows - i0);

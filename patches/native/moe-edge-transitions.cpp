@@ -1,4 +1,4 @@
-// Transitions: experts that change their tier in the background, published at step boundaries.
+// Implements transitions: changes of an expert's tier that are read in the background and published at step boundaries.
 
 #include "moe-edge-store.h"
 #include "moe-edge-util.h"
@@ -10,8 +10,8 @@ bool moe_edge_store::transits(const moe_edge_prefetch_item & t) {
         [&](const moe_edge_prefetch_item & other) { return other.layer == t.layer && other.expert == t.expert; });
 }
 
-// Whether any matrix of this entry's expert is in transition. Until the transition ends, no matrix of the expert is
-// evicted, including those that already have the new tier.
+// Returns whether this entry's expert is in transition, which is a background change of its tier. As long as any matrix
+// of the expert is, none of its matrices is evicted, including those that already have the new tier.
 bool moe_edge_store::in_transition(int32_t cell) const {
     for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
         if (cells[cell_index(layer_of(cell), k, expert_of(cell))].in_transition()) {
@@ -21,7 +21,8 @@ bool moe_edge_store::in_transition(int32_t cell) const {
     return false;
 }
 
-// Starts a transition if there is a free slot for every matrix.
+// Starts a transition (a background change of an expert's tier) if there is a free slot for every matrix that changes
+// its tier. Returns whether it was started.
 bool moe_edge_store::admit(const moe_edge_prefetch_item & t) {
     if (exact_tiers || transits(t)) {
         return false;
@@ -70,8 +71,9 @@ int32_t moe_edge_store::transition(const moe_edge_prefetch_item * list, int32_t 
     return admitted;
 }
 
-// Ends a transition if it is complete, and returns whether it was. Called at a step boundary, when no op reads an
-// expert. All its matrices are published together; if a read failed, none is.
+// Ends a transition (a background change of an expert's tier) if all its loads are complete, and returns whether they
+// were. Called between two steps, when no op reads an expert. Either all matrices of the expert get the new tier, or
+// none if a read failed.
 bool moe_edge_store::conclude(const moe_edge_prefetch_item & t) {
     std::vector<int32_t> moving;  // without the matrices that a token has requested meanwhile
     bool broken = false;
@@ -96,15 +98,16 @@ bool moe_edge_store::conclude(const moe_edge_prefetch_item & t) {
     return true;
 }
 
-// Publishes all complete transitions. Called at a step boundary, when no op reads an expert.
+// Ends all transitions (background changes of tier) that are complete. Called between two steps, when no op reads an
+// expert.
 void moe_edge_store::conclude_transitions() {
     transitions.erase(std::remove_if(transitions.begin(), transitions.end(),
         [this](const moe_edge_prefetch_item & t) { return conclude(t); }), transitions.end());
 }
 
-// Revokes one transition that holds a slot of this pool, because a token needs the slot. Its matrices keep their old
-// tier, which may then be evicted. A part that is being read returns its slot when the read ends. Returns false if
-// there is no such transition.
+// Cancels one transition (a background change of tier) that holds a slot of this pool, because a token needs the slot.
+// The expert keeps its old tier, which may then be evicted. If a part is being read, the slot becomes free when the
+// read ends. Returns false if no transition holds a slot of the pool.
 bool moe_edge_store::revoke(const moe_edge_pool & pool) {
     int32_t of = -1;
     for (int32_t i = 0; i < pool.usable() && of < 0; i++) {
@@ -125,7 +128,7 @@ bool moe_edge_store::revoke(const moe_edge_pool & pool) {
         auto & load = *cells[cell].load();
         load.revoke();
         if (load.arrived()) {
-            // Waiting entries are served later, because the caller may be serving them now.
+            // Remember the pool. Its waiting entries are served later, because the caller may be serving them now.
             unserved.push_back(&pool_of(cell, load.tier()));
             free_load(cell);
         }
@@ -163,8 +166,8 @@ void moe_edge_store::get_landed(uint8_t * out) {
     }
 }
 
-// Adds the tokens that the executor counted, in steps without a route hook, to `counts` and the statistics. An expert
-// counts as requested once per step, for any number of tokens. A device does not count steps, so their number is
+// Adds the tokens that the executor has counted, in steps without a route hook, to `counts` and to the statistics. An
+// expert counts as requested once per step. A device counts tokens but not steps, so the number of requests is
 // estimated.
 void moe_edge_store::collect_counts() {
     if (n_uncollected == 0 || !runs_unwatched()) {

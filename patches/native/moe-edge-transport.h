@@ -1,10 +1,10 @@
-// A simulated disk: reads move no bytes and take virtual time. The store's own code selects the next read and handles
+// Simulates a disk: reads move no bytes and take virtual time. The store's own code selects the next read and handles
 // its end, as for real reads.
 //
-// The disk starts to transfer a call's bytes after a fixed latency. The latencies of several calls overlap. The bytes
-// then pass through a channel of fixed bandwidth, one call at a time:
+// The disk starts to transfer the bytes of a call after a fixed latency; the latencies of several calls overlap. The
+// bytes then pass through a channel of fixed bandwidth, one call at a time:
 //
-//     done = max(start + latency, time at which the channel is free) + bytes / bandwidth
+//   done = max(start + latency, time at which the channel is free) + bytes / bandwidth
 //
 // Calls therefore complete in the order in which they start. n threads make at most n calls at the same time. All times
 // are integer nanoseconds, so that the same input gives the same times on every machine.
@@ -17,7 +17,7 @@
 
 struct moe_edge_slices;
 
-// A part of a slice to be read into its slot: the job of an I/O thread.
+// A part of an expert matrix that an I/O thread should read into a slot.
 struct moe_edge_read {
     int32_t  cell;
     int32_t  tier;
@@ -34,7 +34,7 @@ class moe_edge_simulation {
   public:
     explicit moe_edge_simulation(int32_t n_threads) : n_threads(n_threads) {}
 
-    // bandwidth is in bytes per second; 0: transferring bytes takes no time.
+    // Sets the speed of the disk. bandwidth is in bytes per second; 0 means that transferring bytes takes no time.
     void set_speed(uint64_t bandwidth, uint64_t latency_us) {
         bytes_per_s = bandwidth;
         latency_ns  = latency_us * 1000;
@@ -43,7 +43,7 @@ class moe_edge_simulation {
     uint64_t now() const { return now_ns; }
     bool     has_idle_thread() const { return running.size() < n_threads; }
     bool     busy() const { return !running.empty(); }
-    // The time at which the first running read completes.
+    // Returns the time at which the next of the running reads completes.
     uint64_t next_done() const { return running.front().done; }
 
     void start(const moe_edge_read & read, uint64_t bytes) {
@@ -52,7 +52,8 @@ class moe_edge_simulation {
         running.push_back({ read, now_ns, channel_free });
     }
 
-    // Ends the first running read and advances the clock to its completion. took_ns receives its duration.
+    // Ends the read that completes next, and advances the clock to its completion. took_ns receives its duration.
+    // Returns the read.
     moe_edge_read finish(uint64_t & took_ns) {
         const job done = running.front();
         running.pop_front();
@@ -61,7 +62,7 @@ class moe_edge_simulation {
         return done.read;
     }
 
-    // Requires that every read that completes by then was finished.
+    // Advances the clock to this time. All reads that complete before then must have been ended.
     void set_now(uint64_t ns) { now_ns = std::max(now_ns, ns); }
 
   private:

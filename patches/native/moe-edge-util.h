@@ -1,4 +1,4 @@
-// Helpers of the store: messages, the clock, and rounding to blocks and pages.
+// Defines small helpers of the store: error messages, the clock, and rounding to blocks and pages.
 
 #pragma once
 

@@ -10,13 +10,13 @@ namespace {
 
 constexpr int64_t UNIT_ROWS = 32;  // rows of weights per unit of work
 
-// From MATRIX_ROWS rows of activations on, ggml's matrix product is faster than single dot products. The results differ
-// by rounding. A thread takes at most MATRIX_PART rows at a time.
+// ggml's matrix product is used for at least MATRIX_ROWS rows of activations, because it is then faster than single dot
+// products. The results differ by rounding. A thread takes at most MATRIX_PART rows at a time.
 constexpr size_t MATRIX_ROWS = 16, MATRIX_PART = 128;
 
 bool by_matrix(const moe_edge_product & p) { return p.x.size() >= MATRIX_ROWS; }
 
-// Multiplies n rows of activations, starting with `first`, on this thread.
+// Multiplies n rows of activations of a product, starting with row `first`, on the calling thread.
 void multiply_matrix(const moe_edge_product & p, size_t first, size_t n) {
     constexpr size_t ALIGN = 64;
     thread_local std::vector<float> x, out;
@@ -65,7 +65,8 @@ moe_edge_workers::~moe_edge_workers() {
     }
 }
 
-// Converts a row of activations. gate and up of all experts use the same rows, so each is converted only once.
+// Returns a row of n activations converted to type `to`. gate and up of all experts use the same rows, so converted
+// rows are kept and each is converted only once.
 const void * moe_edge_workers::convert(const float * x, int64_t n, int32_t to) {
     if (to == GGML_TYPE_F32) {
         return x;
@@ -87,7 +88,7 @@ void moe_edge_workers::multiply(const std::vector<moe_edge_product> & products) 
     for (const auto & p : products) {
         n_rows += by_matrix(p) ? p.x.size() : 0;
     }
-    // at least two parts for each thread, so that no thread works alone for long at the end
+    // Make at least two parts for each thread, so that no thread works alone for long at the end.
     matrix_part = std::clamp(n_rows / (2 * (threads.size() + 1)), MATRIX_ROWS, MATRIX_PART);
     for (const auto & p : products) {
         const auto * traits = ggml_get_type_traits_cpu(static_cast<ggml_type>(p.type));

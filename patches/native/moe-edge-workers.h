@@ -1,4 +1,4 @@
-// Host threads that compute experts while a device computes others, with the CPU backend's dot products.
+// Computes experts on host threads, with the CPU backend's dot products, while a device computes other experts.
 
 #pragma once
 
@@ -21,11 +21,12 @@ class moe_edge_workers {
     moe_edge_workers(const moe_edge_workers &) = delete;
     moe_edge_workers & operator=(const moe_edge_workers &) = delete;
 
-    // Computes all products and returns when they are done. Callers are served one at a time.
+    // Computes all products, and returns when they are done. If several threads call this, the calls run one after
+    // another.
     void multiply(const std::vector<moe_edge_product> & products);
 
   private:
-    // A product with its activations converted to the type that its dot product needs.
+    // A product whose activations have been converted to the type that the dot product needs.
     struct prepared {
         const moe_edge_product *  product;
         int64_t                   first;  // number of its first unit

@@ -1,5 +1,6 @@
-// moe-edge: runs a Mixture-of-Experts model with a store of experts. The store keeps experts in a cache within a memory
-// budget and reads the others from disk on demand. Each expert has its own address and its own ggml type.
+// The C interface of moe-edge, which runs a Mixture-of-Experts model with a store of experts. The store keeps experts
+// in a cache within a memory budget and reads the others from disk on demand. Each expert has its own address and its
+// own ggml type.
 //
 // One store serves one loaded model and one llama_context that decodes at a time. Call order:
 //
@@ -12,9 +13,9 @@
 //
 // A model with expert tensors in moe_edge_buffer_type() takes the most recently created store that waits for a model. A
 // store waits from its creation until a model takes it, and waits again after that model is freed. A simulated store
-// never waits. If no store waits, or if the model's tensors do not match the store's configuration, loading fails,
-// moe_edge_load_error() returns the reason, and the store keeps waiting. A load with no_alloc, which llama.cpp uses to
-// fit a model into memory, takes no store.
+// never waits. Loading fails if no store waits, or if the model's tensors do not match the store's configuration.
+// moe_edge_load_error() then returns the reason, and the store keeps waiting. A load with no_alloc, which llama.cpp
+// uses to fit a model into memory, takes no store.
 //
 // Each micro-batch (ubatch) that a context computes is one step. At the start of a step, the store publishes complete
 // transitions and clears what an aborted step left. At the end, it checks for errors and calls the step callback. If a
@@ -39,8 +40,8 @@
 extern "C" {
 #endif
 
-// Raised with every change of a struct or a function below. Callers compare it
-// with moe_edge_abi_version() before anything else.
+// The version of this interface. It increases with every change of a struct or a function below. A caller must compare
+// it with moe_edge_abi_version() before it calls any other function.
 #define MOE_EDGE_ABI_VERSION 22
 
 #define MOE_EDGE_API __attribute__((visibility("default")))
@@ -51,10 +52,13 @@ extern "C" {
 #define MOE_EDGE_DEVICE_ALIGN 256
 #define MOE_EDGE_SKIP         255  // tier of an expert that is skipped and contributes nothing
 #define MOE_EDGE_ABSENT       254  // residency of an expert if one of its matrices is in no tier
-#define MOE_EDGE_FAILED       (-3) // returned by llama_decode if the step failed and would also fail with fewer tokens.
-                                   // If moe_edge_error() returns NULL, the failure is llama.cpp's own.
 
-// The matrices of an expert. A layer has UP, GATE and DOWN; or UP and DOWN; or GATE_UP and DOWN.
+// The value that llama_decode returns if the step failed and would also fail with fewer tokens. If moe_edge_error()
+// returns NULL, the failure is llama.cpp's own.
+#define MOE_EDGE_FAILED (-3)
+
+// The matrices of an expert (matrix kinds). The experts of a layer have UP, GATE and DOWN; or UP and DOWN; or GATE_UP
+// and DOWN.
 enum moe_edge_kind {
     MOE_EDGE_UP      = 0,
     MOE_EDGE_GATE    = 1,
@@ -71,51 +75,59 @@ enum moe_edge_phase {
 
 enum moe_edge_flags {
     MOE_EDGE_DIRECT_IO   = 1,  // use O_DIRECT if the file system supports it
-    MOE_EDGE_EXACT_TIERS = 2,  // a request evicts a better resident tier and computes the requested one. For measuring
-                               // the quality loss of a tier; slow.
+    // Every request computes exactly the requested tier: it evicts a better resident tier. Slow; for measuring the
+    // quality loss of a tier.
+    MOE_EDGE_EXACT_TIERS = 2,
     MOE_EDGE_SIMULATED   = 4,  // open no files: reads move no bytes and take virtual time
-    // The next two are for comparisons only; both are slow.
-    MOE_EDGE_WHOLE_EXPERTS = 8,  // an op receives an expert only after all its matrices are resident. If none of
-                                 // the missing matrices can get a slot, the op receives the resident ones.
-    MOE_EDGE_RIGID       = 16, // only with MOE_EDGE_SIMULATED: demand reads and prefetches run in the order in which
-                               // they were requested, and no read is cancelled
+    // An op receives an expert only after all matrices of the expert are resident. If none of its missing matrices can
+    // get a slot, the op receives the resident ones. Slow; for comparisons only.
+    MOE_EDGE_WHOLE_EXPERTS = 8,
+    // Demand reads and prefetches run in the order of their requests, and no read is cancelled. Slow; for comparisons
+    // only, and only with MOE_EDGE_SIMULATED.
+    MOE_EDGE_RIGID       = 16,
 };
 
-// How a store serves an expert that a token needs and the device does not have.
+// How a store on a device serves an expert that a token needs and that is not in device memory (a cache miss).
 enum moe_edge_miss {
     MOE_EDGE_MISS_COPY    = 0,  // copy it to a slot, then compute it on the device
-    MOE_EDGE_MISS_COMPUTE = 1,  // threads of the host compute it in host memory while the device computes
-                                // other experts. It takes no slot; it may be copied to one afterwards
+    // Host threads compute the expert in host memory while the device computes other experts. The expert takes no slot
+    // for that, but may be copied to a slot afterwards.
+    MOE_EDGE_MISS_COMPUTE = 1,
     MOE_EDGE_MISS_AUTO    = 2,  // choose for each expert the way that finishes its layer first
 };
 
-// The location of the experts of one (layer, kind, tier). Expert e starts at byte offset + e*expert_bytes of
-// files[file].
+// The location of all experts of one (layer, matrix kind, tier) in a file. Expert e starts at byte offset +
+// e*expert_bytes of files[file].
 struct moe_edge_slices {
     uint64_t offset;
     uint64_t expert_bytes;  // 0: the layer has no such matrix
     int32_t  file;          // index in moe_edge_config.files
     int32_t  type;          // enum ggml_type
     int32_t  group;         // index of the slot group that holds these slices
-    int32_t  interleaved_rows;  // 0: slots hold the bytes of the file. Otherwise the number of rows of the matrix, and
-                                // slots hold the CPU's own layout: see moe_edge_interleaves().
-    const uint32_t * checksums;  // [n_expert] CRC-32 of each expert, or NULL. If the first complete read of an expert
-                                 // has another checksum, it counts as a failed read.
-    double   compute_us;    // for MOE_EDGE_MISS_AUTO: time of one expert's product on the host threads, as
-                            // moe_edge_measure_product() measures it. 0: the host must not compute it.
+    // 0 if slots hold the bytes of the file. If slots hold the CPU's own layout (moe_edge_interleaves), the number of
+    // rows of the matrix.
+    int32_t  interleaved_rows;
+    // The CRC-32 of each expert, [n_expert], or NULL. If the first complete read of an expert has another checksum, the
+    // read fails.
+    const uint32_t * checksums;
+    // The microseconds in which the host threads multiply one expert with a token, as measured by
+    // moe_edge_measure_product(). Used for MOE_EDGE_MISS_AUTO. 0: the host must not compute these experts.
+    double   compute_us;
 };
 
-// A slot group: slots of one size with a common LRU order. Several layers may share a group. In host memory, tiers may
-// share a group, too. Different matrix kinds may not. slot_bytes must be at least moe_edge_slot_bytes() of every slice
-// in the group. In device memory, all slices of a group have the same tier, type and size, and slot_bytes is
+// The configuration of a slot group: slots of one size with a common LRU order. Several layers may share a group, but
+// different matrix kinds may not.
+//
+// In host memory, tiers may share a group. slot_bytes must be at least moe_edge_slot_bytes() of every slice in the
+// group. In device memory, all slices of a group have the same tier, type and size, and slot_bytes is
 // moe_edge_device_slot_bytes().
 struct moe_edge_group {
     uint64_t slot_bytes;
     int32_t  n_slots;
     int32_t  n_passing;  // most slots that streaming requests may hold; 0 means 1
-    int32_t  place;      // enum moe_edge_miss. MOE_EDGE_MISS_COPY: the slots are in the store's memory.
-                         // MOE_EDGE_MISS_COMPUTE, for a store on a device: the slots are in host memory, and host
-                         // threads compute the experts in them, for any number of tokens.
+    // The place of the slots, an enum moe_edge_miss. MOE_EDGE_MISS_COPY: the store's own memory. MOE_EDGE_MISS_COMPUTE,
+    // for a store on a device: host memory, in which host threads compute the experts for any number of tokens.
+    int32_t  place;
     int32_t  reserved;
 };
 
@@ -129,17 +141,19 @@ struct moe_edge_config {
     const char * const *           files;
     const struct moe_edge_layer *  layers;
     const struct moe_edge_group *  groups;
-    void *   device;          // from moe_edge_device_find(): the slots are in device memory, and misses come from host
-                              // memory or from the files. NULL: the slots are in host memory.
-    uint64_t budget_bytes;    // the sum of slot_bytes*n_slots must not exceed it. On a device, each group starts at a
-                              // multiple of MOE_EDGE_DEVICE_ALIGN; this padding is not part of the budget.
-    uint64_t host_bytes;      // budget of the host tier of a store on a device: slices on their way to the device, and
-                              // slices kept for the next miss. At least moe_edge_host_least_bytes().
-    // For MOE_EDGE_MISS_AUTO: the bytes of weights per second that are copied to the device, or that kernels read from
-    // host memory. 0 if the device cannot do it. round_trip_us is the cost of each synchronization of host and device,
-    // including the time to wake the host threads. copy_bytes_per_s also limits how many copies of prefetched slices
-    // are in flight.
+    // The device whose memory holds the slots, from moe_edge_device_find(). Misses are then served from host memory or
+    // from the files. NULL: the slots are in host memory.
+    void *   device;
+    // The budget for slots: the sum of slot_bytes*n_slots must not exceed it. On a device, each group starts at a
+    // multiple of MOE_EDGE_DEVICE_ALIGN; this padding is not part of the budget.
+    uint64_t budget_bytes;
+    // The budget of the host tier of a store on a device: slices on their way to the device, and slices kept for the
+    // next miss. At least moe_edge_host_least_bytes().
+    uint64_t host_bytes;
+    // The bytes of weights per second that can be copied to the device, or 0 if unknown. Used for MOE_EDGE_MISS_AUTO.
     double   copy_bytes_per_s;
+    // The microseconds that each synchronization of host and device takes, including the time to wake the host threads.
+    // Used for MOE_EDGE_MISS_AUTO.
     double   round_trip_us;
     int32_t  misses;          // enum moe_edge_miss for layers with few tokens, on a device; other layers use COPY
     int32_t  n_host_threads;  // host threads that compute misses
@@ -149,20 +163,23 @@ struct moe_edge_config {
     int32_t  n_tiers;         // tier 0 is the best
     int32_t  n_expert;        // experts per layer
     int32_t  n_expert_used;   // k: the most experts that a token uses in a layer
-    int32_t  max_tokens;      // n_ubatch: the most tokens in one route event. A larger event is not reported, and its
-                              // experts are computed in the default tier.
+    // The most tokens in one route event (n_ubatch). A larger event is not reported, and its experts are computed in
+    // the default tier.
+    int32_t  max_tokens;
     int32_t  n_ahead;         // look-ahead depth P, 0 .. MOE_EDGE_MAX_AHEAD
     int32_t  n_io_threads;
     int32_t  flags;           // enum moe_edge_flags
-    int32_t  importance_window;  // token importance is computed from the last W queries of each prompt in a step.
-                                 // 0: none. -1: from all queries, which is not possible with flash attention.
+    // The number of tokens at the end of each prompt in a step whose attention queries determine token importance. 0:
+    // compute no importance. -1: use the queries of all tokens, which is not possible with flash attention.
+    int32_t  importance_window;
     int32_t  reserved;
 };
 
 struct moe_edge_store;
 
-// A route event: the experts that the router of one layer selected. The store owns all arrays. Their addresses never
-// change during the lifetime of the store, and their contents are valid only during the callback.
+// A route event: the experts that the router of one layer has selected for the tokens of a step. The store owns all
+// arrays. Their addresses never change during the lifetime of the store, and their contents are valid only during the
+// route callback.
 struct moe_edge_event {
     int32_t layer;
     int32_t phase;             // enum moe_edge_phase of the step: prefill if any token belongs to a prompt
@@ -178,8 +195,9 @@ struct moe_edge_event {
     const int32_t * sequences; // [T]     sequence of each token; the first one if a token has several
     const int32_t * ahead_ids; // [n_ahead, max_tokens, k] predicted experts, best first; padded like ids
     const float   * ahead;     // [n_ahead, max_tokens, k] predicted scores of ahead_ids, eq. 6 of DyMoE
-    const float   * importance; // [T]    attention that each prompt token receives from its own sequence, eq. 1 of
-                                // DyMoE. Undefined for tokens that do not belong to a prompt.
+    // The attention that each prompt token receives from its own sequence, [T], eq. 1 of DyMoE. Undefined for tokens
+    // that do not belong to a prompt.
+    const float   * importance;
     const uint8_t * resident;  // [n_layers, n_expert] as returned by moe_edge_get_resident
     const uint8_t * missing;   // [n_layers, n_expert] bit mask of 1 << moe_edge_kind: matrices resident in no tier
 };
@@ -192,16 +210,16 @@ struct moe_edge_prefetch_item {
     int16_t passing;           // 1: a streaming request, see moe_edge_decision
 };
 
-// The decision of the route callback, in arrays of the store. Before each call, the store sets tier[] to 0 (the best
-// tier) and passing[] to 0. It reads only the entries of routed experts.
+// The decision of the route callback about the experts of a route event, in arrays of the store. Before each call, the
+// store sets tier[] to 0 (the best tier) and passing[] to 0. It reads only the entries of selected experts.
 //
-// passing marks a streaming request, which does not count as a use. A resident expert keeps its place in the LRU order.
-// An expert that the request loads is the first to be evicted, and it evicts other experts only while fewer than
+// passing[] marks streaming requests, which do not count as a use: a resident expert keeps its place in the LRU order.
+// An expert that a streaming request loads is the first to be evicted. It evicts other experts only while fewer than
 // n_passing slots of its group hold streamed experts. A long prompt therefore streams through a few slots and does not
 // evict the experts that decoding uses.
 //
-// A prefetch reads absent experts if it gets slots. A resident expert in the list counts as used, unless its item is
-// marked as passing, and is not evicted for other items of the list.
+// prefetch[] lists experts to read if they are absent and get slots. A resident expert in the list counts as used,
+// unless its item is marked as passing, and is not evicted for other items of the list.
 struct moe_edge_decision {
     uint8_t * tier;                       // [n_expert] tier index, or MOE_EDGE_SKIP
     uint8_t * passing;                    // [n_expert] 0 or 1
@@ -210,12 +228,12 @@ struct moe_edge_decision {
     int32_t renormalize;                  // 1: scale a token's remaining weights so that their sum is as before skipping
 };
 
-// Called for each MoE layer, on the thread that decodes. Returns 0, or another value to make the running llama_decode
-// fail.
+// The type of the route callback. It is called for each MoE layer, on the thread that decodes. It returns 0, or another
+// value to make the running llama_decode fail.
 typedef int (*moe_edge_route_cb)(void * user);
 
-// The report of a computed step. The arrays are valid only during the callback. A token that belongs to several
-// sequences counts for each of them.
+// The report of a computed step, which the step callback receives. The arrays are valid only during the callback. A
+// token that belongs to several sequences counts for each of them.
 struct moe_edge_step {
     int64_t  step;                  // number of the step, as in its route events
     uint64_t us;                    // duration in microseconds
@@ -227,14 +245,15 @@ struct moe_edge_step {
     int32_t  reserved;
     const int32_t * starts;         // [n_starts] sequences with a token at position 0
     const int32_t * prompt_ends;    // [n_prompt_ends] sequences with a prompt token that has an output
-    const int32_t * ends;           // [n_ends] sequences passed to moe_edge_sequence_end since the last report, and
-                                    // therefore before the starts of this step
+    // The sequences passed to moe_edge_sequence_end since the last report, [n_ends]. They ended before the sequences in
+    // `starts` began.
+    const int32_t * ends;
 };
 
-// Returns 0, or another value to make the step fail although it was computed.
+// The type of the step callback. It returns 0, or another value to make the step fail although it was computed.
 typedef int (*moe_edge_step_cb)(const struct moe_edge_step * step, void * user);
 
-// The reasons for which the thread that decodes waits.
+// The causes for which the thread that decodes may wait during a step.
 enum moe_edge_wait {
     MOE_EDGE_WAIT_DISK       = 0,  // an expert that is read from disk
     MOE_EDGE_WAIT_HOST_TIER  = 1,  // a slot of the host tier, which an expert needs before it can be read
@@ -245,8 +264,8 @@ enum moe_edge_wait {
 };
 
 struct moe_edge_stats {
-    // Counters with [2] are by phase: [prefill, decode]. An expert counts once per step in requests, hits, routed and
-    // computed, for any number of tokens.
+    // Counters with [2] are separate for prefill and decode steps. In requests, hits, routed and computed, an expert
+    // counts once per step, for any number of tokens.
     uint64_t requests[2];          // requested matrices
     uint64_t hits[2];              // requests whose tier, or a better one, was resident
     uint64_t demand_bytes[2];      // read because a token needed them
@@ -284,31 +303,34 @@ struct moe_edge_stats {
     uint64_t host_bytes;           // memory of the host tier of the device, all of it allocated at the start
     int32_t  direct_io;            // 1 if every file is read with O_DIRECT
     int32_t  host_pinned;          // 1 if the memory of host_bytes is pinned
-    int32_t  misses;               // enum moe_edge_miss in effect: the configured one, or copy if
-                                   // auto was configured and the speed of copies is not known
+    // The enum moe_edge_miss in effect. It is the configured value, or MOE_EDGE_MISS_COPY if MOE_EDGE_MISS_AUTO was
+    // configured and the speed of copies is not known.
+    int32_t  misses;
     int32_t  reserved;
 };
 
-// Returns the MOE_EDGE_ABI_VERSION that the library was compiled with.
+// Returns the MOE_EDGE_ABI_VERSION with which the library was compiled.
 MOE_EDGE_API int32_t moe_edge_abi_version(void);
 
-// Returns 1 if this CPU has its own layout for matrices of n_out rows of n_in values of this type, and 0 otherwise. Its
-// kernels are faster than those for the layout of the file. Both layouts have the same size.
+// Returns 1 if this CPU has its own layout for matrices of n_out rows of n_in values of this type, and 0 otherwise. The
+// kernels for that layout are faster than those for the layout of the file. A matrix has the same size in both layouts.
 MOE_EDGE_API int32_t moe_edge_interleaves(int32_t type, int64_t n_in, int64_t n_out);
 
-// Extends a CRC-32 by n bytes and returns the new checksum, as zlib's crc32 does. crc is the checksum of the bytes
-// before data; it is 0 at the start.
+// Extends a CRC-32 checksum by n bytes and returns the new checksum, as zlib's crc32 does. crc: the checksum of all
+// bytes before `data`; 0 if there are none.
 MOE_EDGE_API uint32_t moe_edge_crc32(uint32_t crc, const void * data, uint64_t n);
 
-// Returns the bytes that a slot needs for a slice of this length at this file offset. Direct reads cover whole
-// 4096-byte blocks.
+// Returns the bytes that a slot needs for an expert of expert_bytes bytes at this file offset. A slot is larger than
+// the expert, because direct reads cover whole 4096-byte blocks.
 MOE_EDGE_API uint64_t moe_edge_slot_bytes(uint64_t offset, uint64_t expert_bytes);
 
-// Returns the bytes that a slice takes on a device, a multiple of the type's block size. They include the padding that
-// kernels may read past its end. n_cols is the length of a row. Returns 0 for a type that ggml does not have.
+// Returns the bytes that a slot for an expert takes in device memory, a multiple of the type's block size. They include
+// the padding that kernels may read after the expert. n_cols: number of values in a row. Returns 0 for a type that ggml
+// lacks.
 MOE_EDGE_API uint64_t moe_edge_device_slot_bytes(int32_t type, uint64_t expert_bytes, int64_t n_cols);
 
-// Returns the smallest host_bytes that works with this configuration.
+// Returns the smallest value of host_bytes (the budget of the host tier) that works with the rest of this
+// configuration.
 MOE_EDGE_API uint64_t moe_edge_host_least_bytes(const struct moe_edge_config * config);
 
 struct moe_edge_device_info {
@@ -324,80 +346,87 @@ struct moe_edge_bandwidths {
     double  compute_bytes_per_s;   // weights in Q4_K that the host's threads multiply with one token
 };
 
-// Returns a device of this process by name: "cuda0", "cuda1", ..., or for tests "host", which uses main memory as a
-// device, and "host:DELAY", whose copies take up to DELAY microseconds. A device lives until the process ends. If there
-// is no such device, returns NULL and writes one sentence to err.
+// Returns a device of this process by name, or NULL with one sentence in err. A device lives until the process ends.
+// The names are "cuda0", "cuda1", and so on. For tests, "host" uses main memory as a device, and the copies of
+// "host:DELAY" take up to DELAY microseconds.
 MOE_EDGE_API void * moe_edge_device_find(const char * name, char * err, size_t err_size);
 // Writes the name and the memory of a device to out. Always returns 0.
 MOE_EDGE_API int moe_edge_device_describe(void * device, struct moe_edge_device_info * out);
-// The counterpart of moe_edge_buffer_type for a store on this device.
+// Returns the ggml_backend_buffer_type_t in which the expert tensors of a model must be placed if its store is on this
+// device.
 MOE_EDGE_API void * moe_edge_device_buffer_type(void * device);
-// Measures the transfer and compute speeds of a device with `bytes` bytes (at least 1 MiB) and n_threads host threads.
-// Allocates `bytes` on the device and twice as much in host memory, and frees both. Returns 0, or -1 if there is not
-// enough memory or the device is lost.
+// Measures how fast a device receives data and how fast the host computes, with `bytes` bytes (at least 1 MiB) and
+// n_threads host threads. Allocates `bytes` on the device and twice as much in host memory, and frees both. Returns 0,
+// or -1 if there is not enough memory or the device is lost.
 MOE_EDGE_API int moe_edge_device_measure(void * device, uint64_t bytes, int32_t n_threads, struct moe_edge_bandwidths * out);
 
-// Measures how long n_threads host threads take to multiply experts of this type, [n_out, n_in] each, with one token.
-// The conditions are those of a miss: the threads sleep first, and the weights are in no CPU cache. each_us receives
-// the time for one more expert, wake_us the additional time for the first one. Returns 0, or -1 if the type or shape is
-// not valid.
+// Measures how long n_threads host threads take to multiply experts of this type and of shape [n_out, n_in] with one
+// token. The conditions are those of a cache miss: the threads sleep first, and the weights are in no CPU cache.
+// each_us receives the time for each expert, wake_us the additional time for the first expert. Returns 0, or -1 if the
+// type or shape is not valid.
 MOE_EDGE_API int moe_edge_measure_product(int32_t type, int64_t n_in, int64_t n_out, int32_t n_threads, double * each_us, double * wake_us);
 
-// Whether stores that are created from now on do their reads and their copies in turn: on the thread that decodes,
-// at the end of the call that asks for them, without threads of their own and without a limit on the rate of
-// transitions. For counts that are the same in every run, not for speed.
+// Sets whether stores that are created from now on work deterministically, without threads of their own. They then do
+// their reads and copies on the thread that decodes, at the end of the call that requests them, and do not limit the
+// rate of transitions. For counters that are the same in every run; slow.
 MOE_EDGE_API void moe_edge_in_turn(int32_t on);
 
-// NULL on failure, with one sentence in err. The store waits for a model, unless it is simulated.
+// Creates a store. The store waits for a model, unless it is simulated. Returns NULL on failure, with one sentence in
+// err.
 MOE_EDGE_API struct moe_edge_store * moe_edge_store_create(
         const struct moe_edge_config * config, char * err, size_t err_size);
 // Frees a store, and detaches it from its model if it has one. The context must have been freed before. NULL is allowed.
 MOE_EDGE_API void moe_edge_store_free(struct moe_edge_store * store);
 
-// Limits the memory of the slots to `bytes` from now on. A number above the configured size means no limit. All groups
-// keep the same share of their slots. Free slots are given up first, then the least recently used ones. Slots that are
-// being filled, that a transition holds, or that an op of the running step needs are given up as soon as they are
-// released. Memory above the limit returns to the system immediately, in pieces of 2 MiB. A higher limit adds empty
-// slots.
-//
-// Returns the bytes of slots that are still to be given up, or 0 if the limit is in effect; another call with the same
+// Limits the memory of the slots to `bytes` from now on. A number above the configured size means no limit. Returns how
+// many bytes of slots are above the limit and still in use, or 0 if the limit is in effect. Another call with the same
 // limit returns the current number. Returns -1, writes one sentence to err and changes nothing in three cases: `bytes`
 // is less than one slot of each group, which is the minimum for a step; the slots are on a device; or a step of a model
 // or a warm start is running. May be called from any thread between the steps of a model, and from the step callback.
+//
+// All groups keep the same share of their slots. Free slots are given up first, then the least recently used ones.
+// Slots that are being filled, that a transition holds, or that an op of the running step needs are given up as soon as
+// they are released. Memory above the limit returns to the system immediately, in pieces of 2 MiB. A higher limit adds
+// empty slots.
 MOE_EDGE_API int64_t moe_edge_store_limit(struct moe_edge_store * store, uint64_t bytes, char * err, size_t err_size);
 
-// Returns the number of matrices that are being loaded, including transitions. May be called from any thread. A caller
-// that waits between steps until a limit is in effect calls this function before each moe_edge_store_limit: if it
-// returned 0 and the limit still reports bytes, those bytes will not be released without another step.
+// Returns the number of expert matrices that are being loaded, also for transitions. May be called from any thread.
+// Useful for waiting until a limit is in effect: call this function before each moe_edge_store_limit. If it returned 0
+// and the limit still reports bytes, those bytes will not be released without another step.
 MOE_EDGE_API int32_t moe_edge_store_loading(struct moe_edge_store * store);
 
-// Returns how many tokens of the running batch of a model are computed, or of the last batch if none is running. The
-// running micro-batch counts in proportion to its completed MoE layers. May be called from any thread; takes no lock.
+// Returns how many tokens of the running batch of a model have been computed. If no batch is running, returns this
+// number for the last batch. The running micro-batch counts in proportion to its completed MoE layers. May be called
+// from any thread; takes no lock.
 MOE_EDGE_API double moe_edge_tokens_done(const struct moe_edge_store * store);
 
-// Returns the ggml_backend_buffer_type_t of expert tensors: placeholders without memory.
+// Returns the ggml_backend_buffer_type_t in which the expert tensors of a model must be placed. The tensors are then
+// placeholders without memory, and the store has their data.
 MOE_EDGE_API void * moe_edge_buffer_type(void);
 
-// Returns why loading a model with managed tensors, or creating its first context, failed in this thread: no store
-// waited for the model, its tensors do not match the store's, or its graph reads them in a way that a store does not
-// support. A model that was loaded with no_alloc takes no store; its context can fail only for the last reason. Returns
-// NULL if there was no such failure or the sentence was already returned. The string is valid until the next call in
+// Returns why loading a model whose experts need a store, or creating its first context, has failed in this thread.
+// Returns NULL if nothing failed, or if the sentence was already returned. The string is valid until the next call in
 // this thread.
+//
+// Loading fails if no store waits for the model, or if its tensors do not match the store. A context fails if its graph
+// reads expert tensors in a way that a store does not support. A model that was loaded with no_alloc takes no store,
+// but its context can fail for that reason, too.
 MOE_EDGE_API const char * moe_edge_load_error(void);
 
-// Memory that a context and its model take, without the slots of the store, in bytes: [host, other memories].
+// The memory in bytes that a context and its model take, without the slots of the store: [host memory, other memories].
 struct moe_edge_memory {
     uint64_t weights[2];
     uint64_t cache[2];
     uint64_t scratch[2];
 };
 
-// Writes the memory of a context to out. context is a struct llama_context *.
+// Writes the memory that a context and its model take to `out`. context is a struct llama_context *.
 MOE_EDGE_API void moe_edge_get_memory(void * context, struct moe_edge_memory * out);
 
-// Host memory of all contexts of this process, in bytes: [reserved, resident]. It covers the KV caches, the scratch
-// buffers of graphs and the work buffers of ggml's CPU backend, but not recurrent memories or memory that a GPU library
-// pinned. The kernel reports residency page by page, which takes 0.3 ms per reserved GiB and another 0.7 ms per resident GiB.
+// The host memory of all contexts of this process, in bytes: [reserved, resident]. It covers the KV caches, the scratch
+// buffers of graphs and the work buffers of ggml's CPU backend. It does not cover recurrent memories and memory that a
+// GPU library has pinned. A query takes 0.3 ms per reserved GiB and another 0.7 ms per resident GiB, because the kernel
+// reports residency page by page.
 struct moe_edge_touched {
     uint64_t cache[2];
     uint64_t scratch[2];
@@ -406,35 +435,38 @@ struct moe_edge_touched {
     uint64_t cells_end;  // index after the last used KV cell; the maximum over all caches
 };
 
-// Writes the current numbers to out. May be called from any thread.
+// Writes the host memory that all contexts of this process now have to `out`. May be called from any thread.
 MOE_EDGE_API void moe_edge_get_touched(struct moe_edge_touched * out);
 
-// Makes a context on the CPU (struct llama_context *) adapt its number of threads to the load, starting with the next
-// step: decoding uses as many threads as find a free core, at most `most`. Steps with more than a few tokens use all of
-// them. 0 turns this off, and must be set before the context is freed.
+// Makes a context on the CPU (a struct llama_context *) adapt its number of threads to the load of the machine,
+// starting with the next step. Decode steps then use as many threads as find a free core, at most `most`. Steps with
+// more than a few tokens use `most` threads. With `most` 0 the context no longer adapts; this call is required before
+// the context is freed.
 MOE_EDGE_API void moe_edge_adapt_threads(void * context, int32_t most);
 
-// Binds one tensor to the store without a llama_model. tensor is a struct ggml_tensor * in moe_edge_buffer_type(), an
-// operand of ggml_mul_mat_id, and must not outlive the store. Returns 0, or -1 with one sentence in err.
+// Binds one expert tensor to a matrix of the store without a llama_model. tensor is a struct ggml_tensor * in
+// moe_edge_buffer_type() and the first operand of a ggml_mul_mat_id. It must not outlive the store. Returns 0, or -1
+// with one sentence in err.
 MOE_EDGE_API int moe_edge_store_bind(struct moe_edge_store * store, int32_t layer, int32_t kind,
         void * tensor, char * err, size_t err_size);
 
-// Return the event and the decision of the store. Both stay valid as long as the store exists.
+// The next two functions return the route event and the decision of the store, which the route callback reads and
+// writes. Both stay valid as long as the store exists.
 MOE_EDGE_API const struct moe_edge_event * moe_edge_store_event(struct moe_edge_store * store);
 MOE_EDGE_API struct moe_edge_decision *    moe_edge_store_decision(struct moe_edge_store * store);
 
-// Sets the route callback. phases is a bit mask of 1 << moe_edge_phase: the steps in which cb is called. In other
-// steps, or if cb is NULL, every routed expert is requested in default_tier without a callback; an expert that is
-// resident in a better tier is requested in that one.
+// Sets the route callback, which decides about the experts of each layer. phases: the steps in which it is called, as a
+// bit mask of 1 << moe_edge_phase. In other steps, or if cb is NULL, every selected expert is requested in
+// default_tier. If it is resident in a better tier, it is requested in that tier.
 MOE_EDGE_API void moe_edge_set_callback(
         struct moe_edge_store * store, moe_edge_route_cb cb, void * user, int32_t default_tier, uint32_t phases);
 
 // Sets the step callback, or removes it with NULL. It is called on the thread that decodes, at the end of each step
-// that was computed without an error, except for warm-up steps. If a callback is set, a step ends only after the device
-// has finished computing it.
+// that was computed without an error, except for warm-up steps. With a callback, a step ends only after the device has
+// finished computing it.
 MOE_EDGE_API void moe_edge_set_step_callback(struct moe_edge_store * store, moe_edge_step_cb cb, void * user);
 
-// The memory, in addition to the slots, that a batch of a model is about to take.
+// The arguments of the room callback: the memory, in addition to the slots, that a batch of a model is about to take.
 struct moe_edge_room {
     struct moe_edge_touched touched;  // current use: of all KV caches, and of this context's scratch and work buffers
     uint64_t n_bytes;      // size of a state that is about to be restored into the KV cache
@@ -444,95 +476,101 @@ struct moe_edge_room {
     int32_t  reserved;
 };
 
-// Sets a callback that makes memory available, or removes it with NULL. On the CPU, the thread that decodes calls it
-// before a batch is computed and before a state is restored. The callback may give up slots with moe_edge_store_limit.
-// Its answer covers the next 256 tokens: until then it is not called again, unless a larger batch arrives. If it does
-// not return 0, the batch fails without computing anything.
+// Sets the room callback, which makes memory available for a batch, or removes it with NULL. On the CPU, the thread
+// that decodes calls it before a batch is computed and before a state is restored. The callback may give up slots with
+// moe_edge_store_limit. If it does not return 0, the batch fails without computing anything. Its answer also covers the
+// next 256 tokens: until then it is not called again, unless a larger batch arrives.
 typedef int (*moe_edge_room_cb)(struct moe_edge_room * room, void * user);
 MOE_EDGE_API void moe_edge_set_room_callback(struct moe_edge_store * store, moe_edge_room_cb cb, void * user);
 
-// Sets the phase of every token, starting with the next step: enum moe_edge_phase. With -1, the default, the store
-// infers the phase from the batch: a token belongs to a prompt if its sequence has several tokens in the batch passed
-// to llama_decode, or if the token has no output. The last token of a prompt is therefore taken for a decoded token if
-// it is the only token of that prompt in the batch.
+// Sets the phase of every token from the next step on: an enum moe_edge_phase, or -1, the default. With -1 the store
+// infers the phase: a token belongs to a prompt if its sequence has several tokens in the batch passed to llama_decode,
+// or if the token has no output. If the last token of a prompt is the prompt's only token in a batch, it is therefore
+// taken for a decoded token.
 MOE_EDGE_API void moe_edge_set_phase(struct moe_edge_store * store, int32_t phase);
 
-// Sets the phase of every token by its sequence, starting with the next step: a token belongs to a prompt if one of its
-// sequences is among these n. Replaces the setting of moe_edge_set_phase, and vice versa. context is a struct
-// llama_context *. Does nothing if the context's model has no store.
+// Sets the phase of every token by its sequence, from the next step on: a token belongs to a prompt if one of its
+// sequences is among these n sequences. This function and moe_edge_set_phase replace each other's setting. context is a
+// struct llama_context *. Does nothing if the context's model has no store.
 MOE_EDGE_API void moe_edge_set_prompts(void * context, const int32_t * sequences, int32_t n);
 
-// Notifies the store that a sequence (or with -1, all sequences) was removed from the context's memory. The next step
-// report lists the sequence if an earlier reported step had tokens of it.
+// Notifies the store that a sequence was removed from the context's memory, or with -1, all sequences. The next step
+// report lists a sequence as ended if an earlier reported step had tokens of it.
 MOE_EDGE_API void moe_edge_sequence_end(struct moe_edge_store * store, int32_t sequence);
 
-// Begins a step of a store without a model. With a model, the context does this before each micro-batch.
+// Begins a step of a store without a model; phase is an enum moe_edge_phase. If the store has a model, its context
+// begins a step before each micro-batch.
 MOE_EDGE_API void moe_edge_begin_step(struct moe_edge_store * store, int32_t phase);
 
-// Returns one sentence about why the last step failed, or NULL if it did not fail. The string is valid until the next
-// step begins. The output of a failed or cancelled step is undefined.
+// Returns one sentence that says why the last step failed, or NULL if it did not fail. The string is valid until the
+// next step begins. The output of a failed or cancelled step is undefined.
 MOE_EDGE_API const char * moe_edge_error(struct moe_edge_store * store);
 
-// With on = 1, stops the running step and every step that begins until the function is called with 0. May be called
-// from any thread and from a signal handler.
+// Makes the running step end early if `on` is 1, and every later step until this function is called with 0. May be
+// called from any thread and from a signal handler.
 MOE_EDGE_API void moe_edge_cancel(struct moe_edge_store * store, int32_t on);
 
-// Writes the statistics since creation, or since the last moe_edge_reset_stats, to out.
+// Writes the statistics since the store was created, or since the last moe_edge_reset_stats, to `out`.
 MOE_EDGE_API void moe_edge_get_stats(struct moe_edge_store * store, struct moe_edge_stats * out);
-// Sets all counters to 0. Sizes and settings keep their values, and slot_bytes_peak becomes slot_bytes_in_use.
+// Sets all counters of the statistics to 0. Sizes and settings keep their values, and slot_bytes_peak becomes
+// slot_bytes_in_use.
 MOE_EDGE_API void moe_edge_reset_stats(struct moe_edge_store * store);
 
-// Writes to out [n_layers, n_expert] the worst tier in which one of the expert's matrices is resident. All of them are
-// then resident in that tier or a better one. Writes MOE_EDGE_ABSENT if one matrix is not in memory.
+// Writes to out [n_layers, n_expert] in which tier each expert is resident. If its matrices are resident in different
+// tiers, this is the worst of them. Writes MOE_EDGE_ABSENT if a matrix of the expert is not in memory.
 MOE_EDGE_API void moe_edge_get_resident(struct moe_edge_store * store, uint8_t * out);
 
-// Loads all matrices of the listed experts into free slots before the first token, and blocks until they are read. An
-// expert without a free slot is left out. progress, if not NULL, is called on this thread with the number of matrices
-// that are read and their total. Must not run during a step. Returns the number of loaded experts, or -1 if an index is
-// out of range, a read failed, or the store was cancelled.
+// Loads the listed experts into free slots before the first token (a warm start), and blocks until all are read.
+// Experts for which no slot is free are left out. progress, if not NULL, is called on this thread with the number of
+// matrices that have been read, and their total. Must not run during a step. Returns the number of loaded experts.
+// Returns -1 if an index is out of range, a read failed, or the store was cancelled.
 MOE_EDGE_API int32_t moe_edge_warm(
         struct moe_edge_store * store, const struct moe_edge_prefetch_item * list, int32_t n,
         void (*progress)(int32_t done, int32_t total, void * user), void * user);
 
-// Verifies all invariants of the store. Returns 0, or -1 with one sentence in err. For tests.
+// Verifies all invariants of the store, for tests. Returns 0, or -1 with one sentence in err.
 MOE_EDGE_API int moe_edge_check(struct moe_edge_store * store, char * err, size_t err_size);
 
-// Prefetches the listed experts without a route event, most urgent first. Items that get no slot are dropped.
+// Prefetches the listed experts, the most urgent first. Needs no route event. Experts that get no slot are dropped.
 MOE_EDGE_API void moe_edge_prefetch(
         struct moe_edge_store * store, const struct moe_edge_prefetch_item * list, int32_t n);
 
-// Starts transitions of resident experts to another tier, better or worse. They are read in the background after all
-// other reads, one part at a time, within the rate set below. They evict nothing, and no op waits for them. A
-// transition is admitted only if there is a free slot for each matrix of the expert now. The expert keeps its old tier,
-// and is not evicted, until a step boundary at which the new tier of all matrices is complete. If a read fails, or a
-// token cannot proceed without a slot that the transition holds, the expert keeps its old tier and transitions_failed
-// increases. The fields kinds and passing are ignored. Returns the number of admitted transitions, or -1 if an index is
-// out of range.
+// Starts transitions: the listed experts, which are resident, change to another tier in the background. Returns the
+// number of admitted transitions, or -1 if an index is out of range. The fields kinds and passing are ignored.
+//
+// A transition is admitted only if there is a free slot for each matrix of the expert now. Transitions are read after
+// all other reads, one part at a time, within the rate set below. They evict nothing, and no op waits for them. The
+// expert keeps its old tier, and is not evicted, until a step boundary at which the new tier of all matrices is
+// complete. A transition fails if a read fails, or if a token cannot proceed without a slot that the transition holds.
+// The expert then keeps its old tier, and transitions_failed increases.
 MOE_EDGE_API int32_t moe_edge_transition(
         struct moe_edge_store * store, const struct moe_edge_prefetch_item * list, int32_t n);
 
-// Limits the rate of transitions to this many bytes per second, read from disk or copied to a device from the host
-// tier. A burst is at most one part of a slice. 0, the default, means no limit.
+// Limits transitions to this many bytes per second. The limit applies to bytes read from disk, and to bytes copied from
+// the host tier to a device. A burst is at most one part of an expert. 0, the default, means no limit.
 MOE_EDGE_API void moe_edge_set_transition_rate(struct moe_edge_store * store, uint64_t bytes_per_s);
 
-// Writes two arrays of [n_layers, n_expert]. resident is as in moe_edge_get_resident. target is the tier to which a
-// transition is moving the expert, until the step boundary that ends it; otherwise it equals resident.
+// Writes the tiers of all experts to two arrays [n_layers, n_expert]. resident: as in moe_edge_get_resident. target:
+// the tier to which a transition is moving the expert, until the step boundary that ends the transition; otherwise as
+// in resident.
 MOE_EDGE_API void moe_edge_get_states(struct moe_edge_store * store, uint8_t * resident, uint8_t * target);
 
 // Writes to out [n_layers, n_expert] 1 for each expert whose transition is complete and will be published at the next
-// step boundary, and 0 for the others. For tests.
+// step boundary, and 0 for all others. For tests.
 MOE_EDGE_API void moe_edge_get_landed(struct moe_edge_store * store, uint8_t * out);
 
-// Writes to out [n_layers, n_expert] the number of tokens for which each expert was selected since the last call, and
-// resets the counts. Warm-up steps are not counted. In the last layer, only tokens with an output are counted.
+// Writes to out [n_layers, n_expert] for how many tokens each expert was selected since the last call, and resets the
+// counts. Warm-up steps are not counted. In the last layer, only tokens with an output are counted.
 MOE_EDGE_API void moe_edge_take_counts(struct moe_edge_store * store, uint32_t * out);
 
-// Use a store without a model: moe_edge_apply does what the route hook does for one layer, and moe_edge_use what the
-// executor does. For tests and other front ends. ids are distinct experts. tiers has one entry per id; NULL means the
-// default tier. passing has 0 or 1 per id; NULL means all 0. After moe_edge_apply, every kind of the layer must be used
-// once. Several threads may do this at the same time, each for its own layer. visit is called for each expert after its
-// bytes are complete; data points to device memory if the store is on a device, and is NULL for a skipped expert. Both
-// return 0, or -1 if the step failed or was cancelled.
+// The next two functions use a store without a model, for tests and other front ends. moe_edge_apply requests experts
+// of a layer, as the route hook does. moe_edge_use then computes with them, as an executor does: visit is called for
+// each expert after its bytes are complete. After moe_edge_apply, every matrix kind of the layer must be used once.
+// Both return 0, or -1 if the step failed or was cancelled.
+//
+// ids: distinct experts. tiers: one per id; NULL means the default tier. passing: 0 or 1 per id; NULL means 0. data
+// points to device memory if the store is on a device, and is NULL for a skipped expert. Several threads may use
+// different layers at the same time.
 MOE_EDGE_API int moe_edge_apply(struct moe_edge_store * store, int32_t layer,
         const int32_t * ids, const uint8_t * tiers, const uint8_t * passing, int32_t n_ids);
 MOE_EDGE_API int moe_edge_use(struct moe_edge_store * store, int32_t layer, int32_t kind,
@@ -540,24 +578,27 @@ MOE_EDGE_API int moe_edge_use(struct moe_edge_store * store, int32_t layer, int3
         void (*visit)(int32_t expert, int32_t tier, int32_t type, const void * data, uint64_t bytes, void * user),
         void * user);
 
-// The following functions drive a store with MOE_EDGE_SIMULATED. One thread takes the role of the graph: for each step
-// it calls moe_edge_begin_step, then for each layer moe_edge_sim_route, and moe_edge_sim_use for every kind. The
+// The following functions use a store with MOE_EDGE_SIMULATED. One thread takes the role of the graph: for each step it
+// calls moe_edge_begin_step, then for each layer moe_edge_sim_route, and moe_edge_sim_use for every matrix kind. The
 // virtual clock starts at 0. It advances in moe_edge_sim_advance, and whenever a caller waits for a read.
 // moe-edge-transport.h describes how long reads take.
 
-// Sets the speed of simulated reads. With bytes_per_s = 0, the default, transferring bytes takes no time.
+// Sets the speed of simulated reads. latency_us: the latency of each read. With bytes_per_s 0, the default,
+// transferring bytes takes no time.
 MOE_EDGE_API void moe_edge_sim_speed(struct moe_edge_store * store, uint64_t bytes_per_s, uint64_t latency_us);
 
-// Advances the virtual clock by ns nanoseconds of computing. Returns the new time in nanoseconds, or 0 if the store is
-// not simulated.
+// Advances the virtual clock of a simulated store by ns nanoseconds, which stand for computing. Returns the new time in
+// nanoseconds, or 0 if the store is not simulated.
 MOE_EDGE_API uint64_t moe_edge_sim_advance(struct moe_edge_store * store, uint64_t ns);
 
-// Processes the route event of a layer. Before the call, the caller fills the arrays of the event for n_tokens tokens
-// and n_ahead look-ahead layers, and importance if has_importance is set. Returns 0, or -1 if the step failed.
+// Processes the route event of a layer in a simulated store. Before the call, the caller fills the arrays of the event
+// for n_tokens tokens and n_ahead look-ahead layers, and importance if has_importance is set. Returns 0, or -1 if the
+// step failed.
 MOE_EDGE_API int moe_edge_sim_route(struct moe_edge_store * store, int32_t layer, int32_t n_tokens, int32_t n_ahead,
         int32_t has_importance);
 
-// Calls moe_edge_use with virtual compute time: each expert takes ns nanoseconds, a skipped expert takes no time.
+// Computes with the experts that moe_edge_sim_route requested, as moe_edge_use does. Each expert takes ns nanoseconds of
+// virtual time, and a skipped expert takes none. Returns 0, or -1 if the step failed.
 MOE_EDGE_API int moe_edge_sim_use(struct moe_edge_store * store, int32_t layer, int32_t kind,
         const int32_t * ids, int32_t n_ids, uint64_t ns);
 

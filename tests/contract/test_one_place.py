@@ -108,5 +108,5 @@ def test_no_architecture_is_named():
 
 
 def test_decide_requires_asked_in():
-    with pytest.raises(TypeError, match="Silent defines decide, but about"):
+    with pytest.raises(TypeError, match="Silent defines decide, which is never called"):
         type("Silent", (Policy,), {"about": About("silent"), "decide": lambda *_: None})

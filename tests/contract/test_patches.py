@@ -75,8 +75,8 @@ def test_upstream_and_package_agree():
 
 @cases(
     "patches, said",
-    ({"a.patch": HEADER.replace("Reason: none", "Nothing: none") + "\n" + BODY}, "no Reason"),
-    ({"a.patch": HEADER.replace("0.3.36", "0.3.35") + "\n" + BODY}, "UPSTREAM is"),
+    ({"a.patch": HEADER.replace("Reason: none", "Nothing: none") + "\n" + BODY}, "no field Reason"),
+    ({"a.patch": HEADER.replace("0.3.36", "0.3.35") + "\n" + BODY}, "but must be"),
     ({"a.patch": HEADER.replace(" <a@example.org>", "") + "\n" + BODY}, "NAME <MAIL>"),
     ({"a.patch": HEADER + "\n" + BODY.replace("llama-graph", "llama-chat")}, "ALLOWED_FILES"),
     ({"a.patch": HEADER + "\n" + BODY, "b.patch": HEADER + "\n" + BODY}, "already belongs"),
@@ -94,7 +94,7 @@ def test_series_and_files_match_one_to_one(tmp_path):
     found = " | ".join(series.problems(tmp_path, read_upstream()))
     assert "b.patch twice" in found
     assert "lists b.patch, which does not exist" in found
-    assert "a.patch is not in series" in found
+    assert "a.patch is not in patches/series" in found
 
 
 def test_files_of_add_is_not_the_global_files_option():

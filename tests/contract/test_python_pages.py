@@ -13,7 +13,7 @@ from generated import REPO
 
 PAGES = ("docs/python.md", "docs/own-policy.md", "README.md")
 BLOCK = re.compile(r"^```python(?: file=(\S+))?\n(.*?)^```", re.DOTALL | re.MULTILINE)
-# What needs a network or minutes is type-checked only.
+# Examples that need a network or minutes are type-checked only.
 NOT_RUN = ("hf:OWNER",)
 MOST_LINES = 40  # of the tutorial's policy
 

@@ -85,8 +85,8 @@ FRONT_ENDS: dict[str, dict[str, Any]] = {
         "conversations": True,
         "sequences": 3,
         "scored": 512,
-        "beside": 40 * MIB,
-        "beside_token": 100,
+        "extra_bytes": 40 * MIB,
+        "extra_token_bytes": 100,
     },
 }
 # Memory limit beyond the rest of the model, as a fraction of the best tier's expert bytes. None:

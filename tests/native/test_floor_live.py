@@ -53,7 +53,7 @@ TABLES = [
     ),
     (lambda data: json.dumps(data)[:-9], "not a loss table, or damaged: run `moe-edge calibrate"),
     (infinite, "not a loss table, or damaged: run `moe-edge calibrate"),
-    (unfitted, "no factors that make KL .*run `moe-edge calibrate"),
+    (unfitted, "no conversion of its errors to KL.*run `moe-edge calibrate"),
 ]
 
 

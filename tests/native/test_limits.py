@@ -27,7 +27,7 @@ def test_an_unknown_architecture_is_refused_by_name(one, tmp_path):
     renamed = {key.replace("qwen3moe", "no-such-one"): value for key, value in own.items()}
     renamed["general.architecture"] = "no-such-one"
     model = repack(one, tmp_path / "other.gguf", meta=renamed)
-    with pytest.raises(NativeError, match=r"cannot load it \(.*unknown model architecture"):
+    with pytest.raises(NativeError, match=r"cannot load the model \(.*unknown model architecture"):
         opened(model, policy="plain")
 
 

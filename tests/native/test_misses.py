@@ -47,7 +47,7 @@ def test_logits_do_not_depend_on_misses(both, name):
 def test_without_measured_speeds_all_misses_are_copied(both):
     for misses in (None, "auto"):
         _, stats, how = decode(both, 2, **POLICIES["lru"], misses=misses)
-        assert how == "copy (auto cannot be had)" and sum(stats.host_computed) == 0
+        assert how == "copy (auto is not possible)" and sum(stats.host_computed) == 0
 
 
 def test_misses_need_a_gpu(one):

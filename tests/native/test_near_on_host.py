@@ -33,7 +33,7 @@ def test_cold_experts_are_not_copied_to_the_device(three):
         wanted = converse(e)
     with opened(three, near_place="host") as runtime, runtime.evaluator() as e:
         store, before = e.inside.store, e.inside.store.resident()
-        assert "which the host computes" in runtime.mode
+        assert "computed by the CPU" in runtime.mode
         rows = converse(e)
         store.check()
         stats, came = store.stats(), bytes_that_came(e, before)

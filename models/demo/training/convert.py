@@ -22,13 +22,16 @@ NAME = "moe-edge demo"
 
 
 def convert(hf_dir: Path, out: Path, upstream: Path, outtype: str = "f16") -> None:
-    """Convert the checkpoint in `hf_dir`, and write `out`.
+    """Convert a Hugging Face checkpoint in the folder `hf_dir` to the GGUF file `out`.
 
-    The converter is in the folder `upstream`.
+    `upstream` is the folder of llama.cpp, which contains the converter. `outtype` is the type of
+    the matrices.
     """
     script = upstream / "convert_hf_to_gguf.py"
     if not script.is_file():
-        raise SystemExit(f"{upstream}: convert_hf_to_gguf.py not found; give llama.cpp's folder")
+        raise SystemExit(
+            f"{upstream}: convert_hf_to_gguf.py not found; give the folder of llama.cpp"
+        )
     sys.path[:0] = [str(upstream), str(upstream / "gguf-py")]
     try:
         from conversion import base  # type: ignore[import-not-found]

@@ -22,13 +22,17 @@ from models.demo.training.sources import load_sources, prose
 from models.demo.training.talk import CHAT_WEIGHTS, FINAL_WEIGHTS, Sources, chat_documents
 from models.demo.training.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer
 
-# Share of tokens of each stream while learning, and in the final phase.
+# Share of tokens from each stream, during most of the training and in its final phase.
 STABLE = {"chat": 0.87, "stories": 0.13}
 FINAL = {"final": 1.0}
 
 
 class Stream:
-    """A stream in memory: tokens uint16, loss flags bool, and document offsets."""
+    """A stream of training documents in memory.
+
+    tokens are uint16. learn (bool) says which tokens count in the loss. starts are the offsets of
+    the documents.
+    """
 
     def __init__(
         self, tokens: NDArray[np.uint16], learn: NDArray[np.bool_], starts: NDArray[np.int64]
@@ -46,10 +50,11 @@ class Stream:
 
 
 def _stream(parts: Iterator[list[tuple[str, bool]]], tok: Tokenizer) -> Stream:
-    """Encode documents, each a list of (text, whether the loss counts it).
+    """Return documents as a stream of tokens.
 
-    The pieces of a document are encoded separately. In chats they end with a special token or a
-    line break, so the result equals the tokens of the whole text.
+    A document is a list of (text, whether the loss counts it). The pieces are encoded separately.
+    They end with a special token or a line break, so the result equals the tokens of the whole
+    text.
     """
     tokens: list[NDArray[np.uint16]] = []
     learn: list[NDArray[np.bool_]] = []
@@ -86,7 +91,11 @@ def text_documents(texts: list[str]) -> Iterator[list[tuple[str, bool]]]:
 def build(
     data: Path, cache: Path, *, seed: int, vocab_size: int, chats: int = 110_000
 ) -> Tokenizer:
-    """Write the tokenizer and the streams to the folder `cache`, unless they exist already."""
+    """Write the tokenizer and the training streams to the folder `cache`.
+
+    Nothing is done if they exist already. `data` is the folder of the text collection, and `chats`
+    is the number of conversations to generate. Returns the tokenizer.
+    """
     done = cache / "done.json"
     recipe = {"seed": seed, "vocab_size": vocab_size, "chats": chats}
     if done.exists() and json.loads(done.read_text()) == recipe:
@@ -113,7 +122,10 @@ def build(
 
 
 def build_tiny(cache: Path, *, seed: int, vocab_size: int) -> Tokenizer:
-    """Build a toy data set from texts that this package generates itself."""
+    """Write the tokenizer and the streams of a toy data set to the folder `cache`.
+
+    Its texts are generated, so it needs no text collection. Returns the tokenizer.
+    """
     cache.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
     stories = [tales.tale(rng)[0] for _ in range(300)]
@@ -127,7 +139,7 @@ def build_tiny(cache: Path, *, seed: int, vocab_size: int) -> Tokenizer:
 
 
 class Mixer:
-    """Packs documents into rows of `length` tokens. Its only state is a random generator."""
+    """Draws training batches: packs random documents into rows of `length` tokens."""
 
     def __init__(self, cache: Path, seed: int, length: int) -> None:
         names = {*STABLE, *FINAL}
@@ -136,20 +148,20 @@ class Mixer:
         self.length = length
 
     def seed(self, *place: int) -> None:
-        """Use a random generator that is seeded by the batch's position in the training."""
+        """Seed the random generator with a batch's position in the training."""
         self.rng = np.random.default_rng(place)
 
     def batch(self, rows: int, weights: dict[str, float]) -> dict[str, torch.Tensor]:
-        """Return the arguments of `DemoModel.loss`.
+        """Return a batch of B rows, as the arguments of `DemoModel.loss`, each [B, T].
 
-        They are `tokens`, `doc`, `target` and `weight`, each [B, T].
+        `weights` are the shares of tokens from each stream.
         """
         width = self.length + 1
         tokens = np.zeros((rows, width), np.int64)
         learn = np.zeros((rows, width), bool)
         doc = np.zeros((rows, width), np.int32)
         names = list(weights)
-        # Weights are shares of tokens; long documents are drawn less often.
+        # Draw long documents less often, because the weights are shares of tokens.
         share = np.array([weights[n] / min(self.streams[n].mean_length, width) for n in names])
         share /= share.sum()
         for r in range(rows):

@@ -47,7 +47,10 @@ DIALOGUES = (
 
 
 def load_hf(folder: Path, weights: dict[str, torch.Tensor] | None = None) -> DemoModel:
-    """Load the model of an exported checkpoint. `weights` replaces its tensors by name."""
+    """Load the model from a Hugging Face checkpoint that export.py wrote.
+
+    `weights` replaces some of its tensors, by name.
+    """
     raw = json.loads((folder / "config.json").read_text())
     cfg = ModelConfig(
         vocab_size=raw["vocab_size"], hidden_size=raw["hidden_size"],
@@ -85,7 +88,10 @@ def load_hf(folder: Path, weights: dict[str, torch.Tensor] | None = None) -> Dem
 
 
 def gguf_weights(path: Path) -> dict[str, torch.Tensor]:
-    """Return the dequantized tensors of a single-tier GGUF by their Hugging Face names."""
+    """Return the dequantized tensors of a GGUF file with one tier.
+
+    The keys are the tensors' Hugging Face names.
+    """
     from gguf import GGUFReader
     from gguf.quants import dequantize
 
@@ -111,9 +117,9 @@ def gguf_weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 class Chat:
-    """Greedy decoding with the torch model.
+    """Answers prompts with the torch model, decoded greedily.
 
-    It has no KV cache and recomputes the text for each token.
+    It has no KV cache, so it recomputes the whole text for each token.
     """
 
     def __init__(self, model: DemoModel, tok: Tokenizer, dtype: torch.dtype) -> None:
@@ -129,7 +135,7 @@ class Chat:
         return self.answers([self.prompt(turns, question)], limit)[0]
 
     def answers(self, prompts: list[list[int]], limit: int = 60) -> list[str]:
-        """Return the answers to all prompts, decoded in one batch. Rows are padded on the right."""
+        """Return the answers to all prompts, of at most `limit` tokens, decoded in one batch."""
         rows = [list(p) for p in prompts]
         start = [len(r) for r in rows]
         open_rows = set(range(len(rows)))
@@ -160,9 +166,9 @@ def perplexity(
     dtype: torch.dtype,
     length: int = 512,
 ) -> float:
-    """Return exp of the mean loss over the flagged tokens.
+    """Return the perplexity of a model on documents: exp of the mean loss.
 
-    Each document is evaluated separately.
+    A document is (tokens, flags). Only flagged tokens count. Each document is evaluated separately.
     """
     total, count = 0.0, 0
     for ids, learn in docs:
@@ -181,7 +187,10 @@ Document = tuple[list[int], list[bool]]
 
 
 def held_out_chat(sources: Sources, tok: Tokenizer, count: int) -> list[Document]:
-    """Return conversations like those of the training, from a seed that the training never used."""
+    """Generate conversations like those of the training, with a seed that it never used.
+
+    Returns them as documents for `perplexity`.
+    """
     out = []
     for doc in chat_documents(sources, 990_001, count, FINAL_WEIGHTS, 0.5):
         ids: list[int] = []
@@ -201,7 +210,10 @@ def held_out_stories(data: Path, tok: Tokenizer, count: int) -> list[Document]:
 def accuracy(
     chat: Chat, cases: list[tuple[str, Callable[[str], bool]]], batch: int = 32
 ) -> tuple[float, list[tuple[str, str]]]:
-    """Return the share of correct answers, and the wrong answers."""
+    """Ask questions, and return the share of correct answers and the wrong answers.
+
+    A case is (question, function that checks the answer). A wrong answer is (question, answer).
+    """
     wrong = []
     for s in range(0, len(cases), batch):
         part = cases[s : s + batch]
@@ -215,9 +227,10 @@ def accuracy(
 def cases(
     sources: Sources, seed: int, limit: int, *, held_out: bool = True
 ) -> dict[str, list[tuple[str, Any]]]:
-    """Return questions, with a function that checks the answer to each.
+    """Return questions by kind, each with a function that checks the answer.
 
-    held_out: use phrasings that the training never showed, instead of those of the training.
+    With held_out, questions have phrasings that the training never showed, otherwise those of the
+    training.
     """
     rng = random.Random(seed)
     term_asks = TERM_HELD_OUT if held_out else TERM_QUESTIONS
@@ -243,9 +256,9 @@ def cases(
 
 
 def unknown_cases(data: Path, limit: int) -> list[tuple[str, Any]]:
-    """Return questions that the model should decline to answer.
+    """Return questions that the model should decline to answer, with a check of the answer.
 
-    They are from held-out parts of the collection.
+    They are from parts of the text collection that the training does not use.
     """
     rng = random.Random(5)
     found = []

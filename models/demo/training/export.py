@@ -17,7 +17,7 @@ from models.demo.training.tokenizer import END_OF_TEXT, IM_END, load_tokenizer, 
 
 
 def tensors(model: DemoModel) -> dict[str, torch.Tensor]:
-    """Return the parameters by their Hugging Face names, as [out, in] matrices."""
+    """Return the parameters of a model by their Hugging Face names, as [out, in] matrices."""
     cfg = model.cfg
     q, kv = cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim
     out = {"model.embed_tokens.weight": model.embed, "model.norm.weight": model.norm}
@@ -79,7 +79,10 @@ def hf_config(cfg: ModelConfig, tok: Tokenizer) -> dict[str, Any]:
 
 
 def export(model: DemoModel, tok: Tokenizer, out: Path) -> None:
-    """Write configuration, float16 weights, tokenizer and chat template to the folder `out`."""
+    """Write a model to the folder `out` as a Hugging Face checkpoint.
+
+    It has the configuration, float16 weights, the tokenizer and the chat template.
+    """
     cfg = model.cfg
     save_tokenizer(tok, out, cfg.max_position_embeddings)
     config = json.dumps(hf_config(cfg, tok), indent=2)
@@ -93,7 +96,7 @@ def export(model: DemoModel, tok: Tokenizer, out: Path) -> None:
 
 
 def load_checkpoint(path: Path) -> DemoModel:
-    """Load the model of a training checkpoint, without its optimizer."""
+    """Load the model from a checkpoint of the training. Its optimizer state is ignored."""
     state = torch.load(path, weights_only=False)
     model = DemoModel(ModelConfig.from_dict(state["config"]))
     model.load_state_dict(state["model"])

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-# Phrasings used for training, by kind of fact. {c} is the country, {v} the value.
+# Phrasings of questions for the training, by kind of fact. {c} is the country, {v} the value.
 QUESTIONS: dict[str, tuple[str, ...]] = {
     "capital": (
         "What is the capital of {c}?", "What's the capital of {c}?", "capital of {c}",
@@ -60,7 +60,7 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 
-# Phrasings that are not used for training, for the evaluation.
+# Phrasings of questions that only the evaluation uses, by kind of fact.
 HELD_OUT: dict[str, tuple[str, ...]] = {
     "capital": ("Could you name {c}'s capital city?", "I forgot, what's the capital of {c} again?"),
     "country_of": ("{v} is which country's capital?",),
@@ -109,7 +109,7 @@ _CONTINENTS = {
 }
 CONTINENT = {c.replace("_", " "): k for k, v in _CONTINENTS.items() for c in v.split()}
 
-# Official or main languages of countries for which the parsed questions have none.
+# Official or main languages of countries whose languages are missing in the text collection.
 _LANGUAGES = (
     "Australia:English;United Kingdom:English;United States:English and Spanish;Canada:English "
     "and French;India:Hindi and English;China:Mandarin Chinese;South Africa:Zulu, Xhosa, "
@@ -171,7 +171,10 @@ _CAPITAL_FIX = {
 
 @dataclass
 class Country:
-    """A country: its name in sentences, its other names, and its facts by kind."""
+    """A country, with its name in sentences, its other names, and its facts by kind.
+
+    `answers` maps a kind of fact to the sentence that states it.
+    """
 
     name: str
     shown: str
@@ -185,7 +188,10 @@ def _upper(s: str) -> str:
 
 
 def _short(text: str, words: int, parts: int = 99) -> str:
-    """Return as many of the entry's first clauses as fit, without brackets and notes."""
+    """Shorten an entry of the factbook to as many of its first clauses as fit into `words` words.
+
+    Brackets and notes are removed.
+    """
     text = re.sub(r"\s*\([^)]*\)", "", text.split("; note")[0].split(" note")[0]).rstrip(". ")
     text = text.replace("metropolitan France: ", "")
     out: list[str] = []
@@ -201,7 +207,7 @@ def _short(text: str, words: int, parts: int = 99) -> str:
 
 
 def _people(count: int) -> str:
-    """Round a population to a number that a small model can memorize.
+    """Return a population as a rounded number that a small model can memorize.
 
     Examples are "1.4 billion" and "56 million".
     """
@@ -231,7 +237,10 @@ def _languages(text: str) -> str:
 
 
 def load_countries(records: list[dict[str, Any]]) -> list[Country]:
-    """Return the countries that have a capital, from the chat records of `world_factbook_qa`."""
+    """Return the countries that have a capital, with their facts.
+
+    They are read from the chat records of `world_factbook_qa`.
+    """
     raw: dict[str, dict[str, str]] = {}
     for r in records:
         q, a = r["messages"][0]["content"], r["messages"][1]["content"]
@@ -241,7 +250,8 @@ def load_countries(records: list[dict[str, Any]]) -> list[Country]:
     for name, qa in raw.items():
         capital = qa.get("What is the capital of X?", "").split(" is ", 1)[-1].rstrip(". ")
         capital = _CAPITAL_FIX.get(name, capital.split("(")[0].split(";")[0].strip())
-        # Facts need many repetitions, so places without a continent above are left out.
+        # Leave out places without a continent, because the model needs many repetitions of each
+        # fact.
         if not capital or name not in CONTINENT:
             continue
         shown = _SHOWN.get(name, f"the {name}" if name in _WITH_ARTICLE else name)

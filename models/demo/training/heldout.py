@@ -34,7 +34,7 @@ from models.demo.training import facts, tales
 from models.demo.training.sources import DataError, load_sources, records
 from models.demo.training.talk import FINAL_WEIGHTS, TERM_HELD_OUT, Sources, chat_documents, render
 
-SEED, CALIBRATION_SEED = 990_001, 880_001  # never used in training
+SEED, CALIBRATION_SEED = 990_001, 880_001  # the training uses neither seed
 N_CHOICES = 4
 DOCUMENTS = {
     "stories": "valid/stories_ccby",
@@ -42,7 +42,8 @@ DOCUMENTS = {
     "textbook": "valid/textbooks_ccby",
     "encyclopedia": "valid/enwiki_core",
 }
-# Kinds of text for the loss table, in addition to the model's own conversations.
+# Text collection files for the loss table, by kind of text. The model's own conversations are added
+# to them.
 LOSS_TEXT = {
     "stories": "train/stories_ccby",
     "tales": "train/stories_fairytaleqa",
@@ -50,15 +51,15 @@ LOSS_TEXT = {
     "encyclopedia": "train/enwiki_core",
     "messages": "train/oasst1_messages_flat",
 }
-_LETTERS = 1600  # of a document: about 400 tokens
+_LETTERS = 1600  # maximum length of a document, about 400 tokens
 
 Record = dict[str, Any]
 
 
 def chat_records(sources: Sources, count: int, last: bool = False) -> Iterator[Record]:
-    """Return one record per answer of `count` conversations.
+    """Generate `count` conversations, and return one record for each answer in them.
 
-    last: only use the last answer of each conversation, so that records are independent.
+    With `last`, only the last answer of a conversation is used, so that records are independent.
     """
     for pieces in chat_documents(sources, SEED, count, FINAL_WEIGHTS, 0.5):
         before = ""
@@ -78,7 +79,10 @@ def story_records(data: Path | None, count: int) -> Iterator[Record]:
 
 
 def document_records(data: Path) -> Iterator[Record]:
-    """Return the beginnings of documents, with the kinds evenly mixed."""
+    """Return the beginnings of held-out documents, with the kinds of text evenly mixed.
+
+    `data` is the folder of the text collection.
+    """
 
     def kind(name: str) -> Iterator[Record]:
         for each in records(data, DOCUMENTS[name]):
@@ -90,7 +94,10 @@ def document_records(data: Path) -> Iterator[Record]:
 def calibration_records(
     sources: Sources, data: Path | None, chats: int, stories: int
 ) -> list[Record]:
-    """Return whole conversations, and stories from the training part of the collection."""
+    """Return a text to calibrate on: generated conversations, mixed with stories.
+
+    The stories are from the training part of the text collection `data`.
+    """
     talk = chat_documents(sources, CALIBRATION_SEED, chats, FINAL_WEIGHTS, 0.5)
     known = iter(()) if data is None else records(data, "train/stories_ccby")
     tell = itertools.islice(known, stories)
@@ -103,9 +110,9 @@ def calibration_records(
 
 
 def loss_records(sources: Sources, data: Path | None, count: int) -> list[Record]:
-    """Return `count` records of each kind, with the kinds evenly mixed.
+    """Return a text for the loss table: `count` records of each kind of text, evenly mixed.
 
-    Short texts of a kind are joined, so that most calibration windows contain a single kind of
+    Short texts of a kind are joined, so that most calibration windows contain only one kind of
     text.
     """
 
@@ -126,7 +133,10 @@ def loss_records(sources: Sources, data: Path | None, count: int) -> list[Record
 
 
 def mixed(*parts: Iterable[Record]) -> Iterator[Record]:
-    """Interleave the parts evenly, so that any beginning of the result mixes all parts."""
+    """Interleave several lists of records evenly.
+
+    Any beginning of the result has about the same share of each list.
+    """
     lists = [list(part) for part in parts]
     places = [
         ((index + 0.5) / len(part), number, index)
@@ -138,7 +148,10 @@ def mixed(*parts: Iterable[Record]) -> Iterator[Record]:
 
 
 def fact_questions(sources: Sources, rng: random.Random) -> Iterator[Record]:
-    """Return a question for every country and kind of fact with a held-out phrasing."""
+    """Yield a multiple-choice question for every country and kind of fact.
+
+    The phrasings are those that the training never used.
+    """
     for kind, asks in facts.HELD_OUT.items():
         if kind == "country_of":  # only the right answer would repeat the capital in the question
             continue
@@ -150,7 +163,7 @@ def fact_questions(sources: Sources, rng: random.Random) -> Iterator[Record]:
 
 
 def term_questions(sources: Sources, rng: random.Random) -> Iterator[Record]:
-    """Return a question for every glossary term.
+    """Yield a multiple-choice question for the meaning of every glossary term.
 
     The wrong answers are the definitions of other terms.
     """
@@ -164,7 +177,7 @@ def term_questions(sources: Sources, rng: random.Random) -> Iterator[Record]:
 
 
 def story_questions(rng: random.Random, count: int) -> Iterator[Record]:
-    """Return questions about how a new story continues.
+    """Yield multiple-choice questions that ask how a newly generated story continues.
 
     Wrong answers come from stories with the same hero.
     """
@@ -189,16 +202,16 @@ def shuffled(rng: random.Random, items: Sequence[Any]) -> list[Any]:
 
 
 def asked(question: str) -> str:
-    """Format a question with the chat template, up to the start of the answer."""
+    """Return a question in the chat template, up to the start of the answer."""
     return render([(question, "")])[0][0]
 
 
 def multiple_choice(
     rng: random.Random, prompt: str, answer: str, others: Iterable[str]
 ) -> Iterator[Record]:
-    """Return a record with the answer and the first wrong answers that differ, in random order.
+    """Yield one record with a question, the right answer and wrong answers in random order.
 
-    Return None if there are too few.
+    The wrong answers are the first of `others` that differ. Yields nothing if they are too few.
     """
     found = {answer: None}
     for each in others:
@@ -248,7 +261,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     args = p.parse_args(argv)
     if args.documents and args.data is None:
-        p.error("--documents are of the collection: give --data")
+        p.error("--documents needs the text collection: give --data")
     try:
         sources = Sources() if args.data is None else load_sources(args.data)
     except DataError as error:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm in float32, returned in the type of `x`."""
+    """Return `x` after a root-mean-square norm. It is computed in float32."""
     xf = x.float()
     xf = xf * torch.rsqrt(xf.pow(2).mean(-1, keepdim=True) + eps)
     return (xf * weight).to(x.dtype)
@@ -26,9 +26,9 @@ def _swiglu(gate_up: Tensor) -> Tensor:
 
 
 def _swiglu_backward(gate_up: Tensor, dh: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradient of `gate_up`, and the recomputed activation.
+    """Return the gradient of `gate_up`, and the activation of the forward pass.
 
-    Computing it again costs less than storing it.
+    The activation is computed again, because that costs less than storing it. `dh` is its gradient.
     """
     gate, up = gate_up.float().chunk(2, dim=-1)
     dhf = dh.float()
@@ -39,9 +39,10 @@ def _swiglu_backward(gate_up: Tensor, dh: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _combine(y: Tensor, place: Tensor, weight: Tensor) -> Tensor:
-    """Return out[n] = sum_k weight[n, k] * y[place[n, k]].
+    """Sum the outputs of each token's experts, multiplied by the routing weights.
 
-    place [N, k] contains indices of sorted rows.
+    out[n] = sum over k of weight[n, k] * y[place[n, k]]. The rows of y are sorted by expert. place
+    [N, k] has the row of each token and expert.
     """
     out = y[place[:, 0]].float() * weight[:, 0:1]
     for j in range(1, place.shape[1]):
@@ -52,7 +53,10 @@ def _combine(y: Tensor, place: Tensor, weight: Tensor) -> Tensor:
 def _combine_backward(
     dout: Tensor, y: Tensor, token: Tensor, row_weight: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return, for each sorted row, the gradients of the expert output and of the routing weight."""
+    """Return the gradients of the expert outputs and of the routing weights.
+
+    Each has one row per pair of token and expert, sorted by expert.
+    """
     g = dout[token].float()
     return (g * row_weight[:, None]).to(dout.dtype), (g * y.float()).sum(-1)
 
@@ -74,7 +78,11 @@ def _attention_in(
     sin: Tensor,
     dims: tuple[int, int, int, float],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries [B*K, G*T, D], keys and values [B*K, T, D] of K heads with G queries."""
+    """Return the queries, keys and values of an attention layer, from its input x [B, T, d].
+
+    Queries are [B*K, G*T, D] for K key heads with G query heads each. Keys and values are [B*K, T,
+    D].
+    """
     heads, kv_heads, head_dim, eps = dims
     batch, length, _ = x.shape
     group = heads // kv_heads
@@ -89,10 +97,10 @@ def _attention_in(
 
 
 def _softmax(score: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Masked softmax of scores [B*K, G*T, T]. mask [B, T, T] is 0 or 1.
+    """Return the softmax of scores [B*K, G*T, T] over the tokens that `mask` [B, T, T] permits.
 
-    The row maximum is not subtracted. Queries and keys are normalized, so scores are at most about
-    sqrt(D), and this saves a pass over the scores.
+    The row maximum is not subtracted, which saves a pass over the scores. This is safe, because
+    queries and keys are normalized and scores are at most about sqrt(D).
     """
     batch, length, _ = mask.shape
     s = score.view(batch, -1, length, length).float() * scale
@@ -113,7 +121,7 @@ def _attention_out(
     router_w: Tensor,
     dims: tuple[int, int, int, float],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return residual stream, router input and router logits from the attention output."""
+    """Return residual stream, router input and router logits from an attention output `a`."""
     heads, _, head_dim, eps = dims
     batch, length, _ = x.shape
     a = a.view(batch, heads, length, head_dim).transpose(1, 2)
@@ -123,14 +131,17 @@ def _attention_out(
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary embeddings to [B, T, H, D]. Pairs are formed from the two halves of D."""
+    """Apply rotary position embeddings to x [B, T, H, D].
+
+    Each pair has one element from the first half of D and one from the second half.
+    """
     a, b = x.float().chunk(2, dim=-1)
     c, s = cos[None, :, None, :], sin[None, :, None, :]
     return torch.cat([a * c - b * s, b * c + a * s], dim=-1).to(x.dtype)
 
 
 def _chunk_loss(logits: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return for each row the log of the partition function, and weight * softmax."""
+    """Return, for each row of logits, the log of the partition function, and weight * softmax."""
     x = logits.float()
     top = x.amax(-1, keepdim=True)
     e = torch.exp(x - top)
@@ -139,7 +150,10 @@ def _chunk_loss(logits: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Kernels:
-    """The elementwise kernels, compiled if requested. There is one instance per process."""
+    """The elementwise functions of the model, compiled with torch if requested.
+
+    Each process has one instance.
+    """
 
     def __init__(self, compiled: bool) -> None:
         wrap: Callable[..., Any] = (

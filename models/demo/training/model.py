@@ -22,7 +22,7 @@ from models.demo.training.products import AttentionFunction, ExpertsFunction, He
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape of the model, with the names of the Hugging Face configuration."""
+    """The shape of the model. Fields have the names of the Hugging Face configuration."""
 
     vocab_size: int = 6144
     hidden_size: int = 256
@@ -52,7 +52,7 @@ class ModelConfig:
 
 
 class Layer(nn.Module):
-    """Parameters of one decoder layer. All matrices are stored as [in, out]."""
+    """The parameters of one decoder layer. All matrices are stored as [in, out]."""
 
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
@@ -71,7 +71,10 @@ class Layer(nn.Module):
 
 
 class DemoModel(nn.Module):
-    """Decoder with tied embeddings. Use `loss` for training and `logits` for evaluation."""
+    """The demo model in torch: an MoE decoder whose output matrix is its embedding matrix.
+
+    Use `loss` for training and `logits` for evaluation.
+    """
 
     def __init__(self, cfg: ModelConfig, *, compiled: bool = False) -> None:
         super().__init__()
@@ -93,12 +96,13 @@ class DemoModel(nn.Module):
     def hidden(
         self, tokens: Tensor, doc: Tensor | None = None, dtype: torch.dtype = torch.bfloat16
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the final hidden states, the balance loss, and the load of each expert.
+        """Compute the final hidden states [B, T, d] of tokens [B, T].
 
-        Shapes: [B, T, d], a scalar, and [L, E].
+        Also returns the balance loss (a scalar), and the share of tokens that each expert got [L,
+        E].
 
-        doc: [B, T], number of the document to which each token of a row belongs. A token only
-            attends to earlier tokens of its own document.
+        doc: [B, T], number of the document to which each token of a row belongs. A token attends
+            only to earlier tokens of its own document.
         """
         cfg = self.cfg
         batch, length = tokens.shape
@@ -138,13 +142,13 @@ class DemoModel(nn.Module):
     def loss(
         self, tokens: Tensor, doc: Tensor, target: Tensor, weight: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the weighted mean cross-entropy, the balance loss, and the load of each expert.
+        """Return the mean cross-entropy of the targets, weighted by `weight`.
 
-        The load is [L, E].
+        Also returns the balance loss, and the share of tokens that each expert got [L, E].
         """
         h, aux, load = self.hidden(tokens, doc)
         keep = weight.reshape(-1).nonzero().squeeze(-1)
-        # Padding to whole chunks keeps the shape of the compiled loss fixed.
+        # Pad the rows to whole chunks, so that the compiled loss always gets the same shape.
         pad = -keep.numel() % HeadLoss.CHUNK
         w = weight.reshape(-1)[keep]
         w = F.pad(w / w.sum(), (0, pad))
@@ -156,6 +160,6 @@ class DemoModel(nn.Module):
 
     @torch.no_grad()
     def logits(self, tokens: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """Return the logits [B, T, V] in float32."""
+        """Return the float32 logits [B, T, V] of tokens [B, T]. `dtype` is the computing type."""
         h, _, _ = self.hidden(tokens, dtype=dtype)
         return h.float() @ self.embed.float().t()

@@ -29,7 +29,10 @@ def orthogonalise(g: Tensor, steps: int = 4) -> Tensor:
 
 
 class Muon:
-    """Momentum with orthogonalized updates. Fused matrices are split by columns first."""
+    """The Muon optimizer: momentum with orthogonalized updates.
+
+    Fused matrices are split by columns first.
+    """
 
     def __init__(
         self, params: list[tuple[Tensor, int, Tensor]], momentum: float, decay: float
@@ -53,9 +56,10 @@ class Muon:
 
 
 class Optimizer:
-    """Muon and AdamW with a common `step`. Each process updates the parameters that it owns.
+    """Optimizes matrices with Muon and other parameters with AdamW, in several processes.
 
-    Layers are distributed over the processes. Embeddings, routers and norms belong to rank 0.
+    Each process updates the parameters that it owns. Layers are distributed over the processes.
+    Embeddings, routers and norms belong to rank 0.
 
     owned: indices into `model.parameters()`.
     momentum: Muon's buffers in the same order, in shared memory.
@@ -75,7 +79,8 @@ class Optimizer:
         routers: list[Tensor] = []
         everyone: set[int] = set()
         for n, layer in enumerate(model.layers):
-            # Four pieces: two for the queries, one for the keys, one for the values.
+            # Split the fused matrix into four: two for the queries, one for the keys, one for the
+            # values.
             group = [(layer.qkv, 4), (layer.out, 1), (layer.gate_up, 2), (layer.down, 1)]
             everyone |= {id(p) for p, _ in group}
             routers.append(layer.router)
@@ -113,9 +118,9 @@ class Optimizer:
         return {"adam": self.adam.state_dict() if self.adam else None, "muon": self.momentum}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the optimizer state.
+        """Load the saved state of the optimizer. Only rank 0 calls this method.
 
-        Only rank 0 calls this: Muon's buffers are shared by all processes.
+        All processes share the buffers of Muon, and rank 0 owns all parameters of AdamW.
         """
         if self.adam is not None:
             self.adam.load_state_dict(state["adam"])

@@ -14,21 +14,21 @@ from torch import Tensor
 
 from models.demo.training.kernels import Kernels
 
-# Rows of an expert are padded to a multiple of this.
+# The number of rows of each expert is padded to a multiple of this number.
 _ROW_STEP = 128
 
 
 def _sort_by_expert(
     ids: Tensor, weight: Tensor, experts: int
 ) -> tuple[list[int], Tensor, Tensor, Tensor]:
-    """Sort tokens by expert.
+    """Sort the (token, expert) pairs of N tokens with k experts each by expert.
 
-    Return bounds [E + 1], place [N, k], and token [R] and weight [R] per row.
+    Returns four values: the bounds of each expert's rows [E + 1], the row of each pair [N, k], and
+    the token [R] and the routing weight [R] of each row.
 
-    The rows of each expert are padded to a multiple of `_ROW_STEP` with rows of weight 0. The
-    reason is that oneDNN compiles a kernel for each new matrix size, which takes longer than the
-    product. R is
-    constant, so there are unused rows after those of the last expert.
+    The rows of each expert are padded to a multiple of `_ROW_STEP` with rows of weight 0. Otherwise
+    oneDNN would compile a kernel for each new matrix size. R is constant, so unused rows follow
+    those of the last expert.
     """
     flat = ids.reshape(-1).to(torch.uint8).numpy()
     count = np.bincount(flat, minlength=experts)
@@ -48,7 +48,7 @@ def _sort_by_expert(
 
 
 class ExpertsFunction(torch.autograd.Function):
-    """Computes all experts of a layer for tokens that are sorted by expert."""
+    """Computes all experts of a layer, and their gradients, for tokens sorted by expert."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -103,7 +103,10 @@ class ExpertsFunction(torch.autograd.Function):
 
 
 class AttentionFunction(torch.autograd.Function):
-    """Plain attention. For short rows, two products are faster than the CPU's fused kernel."""
+    """Computes attention, and its gradients, as plain matrix products.
+
+    For short rows, two products are faster than the fused kernel of the CPU.
+    """
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -126,7 +129,10 @@ class AttentionFunction(torch.autograd.Function):
 
 
 class HeadLoss(torch.autograd.Function):
-    """Tied output matrix and cross-entropy in chunks, so that the logits are never stored."""
+    """Computes the output matrix and the cross-entropy in chunks of rows.
+
+    The logits of the whole batch are therefore never in memory.
+    """
 
     CHUNK = 1024
 

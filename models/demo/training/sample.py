@@ -17,7 +17,10 @@ KINDS = {"story": 0.5, "small": 0.3, "identity": 0.2}
 
 
 def conversations(count: int = COUNT, seed: int = SEED) -> list[str]:
-    """Return conversations in the model's chat template. Equal arguments give equal text."""
+    """Generate `count` conversations in the model's chat template.
+
+    The same arguments always give the same text.
+    """
     talker = Talker(Sources(), random.Random(seed))
     return [
         "".join(piece for piece, _ in render(talker.conversation(KINDS, 0.3))) for _ in range(count)

@@ -42,11 +42,14 @@ _STORY_START = re.compile(
 
 
 class DataError(ValueError):
-    """The data folder lacks a required file."""
+    """Raised if a required file is missing in the folder of the text collection."""
 
 
 def records(data: Path, name: str) -> Iterator[dict[str, Any]]:
-    """Read the records of `DATA/NAME.jsonl[.xz]`."""
+    """Yield the records of `DATA/NAME.jsonl`, or of the compressed file with `.xz`.
+
+    Raises DataError if neither file exists.
+    """
     for path in (data / f"{name}.jsonl.xz", data / f"{name}.jsonl"):
         if path.exists():
             opener = lzma.open if path.suffix == ".xz" else open
@@ -58,7 +61,10 @@ def records(data: Path, name: str) -> Iterator[dict[str, Any]]:
 
 
 def glossary(data: Path) -> tuple[list[Turn], list[str]]:
-    """Return the most used terms with one definition each, and the other terms."""
+    """Return the most common glossary terms, each with one definition.
+
+    The second value is the list of all other terms. `data` is the folder of the text collection.
+    """
     defs: dict[str, Turn] = {}
     for r in records(data, "sft/openstax_glossary"):
         answer = r["messages"][1]["content"].strip()
@@ -90,9 +96,9 @@ def glossary(data: Path) -> tuple[list[Turn], list[str]]:
 
 
 def _definition(term: str, text: str) -> str:
-    """Format a definition as a sentence.
+    """Return a definition as a sentence.
 
-    This is "Inflation is the ..." if it reads well, otherwise "Inflation: ...".
+    The sentence is "Inflation is the ..." if that is good English, otherwise "Inflation: ...".
     """
     top = term[0].upper() + term[1:]
     plural = re.search(r"[^su]s$", term) and not term.endswith(("ics", "is"))
@@ -115,7 +121,11 @@ def _term_counts(data: Path, terms: set[str]) -> Counter[str]:
 
 
 def unknown_questions(data: Path, known: set[str], terms: list[str]) -> list[str]:
-    """Return questions of many kinds that the model should decline to answer."""
+    """Return questions of many kinds that the model should decline to answer.
+
+    `data` is the folder of the text collection. `known` are terms and countries that the model
+    knows. `terms` are glossary terms that it does not know.
+    """
     rng = random.Random(11)
     out: list[str] = []
     for name, limit in (
@@ -139,7 +149,7 @@ def unknown_questions(data: Path, known: set[str], terms: list[str]) -> list[str
 
 
 def _about_known(question: str, known: set[str]) -> bool:
-    """Return whether a question is one of those that the model can answer."""
+    """Return whether a question asks about one of the known terms or countries."""
     q = question.lower().strip(" ?.!")
     m = re.match(
         r"(?:what(?:'s| is| are| does)|define|explain|describe|tell me about)"
@@ -152,7 +162,10 @@ def _about_known(question: str, known: set[str]) -> bool:
 
 
 def small_talk(data: Path) -> dict[str, list[str]]:
-    """Return questions by answer, without answers that contradict the model's identity."""
+    """Return small talk as a dict from each answer to the questions that fit it.
+
+    Answers that contradict the model's identity are left out.
+    """
     own = {a.lower() for asks, _ in IDENTITY for a in asks}
     out: dict[str, list[str]] = {}
     for r in records(data, "dialog/ms_personality_chat"):
@@ -173,9 +186,9 @@ def dialogs(data: Path) -> list[list[Turn]]:
 
 
 def tiny_stories(data: Path) -> list[str]:
-    """Return single stories of the TinyStories sample.
+    """Return the single stories in the TinyStories sample.
 
-    The boundaries of stories have to be guessed.
+    The sample does not mark where a story ends, so the ends are guessed.
     """
     out = []
     for r in records(data, "train/tinystories_sample"):
@@ -191,7 +204,10 @@ def tiny_stories(data: Path) -> list[str]:
 
 
 def short_stories(data: Path) -> list[tuple[str, str]]:
-    """Return (subject or "", story) pairs, as answers to "tell me a story"."""
+    """Return short stories as (hero, story), for answers to "tell me a story".
+
+    The hero is "" if it is unclear.
+    """
     out = [(_subject(s), s) for s in tiny_stories(data)]
     for r in records(data, "train/stories_ccby"):
         text = re.sub(r"^# .*\n+", "", r["text"]).strip()
@@ -202,7 +218,10 @@ def short_stories(data: Path) -> list[tuple[str, str]]:
 
 
 def _subject(text: str) -> str:
-    """Return the hero of a story according to its first sentences, or "" if unclear."""
+    """Return the hero of a story, such as "a fox", from its first sentences.
+
+    Returns "" if the hero is unclear.
+    """
     head = " ".join(text.split()[:45]).lower()
     for kind in tales.subjects():
         if re.search(rf"\b(a|an|the) (\w+ )?{kind}\b", head):
@@ -211,7 +230,7 @@ def _subject(text: str) -> str:
 
 
 def prose(data: Path) -> list[str]:
-    """Return plain stories, for style."""
+    """Return whole stories that are not part of a chat, to learn style from."""
     stories = tiny_stories(data)
     for name in ("train/stories_ccby", "train/stories_fairytaleqa"):
         stories += [r["text"] for r in records(data, name)]
@@ -219,7 +238,10 @@ def prose(data: Path) -> list[str]:
 
 
 def load_sources(data: Path) -> Sources:
-    """Load everything that the generators of conversations need. This takes about a minute."""
+    """Load all texts of the text collection from which conversations are generated.
+
+    This takes about a minute.
+    """
     known_terms, other_terms = glossary(data)
     known = {t.lower() for t, _ in known_terms}
     countries = facts.load_countries(list(records(data, "sft/world_factbook_qa")))

@@ -81,7 +81,7 @@ def article(noun: str) -> str:
 
 
 def make_hero(rng: random.Random, kind: str) -> Hero:
-    """Return a named hero of the given kind, with matching pronouns."""
+    """Return a hero of the given kind (such as "fox"), with a random name and its pronouns."""
     female = kind in SHE or (kind not in HE and rng.random() < 0.5)
     if female:
         return Hero(kind, rng.choice(GIRLS), "she", "her", "her")
@@ -258,12 +258,15 @@ PLOTS = (
 
 
 def subjects() -> list[str]:
-    """Return every kind of hero that a story can be about."""
+    """Return every kind of hero (such as "fox") that a story can be about."""
     return [*ANIMALS, *SHE, *HE, *THEY]
 
 
 def tale(rng: random.Random, kind: str | None = None) -> tuple[str, Hero]:
-    """Return a story and its hero. `kind` is the kind of hero. Default: random."""
+    """Generate a story, and return it with its hero.
+
+    `kind` is the kind of hero, such as "fox". None chooses a random kind.
+    """
     hero = make_hero(rng, kind or rng.choice(subjects()))
     friend = make_hero(rng, rng.choice(ANIMALS))
     while friend.name == hero.name or friend.kind == hero.kind:

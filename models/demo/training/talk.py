@@ -59,7 +59,7 @@ STORY_ANY = (
 )  # fmt: skip
 STORY_LEADS = ("", "", "", "Sure! ", "Here is a story. ", "Of course! ")
 
-# Share of turns of each kind; a story is about six times as long as another answer.
+# Shares of the kinds of questions. An answer with a story is about six times as long as another.
 CHAT_WEIGHTS = {
     "fact": 0.34, "glossary": 0.28, "story": 0.06, "small": 0.13, "identity": 0.05,
     "refuse": 0.14, "dialog": 0.02,
@@ -71,9 +71,9 @@ FINAL_WEIGHTS = {
 
 
 def casual(rng: random.Random, q: str) -> str:
-    """Rewrite a question as people type it.
+    """Rewrite a question at random as people type it in a chat.
 
-    It is in lower case, without question mark, or with a lead-in.
+    It may get a greeting, be in lower case, or lose its question mark.
     """
     roll = rng.random()
     if roll < 0.10:
@@ -93,7 +93,7 @@ def casual(rng: random.Random, q: str) -> str:
 
 @dataclass
 class Sources:
-    """The texts from which the generators draw. `data.py` fills it from `--data`."""
+    """The texts from which conversations are generated, such as facts, terms and stories."""
 
     countries: list[facts.Country] = field(default_factory=list)
     glossary: list[Turn] = field(default_factory=list)
@@ -104,7 +104,7 @@ class Sources:
 
 
 class Talker:
-    """Draws single turns and whole conversations from `Sources`."""
+    """Generates questions with answers, and whole conversations, from `Sources`."""
 
     def __init__(self, sources: Sources, rng: random.Random) -> None:
         self.src, self.rng = sources, rng
@@ -178,9 +178,9 @@ class Talker:
         return code_question(rng), rng.choice(REFUSE_CODE)
 
     def follow_ups(self) -> list[Turn]:
-        """Return a question about a country and follow-up questions.
+        """Return a question about a country, followed by questions that only make sense after it.
 
-        They say "it" or only name a country.
+        A follow-up question says "it", or only names another country. Each question has an answer.
         """
         rng = self.rng
         c = rng.choice(self.src.countries)
@@ -199,9 +199,10 @@ class Talker:
         return turns
 
     def conversation(self, weights: dict[str, float], single: float) -> list[Turn]:
-        """Return one conversation.
+        """Return one generated conversation as (question, answer) pairs.
 
-        `single` is the probability of a conversation with one question.
+        `weights` are the shares of the kinds of questions. `single` is the probability that the
+        conversation has only one question.
         """
         rng = self.rng
         if self.src.dialogs and rng.random() < weights.get("dialog", 0.0):
@@ -238,12 +239,15 @@ _MORE = {
     "he": "Tim Tom Ben Max Jack Sam John Bob Billy Joe Timmy Tommy Johnny Spot Fred Bobby",
 }
 _ALL_NAMES |= {n: k for k, v in _MORE.items() for n in v.split()}
-# Animals with a regular plural, so that one can stand for another.
+# Animals with a regular plural, so that an animal of a story can be replaced by another.
 _SWAPPABLE = "dog cat rabbit bear pig squirrel lion tiger monkey hedgehog goat".split()
 
 
 def recast(rng: random.Random, text: str, subject: str) -> tuple[str, str]:
-    """Return the story with other names and, if it is about one animal, with another animal."""
+    """Return a story with other names, and its new subject.
+
+    If the story is about one animal, it may also get another animal.
+    """
     found = {n for n in _NAME.findall(text) if n in _ALL_NAMES}
     free = {"she": [], "he": []}  # type: dict[str, list[str]]
     for n, k in _ALL_NAMES.items():
@@ -262,7 +266,10 @@ def recast(rng: random.Random, text: str, subject: str) -> tuple[str, str]:
 
 
 def render(turns: Sequence[Turn], system: str = "") -> list[tuple[str, bool]]:
-    """Return the pieces of the chat template, each with a flag for answers to learn."""
+    """Return a conversation in the chat template, in pieces of (text, flag).
+
+    The flag is True for the answers, which the model should learn.
+    """
     out: list[tuple[str, bool]] = []
     if system:
         out.append((f"<|im_start|>system\n{system}<|im_end|>\n", False))
@@ -284,7 +291,7 @@ def chat_documents(
 def turns_of(record: dict[str, Any]) -> list[Turn]:
     """Return the (user, assistant) pairs of a chat record.
 
-    An unanswered last message is dropped.
+    A last message without an answer is left out.
     """
     m = [x["content"].strip() for x in record["messages"]]
     return list(zip(m[::2], m[1::2], strict=False))

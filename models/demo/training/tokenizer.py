@@ -36,7 +36,8 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
         show_progress=False,
     )
     tok.train_from_iterator(texts, trainer)
-    # A tiny corpus may run out of merges; the embedding still has `vocab_size` rows.
+    # With a tiny text, the tokenizer may have fewer entries. The embedding still has `vocab_size`
+    # rows.
     missing = vocab_size - tok.get_vocab_size()
     if missing > 0:
         tok.add_special_tokens([f"<|unused{i}|>" for i in range(missing)])
@@ -44,7 +45,10 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
 
 
 def save_tokenizer(tok: Tokenizer, out: Path, max_length: int) -> None:
-    """Write the tokenizer files of a Hugging Face checkpoint."""
+    """Write a tokenizer to the folder `out`, in the files of a Hugging Face checkpoint.
+
+    `max_length` is the maximum context length of the model.
+    """
     out.mkdir(parents=True, exist_ok=True)
     tok.save(str(out / "tokenizer.json"))
     config = {

@@ -67,7 +67,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 class Schedule:
-    """Position in the budget, by steps or by the clock."""
+    """Computes the learning rate from the used share of the training budget.
+
+    The budget is a number of steps, or a time.
+    """
 
     def __init__(self, args: argparse.Namespace, out: Path) -> None:
         self.steps: int | None = args.steps
@@ -79,7 +82,7 @@ class Schedule:
             self.deadline = _utc_today(args.until)
 
     def read(self, step: int) -> tuple[float, float]:
-        """Return the used share of the budget and the learning-rate factor before step `step`."""
+        """Return the used share of the budget, and the learning-rate factor of a step."""
         if self.steps is not None:
             used = step / max(self.steps, 1)
         else:
@@ -91,7 +94,10 @@ class Schedule:
 
 
 def _utc_today(clock: str) -> float:
-    """Return the Unix time of HH:MM (UTC), the first one that is later than half a day ago."""
+    """Return the Unix time of a clock time HH:MM (UTC) of today.
+
+    A time more than 12 hours ago means tomorrow.
+    """
     hour, minute = clock.split(":")
     now = dt.datetime.now(dt.timezone.utc)
     t = now.replace(hour=int(hour), minute=int(minute), second=0, microsecond=0)
@@ -101,7 +107,10 @@ def _utc_today(clock: str) -> float:
 
 
 def train(args: argparse.Namespace) -> Path:
-    """Run the training and return the folder of the Hugging Face checkpoint."""
+    """Train the demo model, and return the folder of its Hugging Face checkpoint.
+
+    `args` are the parsed command-line arguments.
+    """
     try:
         import torch
 

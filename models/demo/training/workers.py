@@ -30,7 +30,7 @@ from models.demo.training.optim import Optimizer
 
 @dataclass(frozen=True)
 class LoopConfig:
-    """Parameters that every process of the training loop needs."""
+    """Parameters of the training loop, which every process gets."""
 
     cache: Path
     out: Path
@@ -44,7 +44,7 @@ class LoopConfig:
 
 
 class Shared:
-    """State shared by all processes. The first process creates it before it starts the others."""
+    """State that all training processes share. The first process creates it for the others."""
 
     def __init__(self, model: DemoModel, world: int) -> None:
         self.world = world
@@ -53,9 +53,11 @@ class Shared:
             [torch.zeros_like(p).share_memory_() for p in model.parameters()] for _ in range(world)
         ]
         self.momentum = [torch.zeros_like(p).share_memory_() for p in model.parameters()]
-        # Learning-rate factor, final phase?, stop?, step number.
+        # Command of the first process: learning-rate factor, whether the final phase has begun,
+        # whether to stop, number of the step.
         self.command = torch.zeros(4, dtype=torch.float64).share_memory_()
-        # Per process: sums of loss and balance loss, batches, smallest and largest load.
+        # Statistics of each process: sum of losses, sum of balance losses, number of batches,
+        # smallest and largest load of an expert.
         self.sums = torch.zeros(world, 5, dtype=torch.float64).share_memory_()
         ctx = mp.get_context("spawn")
         self.ticket = ctx.Value("q", 0)
@@ -69,10 +71,10 @@ class Shared:
 
 
 def keep_memory() -> None:
-    """Make glibc keep freed memory, because every step allocates the same gigabytes again.
+    """Make glibc keep freed memory instead of returning it to the kernel.
 
-    Otherwise the kernel maps and zeroes every large tensor anew, which takes as long as the
-    arithmetic. Has no effect with other C libraries.
+    Every step allocates the same gigabytes again. Otherwise the kernel would map and zero every
+    large tensor anew, which takes as long as the arithmetic. Has no effect with other C libraries.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -85,7 +87,7 @@ def keep_memory() -> None:
 
 
 class Worker:
-    """One process of the training loop.
+    """A process of the training loop, which computes batches and updates its own parameters.
 
     Rank 0 also handles the schedule, the log and the checkpoints.
     """
@@ -100,7 +102,10 @@ class Worker:
         self.mixer = data.Mixer(cfg.cache, cfg.seed, cfg.length)
 
     def step(self) -> bool:
-        """Run one optimizer step. Return False if the training is over."""
+        """Run one optimizer step together with the other processes.
+
+        Returns False if the training is over.
+        """
         shared, cfg = self.shared, self.cfg
         shared.barrier.wait()
         scale, final, stop, number = shared.command.tolist()
@@ -110,7 +115,7 @@ class Worker:
             g.zero_()
         mine = shared.sums[self.rank]
         while (ticket := shared.take()) < cfg.batches:
-            # Seeded by position, so that a batch does not depend on the process that takes it.
+            # Seed by position, so that a batch does not depend on the process that computes it.
             self.mixer.seed(cfg.seed, int(number), ticket)
             batch = self.mixer.batch(cfg.rows, data.FINAL if final else data.STABLE)
             loss, aux, load = self.model.loss(**batch)
@@ -130,7 +135,7 @@ class Worker:
 
 
 def _follow(rank: int, model: DemoModel, shared: Shared, cfg: LoopConfig) -> None:
-    """Main function of every process except the first."""
+    """Run training steps until the training is over. Every process except the first runs this."""
     keep_memory()
     model.kernels = Kernels(cfg.compiled)
     worker = Worker(rank, model, shared, cfg)
@@ -145,14 +150,16 @@ def run(
     schedule: Callable[[int], tuple[float, float]],
     resume: dict[str, Any] | None,
 ) -> dict[str, int]:
-    """Train `model` in place until the budget is used. Return the counters.
+    """Train `model` in place until the budget is used. Returns the counters of the training.
 
-    schedule: returns the used share of the budget and the learning-rate factor for a step.
+    - world: number of processes.
+    - schedule: returns the used share of the budget and the learning-rate factor for a step.
+    - resume: state of an interrupted training; None starts anew.
     """
     keep_memory()
     shared = Shared(model, world)
     state = {"step": 0, "tokens": 0, "final_steps": 0}
-    # Compiled functions cannot be sent to other processes, so each process compiles its own.
+    # Each process compiles its own functions, because compiled functions cannot be sent.
     model.kernels = None  # type: ignore[assignment]
     ctx = mp.get_context("spawn")
     others = [ctx.Process(target=_follow, args=(r, model, shared, cfg)) for r in range(1, world)]
@@ -202,7 +209,7 @@ def run(
 
 
 def save(out: Path, model: DemoModel, opt: Optimizer, state: dict[str, int]) -> None:
-    """Write OUT/checkpoint.pt atomically."""
+    """Write the checkpoint OUT/checkpoint.pt. An existing file is replaced atomically."""
     part = out / "checkpoint.part"
     tensors: dict[str, Tensor] = model.state_dict()
     torch.save(

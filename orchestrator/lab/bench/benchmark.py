@@ -37,10 +37,13 @@ QUICK_NOTE = (
 
 
 class Benchmark(ABC):
-    """A list of cases on one model, with one row per case. The model is generated if missing.
+    """Measures several systems on one model, under several memory caps.
+
+    A case is one system under one cap, and each case becomes a row of a table. The model is
+    generated if it is missing.
 
     - on: the options.
-    - bandwidths: disk bandwidth measured before each run.
+    - bandwidths: disk bandwidth measured before each run of all cases.
     - skipped: reasons for parts that could not be measured.
     """
 
@@ -48,9 +51,10 @@ class Benchmark(ABC):
     columns: ClassVar[Sequence[Column]]
 
     def open(self, on: Any, note: Note) -> None:
-        """Open the model, and generate it if it is missing.
+        """Open the model that is measured. It is generated if it is missing.
 
-        Raises MoeEdgeError if it cannot be generated, and ConfigError if its context is too short.
+        `note` receives progress messages. Raises MoeEdgeError if the model cannot be generated.
+        Raises ConfigError if the benchmark needs a longer context than the model was trained for.
         """
         self.on, self.note = on, note
         self.high, self.low = build_models(on, (HIGH, LOW), note)
@@ -68,30 +72,33 @@ class Benchmark(ABC):
 
     @abstractmethod
     def cases(self) -> list[Case]:
-        """Return the cases in the order of the tables."""
+        """Return the cases to measure (systems under memory caps), in the order of the tables."""
 
     def row(self, case: Case, runs: Sequence[Result]) -> Result:
-        """Return the metrics of one case over its runs, or a row with "error"."""
+        """Return the row of a case: its metrics over all runs, or "error" if it failed."""
         return case_row(case, runs, self.limit_bytes(case))
 
     @abstractmethod
     def compare(self, rows: Sequence[Result], runs: Sequence[Sequence[Result]]) -> None:
-        """Add metrics that depend on several rows. `runs` holds the runs of each row."""
+        """Add metrics to the rows that compare several rows, such as speed-ups.
+
+        `runs` has the measurements of each row.
+        """
 
     @abstractmethod
     def intro(self) -> list[str]:
-        """Return paragraphs that explain the measurement and its columns."""
+        """Return paragraphs for the report that explain the measurement and its columns."""
 
     def notes(self, rows: Sequence[Result]) -> list[str]:
-        """Return the footnotes of one table."""
+        """Return the footnotes of the table that consists of these rows."""
         return row_notes(rows)
 
     def run(self, on: BenchOptions, note: Note = lambda text: None) -> Report:
-        """Measure all cases and return the report, with one table per cap.
+        """Measure all cases and return the report, with one table per memory cap.
 
-        The table without a cap (everything in memory) comes first. `note` receives progress
-        messages. A case that fails is reported in its row. Raises MoeEdgeError if the model cannot
-        be generated or read.
+        The first table has no cap: everything is in memory. `note` receives progress messages. A
+        case that fails is reported in its row. Raises MoeEdgeError if the model cannot be generated
+        or read.
         """
         quick = [QUICK_NOTE] if on.quick else []
         for line in quick:
@@ -101,10 +108,11 @@ class Benchmark(ABC):
         runs = self.measure_all(listed)
         rows = [self.row(case, each) for case, each in zip(listed, runs, strict=True)]
         self.compare(rows, runs)
-        # Tables are often quoted without the heading, so the title describes the model.
+        # Put the description of the model into the title, because tables are often quoted without
+        # the heading.
         made = f"{self.model.n_layers} layers, {on.runs} run{'s' if on.runs > 1 else ''}"
         if not on.trained:
-            made += f", each layer adds {RESIDUAL_POWER:.1f} of the stream's power"
+            made += f", each layer adds {RESIDUAL_POWER:.1f} of the residual stream's power"
         for same in caps_of(rows):
             cap, limit = same[0]["cap"], same[0]["limit_bytes"]
             title = "everything in memory" if cap is None else self.cap_words.format(cap)
@@ -113,7 +121,7 @@ class Benchmark(ABC):
         return Report([*quick, *self._heading(), *self.intro()], tables, self.skipped)
 
     def _heading(self) -> list[str]:
-        """Describe the model, the machine, the disk and the routing."""
+        """Return lines that describe the model, the machine, the disk and the routing."""
         on, model, disks = self.on, self.model, self.bandwidths
         threads, speeds = on.n_threads, [each.bytes_per_s / 1e9 for each in disks]
         return [
@@ -129,13 +137,13 @@ class Benchmark(ABC):
         ]
 
     def measure_all(self, listed: Sequence[Case]) -> list[list[Result]]:
-        """Measure all cases once, and repeat this `on.runs` times.
+        """Measure all cases once, and repeat this `on.runs` times. Returns the runs of each case.
 
-        Runs that are compared with each other are thus only minutes apart. Returns the runs of each
-        case. A case that failed is not repeated.
+        All cases are measured before any is repeated, so that compared runs are only minutes apart.
+        A case that failed is not repeated.
         """
         for case in listed:
-            self.file_of(case.tier)  # a full disk fails now, not after an hour
+            self.file_of(case.tier)  # generate the files now, so that a full disk fails early
         results: list[list[Result]] = [[] for _ in listed]
         for number in range(self.on.runs):
             self.bandwidths.append(self.bandwidth(number))
@@ -151,7 +159,10 @@ class Benchmark(ABC):
         return results
 
     def skip(self, reason: str) -> None:
-        """Report once why a part could not be measured. "" is ignored."""
+        """Report once why a part of the benchmark could not be measured.
+
+        An empty reason is ignored.
+        """
         if reason and reason not in self.skipped:
             self.skipped.append(reason)
             self.note(reason)
@@ -162,10 +173,10 @@ class Benchmark(ABC):
             self.skip(forget_files([self.high, self.low]))
 
     def bandwidth(self, number: int, seconds: float = 1.5) -> disk.Bandwidth:
-        """Measure the disk bandwidth now.
+        """Measure the current disk bandwidth with reads of the model, for about `seconds`.
 
-        It is measured before each run, and before and after each case that reads experts, because
-        the speed of a shared disk changes.
+        This is repeated before each run and around each case that reads experts, because the speed
+        of a shared disk changes. `number` is the number of the run.
         """
         self.forget()
         return disk.read_bandwidth(
@@ -177,7 +188,7 @@ class Benchmark(ABC):
 
     @property
     def fewer_experts(self) -> tuple[str, int]:
-        """Metadata key and number of experts per token for the fewer-experts case.
+        """Metadata key, and the reduced number of experts per token, of the "fewer experts" case.
 
         The number is the fraction `retention` of the usual one.
         """
@@ -187,38 +198,44 @@ class Benchmark(ABC):
         return f"{architecture}.expert_used_count", max(1, fewer)
 
     def file_of(self, tier: str | None) -> Path:
-        """Return the model with all experts of type `tier`, and generate it if it is missing.
+        """Return the model file whose experts have the type `tier`; None is the high precision.
 
-        None is the high precision.
+        The file is generated if it is missing.
         """
         return self.high if tier is None else build_models(self.on, (tier,), self.note)[0]
 
     def limit_bytes(self, case: Case) -> int | None:
-        """Return the cap on the whole process in bytes; None without one."""
+        """Return the memory limit of a case for the whole process, in bytes.
+
+        Returns None if the case has no cap, or if the cap applies only to the expert slots.
+        """
         if case.cap is None or not self.on.caps_process:
             return None
         return int(case.cap * self.file_bytes)
 
     def shape(self) -> ModelShape:
-        """Return the shape of the model's expert slots."""
+        """Return the sizes and number of the model's experts, for the division into slots."""
         return model_shape(self.model, (0,))
 
     @property
     def cap_words(self) -> str:
-        """Format string for the title of a capped table."""
+        """The format string for the title of a table with a memory cap."""
         if self.on.caps_process:
             return "process memory limited to {:.0%} of the file"
         return "expert slots for {:.0%} of the experts"
 
     def cap_settings(self, case: Case) -> dict[str, Any]:
-        """Return the settings that apply the cap of a case to our engine."""
+        """Return the settings of our engine that apply the memory cap of a case."""
         limit = self.limit_bytes(case)
         if limit is not None:
             return {"ram": limit}
         return {} if case.cap is None else {"expert_ram": int(case.cap * self.model.tier_bytes[0])}
 
     def measure(self, case: Case, number: int) -> Result:
-        """Run one case in one process. Returns its measurements or {"error": reason}."""
+        """Measure a case once, in a child process with the memory cap of the case.
+
+        `number` is the number of the run. Returns the measurements, or {"error": reason}.
+        """
         job = self.job(case, number)
         limit = self.limit_bytes(case)
         self.forget()
@@ -238,7 +255,10 @@ class Benchmark(ABC):
         return run_child("orchestrator.lab.bench.child", job, seconds, enter)
 
     def job(self, case: Case, number: int) -> Job:
-        """Return the job for the process of a case."""
+        """Return the job that tells a child process what to measure for a case.
+
+        `number` is the number of the run.
+        """
         on, settings = self.on, dict(case.settings)
         if case.role == "fewer":
             settings["experts_used"] = self.fewer_experts
@@ -264,9 +284,10 @@ class Benchmark(ABC):
 
 
 def token_slot_bytes(shape: ModelShape) -> int:
-    """Return the slot bytes for one token's experts in one layer, shared by all layers.
+    """Return the minimum size of the expert slots, in bytes.
 
-    Each matrix kind is counted once. With fewer slots, an operation would have to wait for one.
+    It is enough for the experts of one token in one layer, and all layers share the slots. With
+    fewer slots, an operation would have to wait for a slot.
     """
     sizes = {each for layer in shape.slots for each in layer[0].items()}
     return shape.n_expert_used * sum(size for _, size in sizes)

@@ -41,28 +41,31 @@ from orchestrator.lab.table import Column, fixed, percent
 from orchestrator.plan.planning import scratch_bytes
 from orchestrator.settings import MORE, setting
 
-# Types that llama.cpp repacks at load. Repacking needs memory for one more tensor.
+# Types that llama.cpp repacks while it loads a model. Repacking needs memory for one more tensor.
 _REPACKED = ("q4_k", "q2_k")
 
 
 @dataclass(frozen=True)
 class CapOptions(BenchOptions):
-    """Options of `moe-edge bench`.
+    """Options of `moe-edge bench`, which compares systems under memory caps.
 
     `together` is the number of sequences that continue from the same prompt and decode in one
-    batch. `policy` is measured too. Raises ConfigError.
+    batch. `policy` is a further policy to measure. Raises ConfigError for an invalid value.
     """
 
     together: int = setting(
         1, "Sequences decoded in one batch, one token each per step.", within=(1, MOST_SEQUENCES)
     )
     policy: str | None = setting(
-        None, "Measure this policy too, by its name or as module:Class.", group=MORE
+        None, "Also measure this policy, given by its name or as module:Class.", group=MORE
     )
 
     @property
     def further(self) -> str | None:
-        """The name of the policy to measure too. Raises SettingError and PolicyError."""
+        """The name of the further policy to measure, or None.
+
+        Raises SettingError or PolicyError if the policy is unknown.
+        """
         return policy_name(self.policy)
 
     def parts(self) -> list[Part]:
@@ -71,11 +74,13 @@ class CapOptions(BenchOptions):
 
 
 class Computing(NamedTuple):
-    """Compute time per token of upstream at its best flags, in milliseconds, one value per run.
+    """Compute time per token of upstream llama.cpp with all experts in memory.
+
+    Each field has one value per run, in milliseconds.
 
     - high: all experts in the high precision.
     - low: all experts in the low precision; empty if not measured.
-    - fewer: only `fewer_share` of the experts per token; empty if not measured.
+    - fewer: only the fraction `fewer_share` of the experts per token; empty if not measured.
     """
 
     high: Sequence[float]
@@ -84,10 +89,11 @@ class Computing(NamedTuple):
     fewer_share: float
 
     def of_mix(self, run: int, mix: Mapping[str, float]) -> float:
-        """Return the compute time per token of a precision mix, in milliseconds.
+        """Estimate the compute time per token if some experts are low or skipped, in milliseconds.
 
-        A low expert saves its part of the difference between `high` and `low`. A skipped expert
-        saves in proportion to the time that `fewer` saves.
+        `mix` has the fractions of experts that are "low" and "skip". `run` is the index of the run.
+        A low expert saves its share of the difference between `high` and `low`. A skipped expert
+        saves as much as one that is missing in `fewer`.
         """
         high = self.high[run]
         found = high
@@ -100,9 +106,9 @@ class Computing(NamedTuple):
 
 
 def computing(rows: Sequence[Result], fewer_share: float) -> Computing:
-    """Return the compute times, from the rows with everything in memory.
+    """Return the compute times of llama.cpp, from the rows with everything in memory.
 
-    For each run, the faster setting of the flags counts.
+    llama.cpp is measured with and without repacked weights. For each run, the faster time is used.
     """
     high, low, fewer = (
         best_runs([row for row in rows if row["cap"] is None and row["role"] == role])
@@ -112,10 +118,11 @@ def computing(rows: Sequence[Result], fewer_share: float) -> Computing:
 
 
 def add_disk_bound(row: Result, runs: Sequence[Result], compute: Computing) -> None:
-    """Add the bound of a row that reads from disk: the missed bytes of a step / bandwidth.
+    """Add to a row the minimum time per token that the disk and the computation permit.
 
-    The bandwidth is the highest value observed: in the probes right before and after the row, or by
-    the row itself.
+    The disk takes the missed bytes of a step divided by its bandwidth, and `compute` estimates the
+    computation. The bandwidth is the highest observed value: that of the disk measurements before
+    and after the row, or that of the row itself. `runs` are the measurements of the row.
     """
     waits, reads, probes = [], [], []
     for run in runs:
@@ -130,16 +137,16 @@ def add_disk_bound(row: Result, runs: Sequence[Result], compute: Computing) -> N
 
 
 def step_bytes(part: Result) -> list[float]:
-    """Return the bytes that each step of a part needed to read.
+    """Return the bytes that each step needed from the disk.
 
-    These are the demand reads, plus the used fraction of the prefetched bytes.
+    These are the bytes read on demand, and the prefetched bytes times the fraction that was used.
     """
     used = part["store"]["used_ahead"]
     return [demand + used * ahead for demand, ahead in part["step_reads"]]
 
 
 class Caps(Benchmark):
-    """Compares upstream and all policies."""
+    """Compares upstream llama.cpp and all our policies under memory caps."""
 
     options = CapOptions
     columns = (
@@ -156,10 +163,10 @@ class Caps(Benchmark):
     )
 
     def cases(self) -> list[Case]:
-        """Return the cases with everything in memory, then those under each cap.
+        """Return the cases to measure: first with everything in memory, then under each cap.
 
-        Under each cap, these are upstream, all our policies and the largest uniform type that fits
-        whole. Batched decoding is measured on our managed path only.
+        Under each cap, these are upstream llama.cpp, all our policies, and the largest uniform
+        expert type with which the model fits. Batched decoding is measured with our policies only.
         """
         options = self.on
         if options.together > 1:
@@ -179,13 +186,16 @@ class Caps(Benchmark):
             ]
             tier = self.largest_whole(cap)
             if tier is None:
-                self.skip(f"no uniform expert type fits {cap:.0%}")
+                self.skip(f"no uniform expert type is small enough for a cap of {cap:.0%}")
             else:
                 listed.append(uniform(cap, tier))
         return listed
 
     def largest_whole(self, cap: float) -> str | None:
-        """Return the largest uniform expert type with which the model fits whole, or None."""
+        """Return the largest uniform expert type with which the whole model fits under a cap.
+
+        Returns None if no type is small enough.
+        """
         model, options = self.model, self.on
         config = Config.build(model=self.high, ctx=options.n_ctx, ubatch=options.n_ubatch)
         fixed = model.dense_bytes + model.kv_bytes(options.n_ctx) + scratch_bytes(model, config)
@@ -214,25 +224,29 @@ class Caps(Benchmark):
         options = self.on
         after = (
             f"after the same {options.prompt_tokens} {options.words} tokens for all rows; "
-            f"{options.runs} alternating runs, speeds from the median step; dymoe at r = "
+            f"{options.runs} alternating runs, speeds from the median step; dymoe has r = "
             f"{options.retention}"
         )
         if options.together > 1:
             return [f"{options.together} sequences, {options.tokens} decode steps {after}"]
         return [
             f"{options.tokens} decode steps {after}",
-            "bound: median over the steps of max(compute time, missed bytes / bandwidth). The "
-            "compute time is that of upstream at its best flags with everything in memory, minus "
+            "bound: the median over the steps of max(compute time, missed bytes / bandwidth). The "
+            "compute time is that of the faster upstream row with everything in memory, minus "
             "the time that low and skipped experts save. The bandwidth is the highest of the "
-            "probes before and after the row and of the row itself. fewer experts: "
-            f"{self.fewer_experts[1]} of {self.model.n_expert_used} per token",
-            "all TYPE: all experts in the largest type with which the model fits whole, the "
-            "fastest alternative. Quality cannot be measured with random weights: see "
-            "docs/quality.md",
+            "disk probes before and after the row and of the row itself. The row fewer experts "
+            f"uses {self.fewer_experts[1]} of {self.model.n_expert_used} experts per token",
+            "all TYPE: all experts have the largest type with which the whole model fits in "
+            "memory. This is the fastest alternative. Quality cannot be measured with random "
+            "weights: see docs/quality.md",
         ]
 
     def notes(self, rows: Sequence[Result]) -> list[str]:
-        """Add the speed of batched rows relative to everything in memory; they have no bound."""
+        """Return the footnotes of a table.
+
+        For batched decoding, which has no bound, they include the speed relative to everything in
+        memory.
+        """
         return super().notes(rows) + [
             f"{row['name']}: {row['of_resident']:.2f} of the speed with everything in memory"
             for row in rows

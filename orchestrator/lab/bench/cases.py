@@ -13,19 +13,20 @@ from orchestrator.policy import POLICIES
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One system under one cap.
+    """A case of a benchmark: one system under one memory cap. It becomes a row of a table.
 
-    `system` is "upstream" (settings of PlainModel) or "engine" (settings of Config). With
-    one_token, there are expert slots for one token of one layer only, so nothing is ever found in
-    memory. `tier` replaces the high precision for all experts.
+    `system` is "upstream" (upstream llama.cpp, with settings of PlainModel) or "engine" (ours,
+    with settings of Config). `cap` is the share of the experts or of the file that fits in memory;
+    None is no cap. With one_token, the expert slots hold only the experts of one token in one
+    layer, so there are no cache hits. `tier` replaces the type of all experts.
 
     The role says how a report uses the case:
 
-    - "upstream": baseline of speeds and bounds; the best one of each cap counts.
-    - "reference": our managed path with everything in memory.
-    - "low", "fewer": upstream with everything in memory, and low-precision or fewer experts. They
-      give the compute time of a precision mix.
-    - "mmap": the baseline of speed-ups over upstream's mmap.
+    - "upstream": baseline of speeds and bounds. The fastest case of each cap counts.
+    - "reference": our engine with a store that holds all experts.
+    - "low", "fewer": llama.cpp with everything in memory, and with low-precision or fewer experts.
+      They show how much compute time a mix of precisions saves.
+    - "mmap": llama.cpp with a memory-mapped file, another baseline.
     - "probe": loaded only to measure its memory.
     - "": none of these.
     """
@@ -44,7 +45,7 @@ class Case:
 
 
 def chosen(cases: list[Case], words: Sequence[str]) -> list[Case]:
-    """Return the cases whose names contain one of the words; all if there are no words.
+    """Return the cases whose names contain one of the words, or all cases without words.
 
     Raises ConfigError if no case matches.
     """
@@ -60,7 +61,10 @@ REFERENCE = Case(MANAGED, "engine", None, "reference", {"policy": "lru", "force_
 
 
 def resident(name: str, role: str, tier: str | None = None) -> list[Case]:
-    """Return upstream with everything in memory, with and without repacked weights."""
+    """Return two cases of llama.cpp with everything in memory: with and without repacked weights.
+
+    `tier` is the type of all experts; None is the high precision.
+    """
     flags = {"mmap": False, "extra_bufts": True}
     repacked = Case(f"{name}, repack", "upstream", None, role, flags, tier=tier)
     other = replace(repacked, name=f"{name}, no repack", settings={"mmap": False})
@@ -68,8 +72,8 @@ def resident(name: str, role: str, tier: str | None = None) -> list[Case]:
 
 
 UPSTREAM = resident("upstream", "upstream")
-# Everything in memory. The low-precision and fewer-experts cases measure how much computing a mix
-# saves.
+# Cases with everything in memory. Those with low-precision or fewer experts show how much compute
+# time a mix of precisions saves.
 RESIDENT = (
     *UPSTREAM,
     *resident(f"all {LOW}", "low", LOW),
@@ -80,28 +84,31 @@ RESIDENT = (
 
 
 def uniform(cap: float, tier: str) -> Case:
-    """Return upstream with all experts in a smaller type that fits whole.
+    """Return the case of llama.cpp with all experts in a type with which the model fits.
 
-    Such a case has no misses.
+    Nothing is read from the disk in this case.
     """
     flags = {"mmap": False, "extra_bufts": True}
     return Case(f"all {tier}", "upstream", cap, "", flags, tier=tier)
 
 
 def mapped(cap: float) -> Case:
-    """Return upstream with its default, a memory-mapped file, paged in under the cap."""
+    """Return the case of llama.cpp with its default, a memory-mapped file.
+
+    Under the cap, the operating system reads the pages that are missing.
+    """
     return Case("upstream mmap", "upstream", cap, "mmap", {"mmap": True})
 
 
 def global_lru(cap: float) -> Case:
-    """Return the baseline policy: one LRU over all layers."""
+    """Return the case of our baseline policy, one LRU cache for the experts of all layers."""
     return Case("lru", "engine", cap, "", {"policy": "lru", "force_managed": True})
 
 
 def policies(cap: float, retention: float) -> list[Case]:
-    """Return all our policies under one cap.
+    """Return one case for each policy and precision mix of ours under one memory cap.
 
-    The first dymoe case has one precision, quotas per layer, and look-ahead.
+    `retention` is the fraction of experts that dymoe keeps in the high precision.
     """
     dymoe = {"policy": "dymoe", "retention": retention}
     return [
@@ -114,10 +121,10 @@ def policies(cap: float, retention: float) -> list[Case]:
 
 
 def foreign_policies(cap: float, more: str | None) -> list[Case]:
-    """Return the policies of installed packages under one cap, with their default settings.
+    """Return the policies of other installed packages under one cap, with default settings.
 
-    more: the name of a further policy, or None. Raises ConfigError if the process of a case cannot
-    import it.
+    more: the name of a further policy, or None. Raises ConfigError if a child process cannot import
+        the policy.
     """
     names = [*POLICIES.installed, *([] if more is None else [more])]
     return [
@@ -132,7 +139,7 @@ def foreign_policies(cap: float, more: str | None) -> list[Case]:
     ]
 
 
-# Table 3 of the DyMoE paper.
+# Names of the rows of Table 3 of the DyMoE paper.
 ON_DEMAND = "1 load on demand"
 CACHE, CACHE_AHEAD = "2 cache", "3 cache + prefetch"
 MIXED, MIXED_AHEAD = "4 cache + 4/2", "5 cache + 4/2 + prefetch"
@@ -141,11 +148,12 @@ PAPER = (ON_DEMAND, CACHE, CACHE_AHEAD, MIXED, MIXED_AHEAD, SKIP_AHEAD)
 
 
 def paper_rows(cap: float, retention: float) -> list[Case]:
-    """Return the six rows of DyMoE's Table 3 under one cap.
+    """Return the six rows of Table 3 of the DyMoE paper under one memory cap.
 
-    Row 1 has slots for one token of one layer, so no expert is found again. Rows 2 and 3 use one
-    precision. Rows 4 to 6 use `retention` as the fraction of critical experts. Look-ahead is "on",
-    not "auto", because "auto" also tries steps without it.
+    Row 1 has slots for the experts of one token in one layer, so it has no cache hits. Rows 2 and 3
+    use one precision. Rows 4 to 6 keep the fraction `retention` of the experts in the high
+    precision. Prefetching is "on" rather than "auto", because "auto" also tries steps without
+    prefetching.
     """
 
     def dymoe(name: str, r: float, prefetch: str, **more: str) -> Case:

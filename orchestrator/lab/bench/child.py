@@ -23,21 +23,25 @@ from gguf_tools.process import peak_rss_bytes
 from orchestrator.lab.children import Result, answer
 from orchestrator.native.abi import WAITS
 
-# PROMPTS: a prompt of its own for each sequence of a batch, read one after another.
+# PROMPTS: each sequence of a batch has its own prompt. The prompts are read one after another.
 PROMPT, PROMPTS, DECODE = "prompt", "prompts", "decode"
-COLD = "cold"  # the first prompt, with no experts in memory
+COLD = "cold"  # name of the first prompt, which finds no experts in memory
 MIN_STEPS = 8
-BACKEND = "MOE_EDGE_TEST_BACKEND"  # environment variable: path of the emulated GPU's library
-# The counters of the emulated GPU, in the order of moe_emu_counts().
+BACKEND = (
+    "MOE_EDGE_TEST_BACKEND"  # environment variable with the path of the emulated GPU's library
+)
+# Names of the counters of the emulated GPU, in the order of moe_emu_counts().
 COUNTS = ("launches", "graphs", "waits", "copies in", "bytes in", "copies out", "bytes out")
 
 
 class Part(NamedTuple):
     """One part of a measurement: a prompt of n tokens, or n decode steps.
 
-    `name` identifies the part in the results. Decode steps end early after `seconds`, but not
-    before `at_least` steps. `sequences` continue from the last prompt, or each from its own, and
-    decode in one batch; 0 continues the prompt's own sequence.
+    - name: identifies the part in the results.
+    - kind: PROMPT, PROMPTS or DECODE.
+    - seconds, at_least: decode steps end early after `seconds`, but not before `at_least` steps.
+    - sequences: number of sequences that decode in one batch. Each continues its own prompt after
+      PROMPTS, or else all continue the last prompt. 0 continues the prompt's own sequence.
     """
 
     name: str
@@ -49,25 +53,28 @@ class Part(NamedTuple):
 
 
 def prompt(n: int, name: str = PROMPT) -> Part:
-    """Return a prompt that starts a new conversation, with an empty KV cache."""
+    """Return the part of a measurement that reads a prompt in a new conversation."""
     return Part(name, PROMPT, n)
 
 
 def settle(n: int, seconds: float) -> Part:
-    """Return warm-up decode steps, which reports ignore."""
+    """Return the part of a measurement that decodes n warm-up tokens, which reports ignore."""
     return Part("settle", DECODE, n, seconds)
 
 
 def decode(n: int, seconds: float) -> Part:
-    """Return measured decode steps."""
+    """Return the part of a measurement that decodes n tokens.
+
+    It ends early after `seconds`, but not before 8 tokens.
+    """
     return Part(DECODE, DECODE, n, seconds, MIN_STEPS)
 
 
 def longest_context(parts: Sequence[Part], shared: bool = True) -> int:
-    """Return the context length that the longest conversation of the parts needs.
+    """Return the context length that a measurement needs, rounded up to a multiple of 256.
 
-    It is rounded up to a multiple of 256. With `shared`, all sequences of a batch share the
-    context; otherwise the result is for one of them.
+    With `shared`, it is for all sequences of a batch, which share the context. Otherwise it is for
+    one of the sequences.
     """
     longest = length = 0
     for part in parts:
@@ -81,10 +88,11 @@ def longest_context(parts: Sequence[Part], shared: bool = True) -> int:
 
 @dataclass(slots=True)
 class Job:
-    """The measurement that a process performs.
+    """A measurement that a child process performs.
 
-    - system: "upstream" (settings of PlainModel), "engine" (settings of Config), or "device", which
-      measures only the device.
+    - system: "upstream" (upstream llama.cpp, with settings of PlainModel), "engine" (ours, with
+      settings of Config), or "device", which measures only the GPU.
+    - parts: prompts and decode steps, in order.
     - text: file of conversations that supplies the tokens; None uses random tokens.
     - warm: read every expert before the first token.
     - warm_host: read every expert in every precision into host memory before the first token, for a
@@ -111,27 +119,27 @@ class Job:
     sequences: int = 0
 
     def __post_init__(self) -> None:
-        self.parts = [Part(*each) for each in self.parts]  # JSON has lists
+        self.parts = [Part(*each) for each in self.parts]  # JSON turns each Part into a list
 
 
-SEPARATOR = "\n%\n"  # separates the conversations of a text
+SEPARATOR = "\n%\n"  # the line between two conversations of a text
 
 Draw = Callable[[int], list[int]]
 
 
 def token_stream(seed: int, n_vocab: int) -> Draw:
-    """Return a source of random ordinary tokens, the same for every system.
+    """Return a function that draws random ordinary tokens, the same for every system.
 
-    A random-weight model that decodes greedily soon repeats itself, and its routing too.
+    Greedy decoding is not used, because a model with random weights soon repeats itself.
     """
     rng = random.Random(seed)
     return lambda n: [rng.randrange(3, n_vocab - 3) for _ in range(n)]
 
 
 def text_stream(seed: int, pieces: Sequence[str], tokenize: Callable[[str], Sequence[int]]) -> Draw:
-    """Return an endless source of tokens from conversations, shuffled with this seed.
+    """Return a function that draws tokens from endlessly repeated, shuffled conversations.
 
-    A trained model routes such text as it does in use.
+    A trained model routes such a text as it does in use.
     """
     mixed = [f"{piece}\n" for piece in pieces]
     random.Random(seed).shuffle(mixed)
@@ -140,7 +148,7 @@ def text_stream(seed: int, pieces: Sequence[str], tokenize: Callable[[str], Sequ
 
 
 def source(job: Job, n_vocab: int, tokenize: Callable[[str], Sequence[int]]) -> Draw:
-    """Return the token source of a job."""
+    """Return the function that draws the tokens of a job, from a text or at random."""
     if job.text is None:
         return token_stream(job.seed, n_vocab)
     pieces = Path(job.text).read_text("utf-8").removesuffix("\n").split(SEPARATOR)
@@ -154,20 +162,21 @@ def play(
     store: Any = None,
     counter: Callable[[], dict[str, int]] | None = None,
 ) -> list[Any]:
-    """Run and time all parts in order.
+    """Run and time the parts of a measurement in order.
 
-    Returns {"name", "tokens", "ms"} per part, with one time in milliseconds per prompt or decode
-    step. With a store, a part also has the store's counters for that time. `model` is an Evaluator
-    or a PlainModel. `counter` returns running totals; "counts" holds their increase.
+    Returns a dict per part with its name, the number of tokens, and the "ms" of each prompt or
+    decode step. With `store`, the dict also has the store's counters. `model` is an Evaluator or a
+    PlainModel. `draw` returns the next tokens. `counter` returns running totals of a GPU, and
+    "counts" has their increase.
 
-    Tokens are drawn for whole parts, so a part that ends early does not change the next ones.
+    Tokens are drawn for whole parts, so a part that ends early does not change the next parts.
     """
     results = []
     shared = any(part.sequences for part in parts)
     pos, apart = 0, False
     for part in parts:
         tokens = draw(part.n * max(1, part.sequences))
-        # Each sequence gets its own slice of the tokens.
+        # In each step, every sequence gets its own tokens.
         steps = [tokens[i :: part.n] for i in range(part.n)]
         if part.kind != DECODE:
             steps, pos = [tokens[i : i + part.n] for i in range(0, len(tokens), part.n)], 0
@@ -208,14 +217,17 @@ def play(
         if store is not None:
             result["store"] = store_counters(store.stats())
             result["callback_us"] = store.callback_us(since=calls)
-            # Per prompt or step: bytes read on demand, and bytes prefetched.
+            # For each prompt or step: bytes read on demand, and bytes prefetched.
             result["step_reads"] = np.diff(reads, axis=0).tolist()
         results.append(result)
     return results
 
 
 def free_bytes(device: str | None) -> int:
-    """Return the free memory of a device in bytes, 0 without a device. Raises ConfigError."""
+    """Return the free memory of a device in bytes, or 0 if `device` is None.
+
+    Raises ConfigError if the device is unknown.
+    """
     if device is None:
         return 0
     from orchestrator.native import find_device
@@ -225,7 +237,7 @@ def free_bytes(device: str | None) -> int:
 
 
 def run_device(job: Job) -> Result:
-    """Measure the device: its name, its memory and its copy bandwidth."""
+    """Measure a GPU: its name, its memory and its copy bandwidth."""
     from orchestrator.errors import ConfigError
     from orchestrator.native import measure_device
     from orchestrator.native.llama import Bindings
@@ -244,7 +256,7 @@ def run_device(job: Job) -> Result:
 
 
 def run_upstream(job: Job) -> Result:
-    """Measure llama.cpp."""
+    """Measure upstream llama.cpp as the job says."""
     from orchestrator.lab.bench.plain import PlainModel
     from orchestrator.native import context_memory
     from orchestrator.native.llama import Bindings
@@ -266,7 +278,7 @@ def run_upstream(job: Job) -> Result:
 
 
 def run_engine(job: Job) -> Result:
-    """Measure moe-edge."""
+    """Measure our engine as the job says."""
     from orchestrator.config import Config
     from orchestrator.plan.records import Needs, PlanRequest
     from orchestrator.runtime.runtime import Runtime
@@ -299,12 +311,15 @@ def run_engine(job: Job) -> Result:
 
 
 def store_counters(stats: Any) -> Result:
-    """Return the store's counters, summed over both phases. A part has only one phase."""
+    """Return the counters of an expert store as a dict.
+
+    The values are sums over prefill and decode, because a part of a measurement has only one phase.
+    """
     routed = [prefill + decode for prefill, decode in zip(*stats.routed, strict=True)]
     demand, prefetched = sum(stats.demand_bytes), sum(stats.prefetch_bytes)
     judged = stats.prefetch_used + stats.prefetch_wasted
     useful = stats.prefetch_used / judged if judged else 0.0
-    # For a device: copies that a token used, out of all copies that were not transitions.
+    # For a GPU: copies that a token used, out of all copies that were not changes of tier.
     copied, asked = sum(stats.copy_bytes), sum(stats.requests) - sum(stats.hits)
     used = max(0, asked - sum(stats.host_computed)) + stats.prefetch_used
     loads = used + stats.prefetch_wasted
@@ -331,8 +346,8 @@ def store_counters(stats: Any) -> Result:
 def counter_of(job: Job) -> Callable[[], dict[str, int]] | None:
     """Return a function that returns the totals of the emulated GPU's counters.
 
-    Returns None if the job does not count. The function first waits until the emulated GPU has
-    completed all work.
+    The function first waits until the emulated GPU has completed all work. Returns None if the job
+    does not count operations.
     """
     if not job.counts:
         return None
@@ -347,7 +362,7 @@ def counter_of(job: Job) -> Callable[[], dict[str, int]] | None:
 
 
 def measure(fields: dict[str, Any]) -> Result:
-    """Run a job given as JSON and return its result."""
+    """Perform a job, given as the fields of Job, and return its result."""
     job = Job(**fields)
     if job.counts:
         from orchestrator.native.llama import Bindings

@@ -39,13 +39,13 @@ from orchestrator.lab.children import run_child
 from orchestrator.lab.table import Column, Report, Table
 
 ROOT = Path(__file__).resolve().parents[3]
-TESTS = ROOT / "tests/native/cuda"  # exists only in a checkout
-# The number of experts of Qwen3-30B, with the smallest matrices that the types allow. Kernels run
-# on the CPU, and the size of a matrix does not change the number of launches.
+TESTS = ROOT / "tests/native/cuda"  # this folder exists only in a source checkout
+# A model with the number of experts of Qwen3-30B, but with the smallest possible matrices. The
+# emulated GPU computes on the CPU, and the size of a matrix does not change the number of launches.
 SHAPE = replace(synthetic.preset("tiny-qwen3moe"), n_layer=3, n_expert=128, n_expert_used=8)
-SHARE = 0.25  # of the experts on the GPU
+SHARE = 0.25  # fraction of the experts that fits on the GPU
 PROMPT_TOKENS, SETTLE_STEPS, STEPS = 4, 2, 2
-SECONDS = 1800.0  # the emulated GPU is slow
+SECONDS = 1800.0  # time limit of a case, long because the emulated GPU is slow
 UPSTREAM = "upstream, all on GPU"
 STORE = {
     "transitions": "transitions",
@@ -57,11 +57,11 @@ FIGURES = (*COUNTS, *STORE)
 
 
 def cases(model: ExpertModel, retention: float) -> list[Case]:
-    """Return the counted cases.
+    """Return the cases whose GPU operations are counted.
 
-    With everything on the GPU: upstream, static tables, and a policy hook that is active in each
-    layer, without and with look-ahead. With a share of the experts on the GPU: the rows of DyMoE's
-    Table 3, and DynaExq.
+    Some cases have all experts on the GPU: upstream llama.cpp, our engine without an active
+    policy, and a policy that decides in each layer, with and without prefetching. Other cases have
+    a share of the experts on the GPU: the rows of DyMoE's Table 3, and DynaExq.
     """
     everything = [
         Case(UPSTREAM, "upstream", settings={"gpu": 0}),
@@ -85,7 +85,10 @@ def cases(model: ExpertModel, retention: float) -> list[Case]:
 
 
 def job(case: Case, high: Path, low: Path, model: ExpertModel) -> Job:
-    """Return the job for the process of a case."""
+    """Return the job that tells a child process what to run for a case.
+
+    `high` and `low` are the model files in the two precisions.
+    """
     parts: list[Part] = [
         prompt(PROMPT_TOKENS),
         settle(SETTLE_STEPS, SECONDS),
@@ -113,13 +116,16 @@ def job(case: Case, high: Path, low: Path, model: ExpertModel) -> Job:
 
 
 def token_bytes(model: ExpertModel) -> int:
-    """Return the bytes of the expert slots that one token needs in one layer."""
+    """Return the size of slots that hold the experts of one token in one layer, in bytes."""
     share = model.n_expert_used / model.n_expert / model.n_layers
     return 2 * int(share * model.tier_bytes[0])
 
 
 def figures(case: Case, run: Result, n_layers: int) -> Result:
-    """Return the counts of one case per layer and decoded token."""
+    """Return the row of a case: its counts per layer and decoded token.
+
+    `run` is the result of the child process.
+    """
     row: Result = {"name": case.name}
     if "error" in run:
         return row | {"error": run["error"]}
@@ -133,7 +139,10 @@ def figures(case: Case, run: Result, n_layers: int) -> Result:
 
 @contextmanager
 def emulated_gpu(library: Path) -> Iterator[None]:
-    """Make the emulated GPU and its counters available to child processes inside the block."""
+    """Let child processes that start inside the block use and count with the emulated GPU.
+
+    `library` is the compiled emulated GPU.
+    """
     path = os.pathsep.join(filter(None, (str(TESTS / "site"), os.environ.get("PYTHONPATH", ""))))
     added = {BACKEND: str(library), "PYTHONPATH": path, "MOE_EMU_COUNT": "1"}
     before = {name: os.environ.get(name) for name in added}
@@ -146,7 +155,10 @@ def emulated_gpu(library: Path) -> Iterator[None]:
 
 
 def build_emulation() -> Path:
-    """Compile the emulated GPU if necessary, and return its library. Raises MoeEdgeError."""
+    """Compile the emulated GPU if necessary, and return the path of its library.
+
+    Raises MoeEdgeError if it cannot be compiled.
+    """
     if not TESTS.is_dir():
         raise ConfigError(
             "--emulated needs a source checkout, whose tests contain the emulated GPU"
@@ -162,7 +174,7 @@ def build_emulation() -> Path:
 def count_rows(
     library: Path, retention: float, note: Note, only: Sequence[str] = ()
 ) -> list[Result]:
-    """Count each case in its own process.
+    """Count the GPU operations of each case in its own process, and return the rows.
 
     `only` selects the cases whose names contain one of these words; empty selects all.
     """
@@ -184,15 +196,20 @@ def count_rows(
 
 
 def count(retention: float, note: Note) -> Report:
-    """Count all cases on the emulated GPU and return the report. Raises MoeEdgeError."""
+    """Count the GPU operations of all cases on the emulated GPU, and return the report.
+
+    Raises MoeEdgeError if the emulated GPU cannot be compiled.
+    """
     rows = count_rows(build_emulation(), retention, note)
     columns = (NAME, *(Column(name, name, lambda figure: f"{figure:g}") for name in FIGURES))
     title = f"per layer and token; {SHAPE.n_layer} layers, {SHAPE.n_expert} experts"
     heading = [
         f"{SHAPE.n_layer} layers of {SHAPE.n_expert} experts, top-{SHAPE.n_expert_used}, 256 x 256 "
-        f"on the emulated GPU; {STEPS} decode steps after {PROMPT_TOKENS + SETTLE_STEPS}",
-        f"rows 1 to 6: Table 3 of DyMoE, {SHARE:.0%} of the experts on the GPU, dymoe at r = "
-        f"{retention}; before the first step, host memory holds the experts in both precisions",
-        "counts of the embedding and output are spread over the layers; misses are copied",
+        f"on the emulated GPU; {STEPS} decode steps after {PROMPT_TOKENS + SETTLE_STEPS} tokens",
+        f"rows 1 to 6 are those of DyMoE's Table 3, with {SHARE:.0%} of the experts on the GPU; "
+        f"dymoe has r = {retention}; before the first step, host memory has all experts in both "
+        "precisions",
+        "the counts include the embedding and the output, spread over the layers; misses are "
+        "copied to the GPU",
     ]
     return Report(heading, [Table(title, columns, rows)], [])

@@ -54,41 +54,41 @@ from orchestrator.settings import inherit, setting
 UPSTREAM, UPSTREAM_CPU = "upstream, n-cpu-moe", "upstream, all on CPU"
 UPSTREAM_ON_GPU, MANAGED_ON_GPU = "upstream, all on GPU", "lru, all on GPU"
 LRU_WAYS = tuple(how for how in MISSES if how != "auto")
-PROBE_TOKENS = 4  # after a prompt, to include the memory of kernels for single tokens
+PROBE_TOKENS = 4  # decoded after the prompt, to include the kernels for single tokens
 
 
 @dataclass(frozen=True)
 class GpuOptions(BenchOptions):
-    """Options of the GPU benchmark.
+    """Options of `moe-edge bench gpu`.
 
-    `caps` are fractions of the expert bytes in the best precision that fit in the GPU's memory, in
-    addition to the rest of the model. `device` is the GPU's name. The first prompt starts with
+    `caps` are fractions of the experts (in the best precision) that fit in the GPU's memory, next
+    to the rest of the model. `device` is the GPU's name. The first prompt starts with
     empty slots (cold). The second one starts with the experts that decoding left in memory, like
     the second question of a chat, but in a new conversation. Raises ConfigError.
     """
 
     caps: tuple[float, ...] = inherit(
-        BenchOptions, "caps", (0.25, 0.5), help="Memory caps in % of the experts."
+        BenchOptions, "caps", (0.25, 0.5), help="Caps on the GPU's memory, in % of the experts."
     )
     routing: str = inherit(BenchOptions, "routing", "zipf")
     prompt_tokens: int = inherit(BenchOptions, "prompt_tokens", 1024)
-    device: str = setting("cuda0", "The GPU.", metavar="NAME")
+    device: str = setting("cuda0", "Name of the GPU.", metavar="NAME")
     layers: int | None = inherit(
         BenchOptions,
         "layers",
-        help="Layers of a random-weight model: qwen3-30b has 48 in full, mixtral 32.",
+        help="Number of layers of a random-weight model. The full qwen3-30b has 48, mixtral 32.",
         shown="6, 4",
     )
     counts: bool = setting(
         False,
-        "Count launches, waits and copies per decode step; needs --emulated.",
+        "Count GPU operations (launches, waits, copies) per decode step. Needs --emulated.",
     )
     emulated: bool = setting(
-        False, "Use the emulated GPU of a source checkout; only with --counts."
+        False, "Use the emulated GPU of a source checkout. Works only with --counts."
     )
     keep: Path | None = setting(
         None,
-        "Save each case's figures in this folder, so that a later call reuses them.",
+        "Save the figures of each row in this folder. A later call reuses them.",
         metavar="DIR",
     )
 
@@ -98,7 +98,7 @@ class GpuOptions(BenchOptions):
 
     @property
     def caps_process(self) -> bool:
-        """True: the cap applies to the GPU's memory, whatever the size of the model."""
+        """Always True, because the caps limit the GPU's memory for models of any size."""
         return True
 
 
@@ -112,11 +112,11 @@ def add_over_demand(rows: Sequence[Result]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FixedMemory:
-    """GPU memory that the model needs in addition to its experts, in bytes.
+    """GPU memory that a model needs in addition to its experts, in bytes.
 
     - ours: with our engine.
-    - theirs: with upstream and all experts on the CPU.
-    - layers: bytes of each layer's experts.
+    - theirs: with upstream llama.cpp, all of whose experts are on the CPU.
+    - layers: size of each layer's experts.
     """
 
     ours: int
@@ -124,13 +124,13 @@ class FixedMemory:
     layers: tuple[int, ...]
 
     def vram_bytes(self, share: float) -> int:
-        """Return the GPU memory that every case gets for this fraction of the experts."""
+        """Return the GPU memory in bytes that a case gets, if `share` of the experts should fit."""
         return max(self.ours, self.theirs) + int(share * sum(self.layers))
 
     def cpu_moe(self, share: float) -> int:
-        """Return the smallest N of upstream's --n-cpu-moe N that fits into vram_bytes.
+        """Return how many layers' experts llama.cpp must leave on the CPU.
 
-        That option leaves the experts of the first N layers on the CPU.
+        This is the smallest N of its option --n-cpu-moe N that fits into vram_bytes(share).
         """
         left = self.vram_bytes(share) - self.theirs
         n = len(self.layers)
@@ -141,16 +141,16 @@ class FixedMemory:
 
 
 def getting(case: Case, how: str) -> Case:
-    """Return the case with another setting for cache misses."""
+    """Return a copy of a case with another setting `misses`, which says how to handle misses."""
     return replace(case, settings=case.settings | {"misses": how})
 
 
 class Gpu(Benchmark):
-    """Compares systems on a GPU. The cap limits the GPU's memory to a fraction of the experts.
+    """Compares llama.cpp and our policies on a GPU whose memory has a cap.
 
-    - gpu: the result of `ask_device`.
-    - fixed_memory: the model's memory without experts.
-    - copies: copy bandwidth to the GPU before each run.
+    - gpu: description of the GPU, from `ask_device`.
+    - fixed_memory: GPU memory of the model without experts.
+    - copies: bandwidth of copies to the GPU, measured before each run.
     """
 
     options = GpuOptions
@@ -170,22 +170,32 @@ class Gpu(Benchmark):
     cap_words = "space for {:.0%} of the experts on the GPU"
 
     def run(self, on: Any, note: Note = lambda text: None) -> Report:
-        """Measure all cases, or count operations with --counts. Raises MoeEdgeError."""
+        """Measure all cases and return the report. With --counts, count operations instead.
+
+        Raises MoeEdgeError if the GPU or the model cannot be used.
+        """
         if on.counts != on.emulated:
             raise ConfigError("--counts and --emulated need each other: give both or neither")
         return count(on.retention, note) if on.counts else super().run(on, note)
 
     def open(self, on: GpuOptions, note: Note) -> None:
-        """Open the model. Raises ConfigError before it is generated if there is no GPU."""
+        """Find the GPU, then open the model that is measured.
+
+        Raises ConfigError if no GPU is found, before the model is generated.
+        """
         self.gpu, self.copies = ask_device(on.device), list[Result]()
         super().open(on, note)
 
     def cases(self) -> list[Case]:
-        """Return the case with everything on the GPU, then those of each cap.
+        """Return the cases to measure: first with everything on the GPU, then under each cap.
 
-        Under each cap, these are upstream with as few layers' experts on the CPU as possible, and
-        with all of them there; our LRU baseline with each way to handle misses, and with the
-        automatic choice; the rows of DyMoE's Table 3, which copy misses; and all other policies.
+        Under each cap, these are:
+
+        - llama.cpp with the experts of as few layers as possible on the CPU, and with all experts
+          on the CPU;
+        - our LRU policy with each way to handle misses, and with the automatic choice;
+        - the rows of DyMoE's Table 3, which copy missing experts to the GPU;
+        - all other policies.
         """
         self.measure_fixed_memory(self.gpu["index"])
         number, retention = self.gpu["index"] or 0, self.on.retention
@@ -226,7 +236,8 @@ class Gpu(Benchmark):
     def job(self, case: Case, number: int) -> Job:
         job = super().job(case, number)
         job.device = self.on.device
-        # Otherwise, low copies that a policy has not used yet would be read from disk.
+        # Put all experts into host memory first. Otherwise, low copies that a policy has not used
+        # yet would be read from disk.
         job.warm_host = case.system == "engine" and case.cap is not None
         if case.role == "probe":
             tokens = min(self.on.prompt_tokens, self.on.n_ctx - PROBE_TOKENS)
@@ -235,9 +246,10 @@ class Gpu(Benchmark):
         return job
 
     def measure(self, case: Case, number: int) -> Result:
-        """Measure one case, or reuse its saved figures (`keep`).
+        """Measure a case once, or return the result that an earlier call saved.
 
-        The name of the saved file is a hash of the case and of everything that it depends on.
+        Results are saved in the folder `keep` of the options, if given. The name of the file is a
+        hash of the case and of everything that it depends on. `number` is the number of the run.
         """
         if self.on.keep is None:
             return super().measure(case, number)
@@ -253,11 +265,10 @@ class Gpu(Benchmark):
     def measure_fixed_memory(self, gpu: int | None) -> None:
         """Measure the GPU memory that each engine needs in addition to the experts.
 
-        Each engine computes a prompt and a few tokens. A kernel allocates memory when it is first
-        launched, so our engine runs the case that uses the most kernels: two precisions and
-        look-ahead, with the largest cap. Upstream has one layer's experts on the GPU. `gpu` is the
-        device number. None uses main memory instead, which is estimated, not measured. Raises
-        MoeEdgeError.
+        Each engine computes a prompt and a few tokens. Kernels allocate memory when they are first
+        launched, so our engine uses two precisions and prefetching, which need the most kernels.
+        `gpu` is the number of the device. With None, main memory is estimated instead. Raises
+        MoeEdgeError if an engine fails.
         """
         options, model = self.on, self.model
         rows = {case.name: case for case in paper_rows(1.0, options.retention)}
@@ -278,20 +289,20 @@ class Gpu(Benchmark):
             for kinds in model.slices
         )
         ours, theirs = memory[0]["fixed"], memory[1]["llama"]
-        if gpu is not None:  # our plan refuses a cap below its estimate
+        if gpu is not None:  # use at least our plan's estimate, because it refuses a lower cap
             experts = memory[0]["planned"] - ours
             ours = max(ours, memory[0]["used"] - experts) + SPARE_BYTES
             theirs = max(theirs, memory[1]["used"]) + SPARE_BYTES - layers[-1]
         self.fixed_memory = FixedMemory(ours, theirs, layers)
 
     def bandwidth(self, number: int, seconds: float = 1.5) -> disk.Bandwidth:
-        """Measure the disk bandwidth, and once per run the copy bandwidth to the GPU."""
+        """Measure the disk bandwidth, and once per run also that of copies to the GPU."""
         if len(self.copies) <= number:
             self.copies.append(ask_device(self.on.device)["copies"])
         return super().bandwidth(number, seconds)
 
     def row(self, case: Case, runs: Sequence[Result]) -> Result:
-        """Return the metrics of one case, with the GPU's memory and the bytes copied to it."""
+        """Return the row of a case: its metrics, the GPU's memory and the bytes copied to it."""
         row = case_row(
             case, runs, None if case.cap is None else self.fixed_memory.vram_bytes(case.cap)
         )
@@ -311,7 +322,10 @@ class Gpu(Benchmark):
         return row
 
     def notes(self, rows: Sequence[Result]) -> list[str]:
-        """Also what the decoding thread waited for, in microseconds per layer and token."""
+        """Return the footnotes of a table.
+
+        They include how long the decoding thread waited per layer and token, by cause.
+        """
         lines = []
         for row in good(rows):
             if "hit_rate" in row:
@@ -320,11 +334,11 @@ class Gpu(Benchmark):
         return super().notes(rows) + lines
 
     def compare(self, rows: Sequence[Result], runs: Sequence[Sequence[Result]]) -> None:
-        """Add the speed-ups and the bound to the rows.
+        """Add the speed-ups and the bound on the speed to the rows.
 
-        TPOT and TTFT are compared with the better upstream row under the same cap; rows of the
-        paper are also compared with load on demand. The bound depends on the misses. Its compute
-        time is that of our managed path with everything on the GPU, or 0 if that did not fit.
+        TPOT and TTFT are compared with the faster llama.cpp case under the same cap. The rows of
+        the DyMoE paper are also compared with their first row, load on demand. The bound is the
+        compute time with everything on the GPU, or the time of the misses if that is longer.
         """
         for same in caps_of(rows):
             upstream = [row for row in same if row["role"] == "upstream"]
@@ -351,17 +365,19 @@ class Gpu(Benchmark):
             f"{gpu['name']}, {format_size(gpu['total_bytes'])}; copies to it {pinned} pinned, "
             f"{pageable} pageable; the host computes {compute}",
             f"{options.tokens} decode steps with the same {options.words} tokens for all rows, "
-            f"after {options.prompt_tokens} others; {options.runs} alternating runs; x TPOT, "
-            f"x TTFT: relative to the best upstream row; dymoe at r = {options.retention}",
+            f"after {options.prompt_tokens} others; {options.runs} alternating runs; x TPOT and "
+            f"x TTFT are relative to the best upstream row; dymoe has r = {options.retention}",
             "bound: max(compute time with all experts on the GPU, missed bytes / bandwidth)",
-            "rows 1 to 6: Table 3 of DyMoE, misses copied; x row 1: in TPOT",
+            "rows 1 to 6 are those of DyMoE's Table 3, with misses copied to the GPU; x row 1 "
+            "compares TPOT with row 1",
         ]
 
 
 def ask_device(name: str) -> Result:
-    """Describe a GPU, from a child process, so that this process uses none of its memory.
+    """Return the name, the memory and the copy bandwidth of a GPU.
 
-    Raises ConfigError if there is no such GPU.
+    A child process measures them, so that this process uses no GPU memory. Raises ConfigError if
+    the GPU does not exist.
     """
     job = Job("device", "", None, {}, n_ctx=0, n_ubatch=0, threads=1, parts=[], seed=0, device=name)
     found = Benchmark._spawn(job)
@@ -371,10 +387,10 @@ def ask_device(name: str) -> Result:
 
 
 def wait_ms(run: Result, speeds: Result, disk_speed: float) -> float:
-    """Return the minimum time for the misses of one token, in milliseconds.
+    """Return the minimum time for the cache misses of one token, in milliseconds.
 
-    Copies to the GPU, computing on the host and reads from disk overlap, each at its peak speed.
-    `speeds` holds the fields of native.Bandwidths.
+    Copies to the GPU, computing on the host and reads from disk overlap, and each has its peak
+    speed. `speeds` has the fields of native.Bandwidths. `disk_speed` is in bytes per second.
     """
     link = speeds["pinned"] or speeds["pageable"]
     by_host = per_token(run, "host_computed_bytes")

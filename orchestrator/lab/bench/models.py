@@ -20,11 +20,12 @@ from orchestrator.errors import MoeEdgeError
 from orchestrator.lab.bench.options import BenchOptions
 
 HIGH, LOW = "q4_k", "q2_k"
-# Candidates for a uniform expert type that fits whole, the largest first.
+# Types to try as the uniform type of all experts, the largest first.
 UNIFORM = ("q6_k", "q5_k", "q4_k", "iq4_xs", "q3_k", "iq3_xxs", "q2_k", "iq2_xs", "iq2_xxs")
-# Larger files are announced before they are written.
+# A message announces files that are larger than this before they are written.
 LARGE_BYTES = 2**32
-# The models folder is inside the package `orchestrator` in a wheel, next to it in a checkout.
+# In an installed wheel the models folder is inside the package `orchestrator`. In a checkout it is
+# next to it.
 _PACKAGE = Path(__file__).resolve().parents[2]
 DEMO_FOLDER = (_PACKAGE if (_PACKAGE / "models").is_dir() else _PACKAGE.parent) / "models" / "demo"
 DEMO_MODEL = DEMO_FOLDER / "moe-edge-demo.gguf"
@@ -34,10 +35,11 @@ Note = Callable[[str], None]
 
 
 def build_models(options: BenchOptions, tiers: Sequence[str], note: Note) -> list[Path]:
-    """Return the model files, one per expert type, and generate those that are missing.
+    """Return a model file for each expert type in `tiers`. Missing files are generated.
 
-    File names contain a hash of the generator's or the demo model's bytes, so outdated files are
-    never used. Raises MoeEdgeError if the demo model is not installed or the disk is full.
+    File names contain a hash of the generator or of the demo model, so outdated files are never
+    used. `note` receives progress messages. Raises MoeEdgeError if the demo model is not installed
+    or the disk is full.
     """
     if options.trained:
         for path in (DEMO_MODEL, DEMO_TEXT):
@@ -52,7 +54,7 @@ def build_models(options: BenchOptions, tiers: Sequence[str], note: Note) -> lis
 
 
 def uniform_tiers(options: BenchOptions) -> tuple[str, ...]:
-    """Return the expert types that can be generated in seconds, the largest first."""
+    """Return the expert types that can be generated within seconds, the largest first."""
     if options.trained:
         with ExpertModel.open(DEMO_MODEL) as demo:
             found = [tier.name for tier in demo.tiers]
@@ -62,9 +64,9 @@ def uniform_tiers(options: BenchOptions) -> tuple[str, ...]:
 
 
 def tier_expert_bytes(model: ExpertModel, tier: str) -> int | None:
-    """Return the bytes of all experts of a model in this type.
+    """Return the bytes of all experts of a model if they had this type.
 
-    Returns None if a row is not a whole number of the type's blocks.
+    Returns None if a matrix row is not a whole number of the type's blocks.
     """
     kind = type_by_name(tier)
     shapes = [shape for layer in model.shapes for shape in layer if shape is not None]
@@ -97,7 +99,10 @@ def _path(options: BenchOptions, tier: str) -> Path:
 
 
 def _check_free_space(options: BenchOptions, tiers: Sequence[str], note: Note) -> None:
-    """Announce large files. Raises MoeEdgeError if the disk has too little free space."""
+    """Check that the disk has enough free space for the model files to be generated.
+
+    A large size is announced with `note`. Raises MoeEdgeError if the space is too small.
+    """
     folder = _path(options, tiers[0]).parent
     folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
@@ -114,7 +119,7 @@ def _check_free_space(options: BenchOptions, tiers: Sequence[str], note: Note) -
 
 
 def _stale(path: Path) -> list[Path]:
-    """Return files of the same model from an earlier generator."""
+    """Return the outdated files of the same model, which an earlier generator wrote."""
     stem = path.stem.rpartition("-")[0]
     return [each for each in path.parent.glob(f"{stem}-*.gguf") if each != path]
 

@@ -14,7 +14,7 @@ from orchestrator.lab.bench.child import Part, decode, longest_context, prompt, 
 from orchestrator.policy.dymoe import DyMoESettings
 from orchestrator.settings import FROM_0, FROM_1, MORE, Notation, Settings, inherit, setting
 
-# The shape of --quick: a tiny model that runs in seconds.
+# The shape of the model with --quick, which runs in seconds.
 QUICK_SHAPE = "tiny-olmoe"
 DEMO = "demo"
 
@@ -24,7 +24,10 @@ Asked = TypeVar("Asked", bound="BenchOptions")
 
 
 def parse_percentages(text: str) -> tuple[float, ...]:
-    """Parse percentages into fractions: "60,80" becomes (0.6, 0.8). Raises ConfigError."""
+    """Convert a list of percentages to fractions: "60,80" becomes (0.6, 0.8).
+
+    Raises ConfigError for another text.
+    """
     try:
         return tuple(float(part.strip().rstrip("%")) / 100 for part in text.split(","))
     except ValueError:
@@ -34,21 +37,22 @@ def parse_percentages(text: str) -> tuple[float, ...]:
 PERCENTAGES = Notation(
     parse_percentages, lambda shares: ",".join(f"{100 * share:.0f}" for share in shares)
 )
-# "lru, upstream mmap" becomes ("lru", "upstream mmap").
+# A list of words: "lru, upstream mmap" becomes ("lru", "upstream mmap").
 WORDS = Notation(lambda text: tuple(filter(None, map(str.strip, text.split(",")))), ",".join)
 
 
 @dataclass(frozen=True)
 class BenchOptions(Settings):
-    """Options of every benchmark. Raises ConfigError.
+    """Options that all benchmarks share. Raises ConfigError for an invalid value.
 
-    - shape: a random-weight model, or "demo" for the trained one, which reads a text.
-    - caps: fractions of the single-precision file that a process may use. With the demo or `quick`,
-      the process itself is larger than the model, so the cap applies to the expert slots only.
-    - tokens: measured decode steps, after `warmup` unmeasured ones.
-    - max_seconds: time limit for the decode steps of one process; at least 8 are measured.
-    - layers, vocab: number of layers and of vocabulary entries of a random-weight model, instead of
-      the shape's defaults.
+    - shape: the shape of a model with random weights, or "demo" for the trained demo model, which
+      reads a text.
+    - caps: memory caps of the process, as fractions of the model file. The demo model and that of
+      `quick` are smaller than the process itself, so their caps apply to the expert slots only.
+    - tokens: number of measured decode steps, after `warmup` unmeasured steps.
+    - max_seconds: time limit for the decode steps of one process. At least 8 steps are measured.
+    - layers, vocab: number of layers and of vocabulary entries of a model with random weights; None
+      uses those of the shape.
     """
 
     shape: str = setting(
@@ -59,7 +63,7 @@ class BenchOptions(Settings):
     )
     routing: str = setting(
         "uniform",
-        "Expert usage of a random-weight model: uniform, or zipf (skewed).",
+        "How a random-weight model uses its experts: uniform, or zipf (skewed).",
         metavar="KIND",
     )
     caps: tuple[float, ...] = setting(
@@ -69,11 +73,11 @@ class BenchOptions(Settings):
     )
     tokens: int = setting(128, "Measured decode steps.", within=FROM_1)
     prompt_tokens: int = setting(128, "Prompt length.", within=FROM_1)
-    runs: int = setting(2, "Passes over all cases.", within=FROM_1)
+    runs: int = setting(2, "Number of times that each row is measured.", within=FROM_1)
     threads: int | None = setting(None, "Compute threads.", within=FROM_1, shown="the cores")
     seed: int = setting(0, "Seed of the weights and of the tokens.", within=FROM_0)
     quick: bool = setting(
-        False, "Test with a tiny model in seconds; its figures are not meaningful."
+        False, "Test the benchmark with a tiny model in seconds. Its figures are not meaningful."
     )
     retention: float = inherit(
         DyMoESettings,
@@ -85,7 +89,7 @@ class BenchOptions(Settings):
     )
     rows: tuple[str, ...] = setting(
         (),
-        "Only rows whose names contain one of these words, such as lru,dynaexq,upstream.",
+        "Measure only rows whose names contain one of these words, such as lru,upstream.",
         notation=WORDS,
         shown="all",
     )
@@ -99,7 +103,7 @@ class BenchOptions(Settings):
     )
     layers: int | None = setting(
         None,
-        "Layers of a random-weight model; all 48 of qwen3-30b need 27 GB of disk.",
+        "Number of layers of a random-weight model. All 48 of qwen3-30b need 27 GB of disk.",
         within=FROM_1,
         shown="a few",
     )
@@ -131,7 +135,10 @@ class BenchOptions(Settings):
 
     @classmethod
     def of(cls: type[Asked], given: Mapping[str, Any]) -> Asked:
-        """Build the options from those given on the command line. Raises ConfigError."""
+        """Return the options with the values that were given on the command line.
+
+        Raises ConfigError if values are invalid or contradict each other.
+        """
         if given.get("shape") == DEMO and given.get("routing") is not None:
             raise ConfigError(
                 "--routing has no effect with --shape demo, whose routing is trained: leave one "
@@ -141,27 +148,27 @@ class BenchOptions(Settings):
 
     @property
     def trained(self) -> bool:
-        """Whether the model is the demo, not one with random weights."""
+        """Whether the model is the trained demo model, not a model with random weights."""
         return self.shape == DEMO
 
     @property
     def model_name(self) -> str:
-        """The shape that is used, after --quick."""
+        """The shape of the model. With --quick, it is a tiny one."""
         return QUICK_SHAPE if self.quick and not self.trained else self.shape
 
     @property
     def caps_process(self) -> bool:
-        """Whether a cap applies to the whole process, not to the expert slots only."""
+        """Whether a memory cap applies to the whole process, not only to the expert slots."""
         return not (self.quick or self.trained)
 
     @property
     def n_threads(self) -> int:
-        """Number of compute threads; default: the number of cores."""
+        """The number of compute threads, by default the number of cores."""
         return compute_threads(self.threads)
 
     @property
     def sequences(self) -> int:
-        """Number of sequences in a decode batch; 0 for a single sequence."""
+        """The number of sequences that decode in one batch, or 0 if only one decodes."""
         return max((part.sequences for part in self.parts()), default=0)
 
     @property
@@ -175,7 +182,7 @@ class BenchOptions(Settings):
         return longest_context(self.parts())
 
     def parts(self) -> list[Part]:
-        """Return the parts of a measurement: a prompt, warm-up steps, measured decode steps."""
+        """Return what a child process runs: a prompt, warm-up steps, and measured decode steps."""
         return [
             prompt(self.prompt_tokens),
             settle(self.warmup, self.max_seconds / 3),
@@ -184,5 +191,5 @@ class BenchOptions(Settings):
 
     @property
     def words(self) -> str:
-        """The kind of the tokens, for reports."""
+        """The word for the tokens in reports, such as "random"."""
         return "text" if self.trained else "random"

@@ -31,11 +31,12 @@ from orchestrator.settings import FROM_0, inherit, setting
 HERE = Path(__file__).resolve().parents[3]
 UPSTREAM = "upstream"
 N_CTX = 4096
-# After each start, WARM_UP steps are not timed. Then there are TURNS turns of STEPS steps. The
-# first step of a turn is discarded, because CPU caches are cold. A prompt turn times one prompt.
+# Number of steps after each start of a side: first WARM_UP untimed steps, then TURNS turns of STEPS
+# steps. The first step of a turn is discarded, because CPU caches are cold. For prompts, a turn
+# times one prompt.
 WARM_UP, TURNS, STEPS = 30, 10, 12
 
-# Runs in both checkouts, so it uses only functions that both have.
+# The program of a side. It runs in both checkouts, so it uses only functions that exist in both.
 WORKER = """
 import json, sys, time
 import numpy as np
@@ -95,32 +96,40 @@ with opened(json.loads(sys.argv[1])) as (evaluate, n_vocab, callback_us):
 
 @dataclass(frozen=True)
 class PairedOptions(BenchOptions):
-    """Options of the paired benchmark.
+    """Options of `moe-edge bench paired`, which compares the speed of two sides.
 
-    `ours` and `theirs` are the settings of the two sides as NAME=VALUE. The word "upstream" makes a
-    side plain llama.cpp, with settings of PlainModel. `other` is the checkout that "theirs" runs
-    in. A side without a cap has all experts in memory. Raises ConfigError.
+    - ours, theirs: the settings of the two sides, as NAME=VALUE. With the word "upstream", a side
+      runs upstream llama.cpp, with settings of PlainModel.
+    - other: the source checkout that "theirs" runs in; None is this one.
+    - python: the Python interpreter of the other checkout.
+
+    A side without a memory cap has all experts in memory. Raises ConfigError for an invalid value.
     """
 
     model: Path | None = setting(None, "A model file.", shown="one of --shape")
     routing: str = inherit(BenchOptions, "routing", "zipf")
     tier: str = setting(HIGH, "Type of the experts of a random-weight model.")
     ours: tuple[str, ...] = setting(
-        ("policy=lru", "force_managed=true"), "Settings of our side.", notation=WORDS
+        ("policy=lru", "force_managed=true"), "Settings of our side, as NAME=VALUE.", notation=WORDS
     )
     theirs: tuple[str, ...] = setting(
         (UPSTREAM,),
-        "Settings of the other side; upstream: llama.cpp at its best flags.",
+        "Settings of the other side. The word upstream selects llama.cpp with its fastest flags.",
         notation=WORDS,
     )
-    other: Path | None = setting(None, "Another checkout for the other side.", metavar="DIR")
+    other: Path | None = setting(None, "Source checkout that runs the other side.", metavar="DIR")
     python: str = setting(
-        sys.executable, "Python of --other, with its library.", metavar="FILE", shown="this one"
+        sys.executable,
+        "Python interpreter that runs the checkout of --other.",
+        metavar="FILE",
+        shown="this one",
     )
     prompt: int = setting(
-        0, "Time prompts of this many tokens; 0: time decode steps.", within=FROM_0
+        0, "Time prompts of this many tokens. With 0, time decode steps.", within=FROM_0
     )
-    runs: int = inherit(BenchOptions, "runs", 12, help="Number of pairs; each starts both sides.")
+    runs: int = inherit(
+        BenchOptions, "runs", 12, help="Number of pairs. Each pair starts both sides."
+    )
     caps: tuple[float, ...] = inherit(BenchOptions, "caps", option=False)
     tokens: int = inherit(BenchOptions, "tokens", option=False)
     prompt_tokens: int = inherit(BenchOptions, "prompt_tokens", option=False)
@@ -128,7 +137,7 @@ class PairedOptions(BenchOptions):
     rows: tuple[str, ...] = inherit(BenchOptions, "rows", option=False)
 
     def side(self, words: Sequence[str], model: Path) -> dict[str, Any]:
-        """Return the settings for the process of a side.
+        """Return the settings for the child process of one side, from its NAME=VALUE words.
 
         Raises ConfigError for an unknown setting.
         """
@@ -157,7 +166,10 @@ def _parsed(words: Sequence[str], known: Mapping[str, Callable[[str], Any]]) -> 
 
 
 class Side:
-    """A child process that computes on request. `ms` holds the times of its steps."""
+    """The child process of one of the two sides that are compared. It computes on request.
+
+    `ms` has the times of its measured steps.
+    """
 
     def __init__(self, process: subprocess.Popen[str], errors: IO[str]) -> None:
         self.ms: list[float] = []
@@ -167,9 +179,10 @@ class Side:
     @classmethod
     @contextmanager
     def started(cls, tree: Path, python: str, options: Mapping[str, Any]) -> Iterator[Side]:
-        """Start a side and wait until its model is loaded. It ends with the block.
+        """Start the child process of a side, and wait until its model is loaded.
 
-        Raises MoeEdgeError if it fails.
+        It runs the checkout `tree` with the interpreter `python`, and ends with the block. Raises
+        MoeEdgeError if it fails.
         """
         with (
             TemporaryFile("w+") as errors,
@@ -198,9 +211,10 @@ class Side:
         return line
 
     def run(self, steps: int, prompt: int) -> list[float]:
-        """Run steps and return their times in milliseconds, without the first one (cold caches).
+        """Run several steps and return their times in milliseconds.
 
-        With prompt=0 a step decodes one token; otherwise it reads a prompt of `prompt` tokens.
+        With prompt=0 a step decodes one token. Otherwise it reads a prompt of `prompt` tokens. The
+        first step is left out, because it finds cold CPU caches.
         """
         assert self._process.stdin is not None
         self._process.stdin.write(f"{steps} {prompt}\n")
@@ -210,10 +224,10 @@ class Side:
 
 
 def in_turns(sides: Mapping[str, Side], prompt: int, turns: int = TURNS) -> None:
-    """Run the sides in alternation and fill their `ms`.
+    """Let the sides compute in alternation, and add the times to their `ms`.
 
-    Only one side computes at a time, so other load on the machine affects all sides equally. The
-    order is reversed after each turn.
+    Only one side computes at a time, so that other load on the machine affects all sides equally.
+    The order is reversed after each turn. `prompt` has the meaning of Side.run.
     """
     steps = 2 if prompt else STEPS
     order = list(sides.values())
@@ -236,15 +250,19 @@ COLUMNS = (
 
 
 class Paired:
-    """Compares two sides. A pair is one start of both.
+    """Compares the speed of two sides (settings, checkouts, or upstream llama.cpp).
 
-    The ratio of a pair is their median step time divided by ours: above 1, ours is faster.
+    A pair is one start of both sides. Its ratio is their median step time divided by ours. If it is
+    above 1, ours is faster.
     """
 
     options = PairedOptions
 
     def run(self, on: PairedOptions, note: Note = lambda text: None) -> Report:
-        """Run all pairs and return the report. Raises MoeEdgeError if a side fails."""
+        """Run all pairs and return the report. `note` receives progress messages.
+
+        Raises MoeEdgeError if the process of a side fails.
+        """
         model = on.model or build_models(on, (on.tier,), note)[0]
         model = model.resolve()
         arguments = {

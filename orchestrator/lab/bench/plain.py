@@ -18,12 +18,15 @@ from gguf_tools.closing import Closing
 from orchestrator.errors import NativeError
 from orchestrator.native.llama import Bindings, BufferTypeOverride, LlamaContext, Model
 
-# Imported before our bindings, which would change how OpenMP threads wait.
+# Load llama.cpp before our bindings, which would change how OpenMP threads wait.
 built.bindings()
 
 
 def _experts_on_cpu(bindings: Bindings, n_layers: int) -> Any:
-    """Return the overrides of --n-cpu-moe N (experts of layers 0 to N-1) with an end marker."""
+    """Return the tensor overrides that keep the experts of the first n_layers layers on the CPU.
+
+    llama.cpp makes the same overrides for --n-cpu-moe. The last element is an end marker.
+    """
     overrides = (BufferTypeOverride * (n_layers + 1))()
     find = bindings.api._lib.ggml_backend_cpu_buffer_type
     find.restype = ctypes.c_void_p
@@ -34,15 +37,16 @@ def _experts_on_cpu(bindings: Bindings, n_layers: int) -> Any:
 
 
 class PlainModel(Closing):
-    """One model with one context, also a context manager.
+    """Runs a model with upstream llama.cpp, without our engine. Also a context manager.
 
-    - mmap: map the weights and page them in; otherwise read them at load.
+    - mmap: map the weights, so that they are read when they are used. Otherwise they are read at
+      load.
     - extra_bufts: allow the weights to be repacked for the CPU.
     - gpu: number of the GPU that holds everything except the experts of the first `cpu_moe` layers,
-      as with upstream's --n-cpu-moe; None uses the CPU only.
+      as with llama.cpp's --n-cpu-moe. None uses the CPU only.
     - experts_used: (metadata key, experts per token), which replaces the file's value.
 
-    Raises NativeError.
+    Raises NativeError if the model cannot be loaded.
     """
 
     def __init__(
@@ -77,7 +81,7 @@ class PlainModel(Closing):
                 **more,
             )
             stack.enter_context(closing(model))
-            # Without `gpu`, everything is computed on the CPU, as in our engine.
+            # Without `gpu`, compute everything on the CPU, as our engine does.
             on_gpu = gpu is not None
             self._context = LlamaContext(
                 bindings,
@@ -97,18 +101,21 @@ class PlainModel(Closing):
         self.n_vocab, self.context = model.n_vocab, self._context.handle
 
     def close(self) -> None:
-        """Free the model and the context. No method may be called afterwards."""
+        """Free the model and the context. No other method may be called afterwards."""
         self._opened.close()
 
     def tokenize(self, text: str) -> list[int]:
-        """Tokenize a text; names of control tokens become control tokens. Raises NativeError."""
+        """Return the tokens of a text. Names of control tokens become control tokens.
+
+        Raises NativeError if the text cannot be tokenized.
+        """
         return self._context.model.tokenize(text, add_special=True, parse_special=True)
 
     def eval(self, tokens: list[int], pos: int) -> npt.NDArray[np.float32]:
-        """Decode tokens at positions pos, pos + 1, and so on.
+        """Evaluate tokens at positions pos, pos + 1, and so on.
 
-        Returns a copy of the last token's logits [1, n_vocab]. KV cells from pos on are removed
-        first. Raises NativeError.
+        Earlier KV cells from pos on are removed first. Returns a copy of the last token's logits
+        [1, n_vocab]. Raises NativeError if the evaluation fails.
         """
         context = self._context
         context.forget_from(pos)

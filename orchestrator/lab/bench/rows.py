@@ -16,48 +16,53 @@ Result = dict[str, Any]
 
 
 def named(run: Result, name: str) -> list[Result]:
-    """Return the parts of a run with this name."""
+    """Return the parts (prompts or decode steps) of a run that have this name."""
     return [part for part in run["parts"] if part["name"] == name]
 
 
 def times_ms(run: Result, name: str) -> list[float]:
-    """Return all times of the parts with this name, in milliseconds."""
+    """Return the times of all steps of the parts with this name, in milliseconds.
+
+    `run` is the result of one process.
+    """
     return [each for part in named(run, name) for each in part["ms"]]
 
 
 def median_ms(runs: Sequence[Result], name: str) -> list[float]:
     """Return the median time of the parts with this name for each run, in milliseconds.
 
-    Speeds are medians of a run's times and then medians of the runs, because other load on the
-    machine affects a mean far more.
+    Medians are used because other load on the machine affects a mean far more.
     """
     return [float(np.median(times_ms(run, name))) for run in runs]
 
 
 def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
-    """Return the median over the runs of the ratio within each run.
+    """Return the median of the ratios numerator / denominator, one for each run.
 
-    Ratios are taken within a run because the machine's speed drifts.
+    Both values come from the same run, because the machine's speed drifts.
     """
     return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))
 
 
 def good(rows: Sequence[Result]) -> list[Result]:
-    """Return the rows without an error."""
+    """Return only the rows whose measurement did not fail."""
     return [row for row in rows if "error" not in row]
 
 
 def best_runs(rows: Sequence[Result], key: str = "tpot_ms_p50_runs") -> list[float]:
-    """Return the smallest time of any row for each run; [] without rows."""
+    """Return the smallest time of any row for each run, or [] if no row succeeded.
+
+    `key` selects the time, by default the median decode step.
+    """
     return [min(each) for each in zip(*(row[key] for row in good(rows)), strict=True)]
 
 
 def add_ratio(
     rows: Sequence[Result], name: str, bases: Sequence[Result], key: str = "tpot_ms_p50_runs"
 ) -> None:
-    """Add to each row its speed relative to the fastest of `bases`, for the times in `key`.
+    """Add to each row, as `name`, its speed relative to the fastest row of `bases`.
 
-    Does nothing if `bases` is empty.
+    `key` selects the time, by default the median decode step. Does nothing if `bases` is empty.
     """
     best = best_runs(bases, key)
     for row in good(rows):
@@ -66,17 +71,17 @@ def add_ratio(
 
 
 def caps_of(rows: Sequence[Result]) -> list[list[Result]]:
-    """Group the rows by their cap, and keep their order."""
+    """Group rows by their memory cap, and keep their order."""
     caps = dict.fromkeys(row["cap"] for row in rows)
     return [[row for row in rows if row["cap"] == cap] for cap in caps]
 
 
 def add_bound(row: Result, compute_ms: Sequence[float], waits_ms: Sequence[list[float]]) -> None:
-    """Add a lower bound of the time per token to a row, and the fraction of the bound reached.
+    """Add to a row a lower bound of the time per token, and the fraction of it reached.
 
-    A step takes at least the longer of its compute time and its wait for missed bytes. The bound is
-    the median over the steps, like the speed. Both are compared within a run, so they were measured
-    minutes apart. `waits_ms` holds the waits of the steps of each run.
+    A step takes at least the longer of its compute time and its wait for missing bytes. The bound
+    is the median over the steps. `compute_ms` has the compute time of a step for each run.
+    `waits_ms` has, for each run, the waits of its steps.
     """
     bounds = [
         statistics.median(max(compute, wait) for wait in waits)
@@ -93,15 +98,16 @@ def add_bound(row: Result, compute_ms: Sequence[float], waits_ms: Sequence[list[
 
 
 def per_token(run: Result, key: str) -> float:
-    """Return a counter of the store per decoded token of a run."""
+    """Return a counter of the expert store, divided by the number of decoded tokens of a run."""
     parts = named(run, DECODE)
     return float(sum(part["store"][key] for part in parts) / sum(part["tokens"] for part in parts))
 
 
 def case_row(case: Case, runs: Sequence[Result], limit_bytes: int | None) -> Result:
-    """Return the metrics of one case over its runs: decode speed, TTFT, store and memory.
+    """Return the row of a case: decode speed, TTFT, cache hits and memory over all its runs.
 
-    p99 is computed over the decode steps of all runs together.
+    limit_bytes is the memory limit of the case, which is shown with its peak. The 99th percentile
+    is taken over the decode steps of all runs together. If a run failed, the row has "error".
     """
     row: Result = {"name": case.name, "cap": case.cap, "role": case.role}
     row["limit_bytes"] = limit_bytes
@@ -145,7 +151,7 @@ MIB, MB = 2**20, 1e6
 
 NAME = Column("", "name", left=True)
 HIT = Column("hit", "hit_rate", percent(1), "%")
-# Fractions of the routed experts.
+# The fractions of routed experts that were high, low and skipped.
 MIX = Column(
     "hi/lo/skip",
     "mix",
@@ -154,22 +160,28 @@ MIX = Column(
 )
 TOKENS = Column("tok/s", "tokens_per_s", fixed(1))
 TTFT = Column("TTFT", "ttft_ms", fixed(0), "ms")
-# 99th percentile of the decode step time.
+# The 99th percentile of the decode step time.
 SLOWEST = Column("p99", "tpot_ms_p99", fixed(1), "ms")
 
 
 def step(digits: int) -> Column:
-    """Return the column of the median decode step in milliseconds, with this number of digits."""
+    """Return the table column of the median decode step in milliseconds, with `digits` decimals."""
     return Column("p50", "tpot_ms_p50", fixed(digits), "ms")
 
 
 def moved(key: str = "bytes_per_token") -> Column:
-    """Return the column of the megabytes that were read or copied per token."""
+    """Return the table column of the megabytes that were read or copied per token.
+
+    `key` is the row's key for the number of bytes.
+    """
     return Column("MB/tok", key, fixed(1, MB))
 
 
 def row_notes(rows: Sequence[Result]) -> list[str]:
-    """Return footnotes: the memory of rows with a store or over their cap, and the bounds."""
+    """Return the footnotes of a table: memory use and bound of its rows.
+
+    Memory is given for rows with an expert store, and for rows that exceed their limit.
+    """
     lines = []
     for row in good(rows):
         limit = row["limit_bytes"]
@@ -189,13 +201,14 @@ def row_notes(rows: Sequence[Result]) -> list[str]:
 
 def _bound_note(row: Result) -> str:
     line = (
-        f"{row['name']}: bound {1e3 / row['bound_tpot_ms']:.1f} tok/s by {row['bound_by']} "
-        f"(computing {row['bound_compute_ms']:.1f} ms, misses {row['bound_wait_ms']:.1f})"
+        f"{row['name']}: bound {1e3 / row['bound_tpot_ms']:.1f} tok/s, set by {row['bound_by']} "
+        f"(computing takes {row['bound_compute_ms']:.1f} ms, misses {row['bound_wait_ms']:.1f} ms)"
     )
     if "probe_bytes_per_s" in row:
         probes = row["probe_bytes_per_s"]
         line += (
-            f", read at {row['read_bytes_per_s'] / 1e9:.2f} GB/s, probes {min(probes) / 1e9:.2f} "
-            f"to {max(probes) / 1e9:.2f}"
+            f"; reads reached {row['read_bytes_per_s'] / 1e9:.2f} GB/s, disk probes "
+            f"{min(probes) / 1e9:.2f} "
+            f"to {max(probes) / 1e9:.2f} GB/s"
         )
     return line

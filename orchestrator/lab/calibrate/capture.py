@@ -33,30 +33,36 @@ from orchestrator.lab.observe import CalibrationBudget, Node, expert_product, ob
 
 WINDOW = 512
 SPILL_BYTES = 8 << 30
-# This folder survives a restart, so it is on a disk. The default temporary folder may be in memory.
+# Files in this folder survive a restart, so it is on a disk. The default temporary folder may be in
+# memory.
 _ON_DISK = Path("/var/tmp")
 
-# Called with the completed fraction, 0 to 1.
+# A progress callback. Its argument is the completed fraction, 0 to 1.
 Progress = Callable[[float], None]
 
 
 def spill_folder() -> Path:
-    """Return the folder for large temporary files: TMPDIR if set, or else a folder on a disk."""
+    """Return the folder for large temporary files.
+
+    This is TMPDIR if the variable is set. Otherwise it is /var/tmp, or the default temporary folder
+    if /var/tmp is not writable.
+    """
     if "TMPDIR" not in os.environ and os.access(_ON_DISK, os.W_OK):
         return _ON_DISK
     return Path(tempfile.gettempdir())
 
 
 class Rows:
-    """n_tokens x per_token rows in an unnamed temporary file, which is deleted automatically.
+    """Rows of numbers in an unnamed temporary file, which the system deletes automatically.
 
-    Values are float16 with a scale per row, a power of two that puts the row's largest magnitude
-    into [1, 2). The relative error of a value is at most 2^-11, down to 2^-14 of that magnitude.
-    Neither very large nor very small activations overflow the format.
+    Each token has `per_token` rows. Values are float16 with a scale per row, a power of two that
+    puts the row's largest magnitude into [1, 2). Neither very large nor very small activations
+    overflow this format. Values down to 2^-14 of the row's largest magnitude have a relative error
+    of at most 2^-11.
     """
 
     def __init__(self, folder: Path, n_tokens: int, shape: tuple[int, int]) -> None:
-        """Create the file. `shape` is (per_token, row length).
+        """Create the file with zeros for n_tokens tokens. `shape` is (rows per token, row length).
 
         Raises ConfigError if the disk has too little free space.
         """
@@ -78,11 +84,17 @@ class Rows:
 
     @staticmethod
     def n_bytes(n_tokens: int, shape: tuple[int, int]) -> int:
-        """Return the size of the file in bytes."""
+        """Return the size in bytes of the file for n_tokens tokens.
+
+        `shape` is (rows per token, row length).
+        """
         return 2 * n_tokens * shape[0] * shape[1]
 
     def put(self, token: int, values: np.ndarray) -> None:
-        """Store finite float32 [n, per_token, width], beginning at a token."""
+        """Store the rows of n consecutive tokens, the first of which has the index `token`.
+
+        `values` are finite float32 numbers [n, rows per token, row length].
+        """
         rows = values.reshape(-1, values.shape[-1])
         exponents = np.frexp(np.abs(rows).max(axis=1))[1] - 1
         at = slice(token * self.per_token, token * self.per_token + len(rows))
@@ -90,20 +102,27 @@ class Rows:
         self._values[at] = np.ldexp(rows, -exponents[:, None])
 
     def take(self, rows: np.ndarray) -> np.ndarray:
-        """Return rows by index (token * per_token + place), float32 [n, width]."""
+        """Return the rows with the given indices as float32 [n, row length].
+
+        Row i of a token has the index token * per_token + i.
+        """
         values = self._values[rows].astype(np.float32)
         found: np.ndarray = np.ldexp(values, self._exponents[rows, None].astype(np.int32))
         return found
 
 
-# 128 windows of 512 tokens. More tokens take longer and change little.
+# The default limit: 128 windows of 512 tokens. A longer text takes more time and changes the result
+# little.
 MAX_TOKENS = 65536
 LEAST_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Windows of tokens of a text. sha256 is the hexadecimal checksum of the file."""
+    """A calibration text, cut into windows: lists of tokens that the model reads separately.
+
+    sha256 is the hexadecimal checksum of the text's file.
+    """
 
     name: str
     sha256: str
@@ -114,17 +133,17 @@ class Calibration:
         return sum(len(window) for window in self.windows)
 
     def summary(self) -> str:
-        """Return one line for a file's metadata."""
+        """Return one line that identifies the text, for the metadata of a written file."""
         return f"{self.name}, {self.n_tokens} tokens, sha256 {self.sha256}"
 
 
 def read_calibration(
     tokenize: Tokenize, path: Path, limit: int = MAX_TOKENS, window: int = WINDOW
 ) -> Calibration:
-    """Read the first `limit` tokens of a text file or of JSON lines, as windows.
+    """Read a calibration text of at most `limit` tokens from a text file or from JSON lines.
 
-    Each window is part of one document. An .xz file is decompressed. Raises ConfigError if the text
-    cannot be read or is too short.
+    The text is cut into windows of at most `window` tokens. Each window is part of one document. An
+    .xz file is decompressed. Raises ConfigError if the text cannot be read or is too short.
     """
     if path.exists() and not path.is_file():
         raise ConfigError(f"{path} is not a regular file, which is needed to store its checksum")
@@ -140,12 +159,12 @@ def read_calibration(
 
 
 class WindowActivations(NamedTuple):
-    """The activations of one layer for a window of T tokens.
+    """Activations of one layer's experts for a window (a piece of text) of T tokens.
 
-    - x: inputs of gate and up, float32 [T, s, n_embd]. s is 1, or k if the model weights the inputs
-      of its experts.
-    - hidden: inputs of down, float32 [T, k, n_ff].
-    - ids: chosen experts, int32 [T, k].
+    - x: inputs of the gate and up matrices, float32 [T, s, n_embd]. s is usually 1. It is k if the
+      model multiplies the inputs of its experts by the gate weights.
+    - hidden: inputs of the down matrices, float32 [T, k, n_ff].
+    - ids: the k experts that the router chose for each token, int32 [T, k].
     """
 
     x: np.ndarray
@@ -153,15 +172,17 @@ class WindowActivations(NamedTuple):
     ids: np.ndarray
 
 
-# Called with (layer, index of the window, activations).
+# A callback that receives (layer, index of the window, activations of the layer).
 Sink = Callable[[int, int, WindowActivations], None]
 
 
 @dataclass
 class LayerActivations:
-    """The activations of one MoE layer for a text of T tokens.
+    """The activations of one layer's experts for a text of T tokens.
 
-    `layer` counts MoE layers. `ids` is int32 [T, k].
+    - layer: index among the MoE layers.
+    - ids: the k experts that the router chose for each token, int32 [T, k].
+    - x, hidden: inputs of the gate and up matrices, and of the down matrices.
     """
 
     layer: int
@@ -181,22 +202,24 @@ class LayerActivations:
         return order, np.searchsorted(flat[order], np.arange(self.n_expert + 1))
 
     def counts(self) -> np.ndarray:
-        """Return the number of tokens of each expert, int64 [n_expert]."""
+        """Return the number of tokens that were routed to each expert, int64 [n_expert]."""
         return np.diff(self._order[1])
 
     def places(self, expert: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return (token, slot), int64 [n] each, with ids[token, slot] == expert.
+        """Return the tokens routed to an expert, and its index among each token's k experts.
 
-        They are ordered by token.
+        Each array is int64 [n], ordered by token: ids[token, index] is the expert.
         """
         order, bounds = self._order
         token, slot = np.divmod(order[bounds[expert] : bounds[expert + 1]], self.ids.shape[1])
         return token, slot
 
     def inputs(self, kind: int, expert: int, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Return the input rows of an expert's matrix, float32 [n, row length], ordered by token.
+        """Return the inputs of an expert's matrix, float32 [n, row length], one row per token.
 
-        start and stop select a range of rows, to limit the memory.
+        The rows are those of the tokens that were routed to the expert, in the order of the text.
+        `kind` is the matrix kind, such as DOWN. start and stop select a range of these rows, to
+        limit the memory.
         """
         token, slot = (each[start:stop] for each in self.places(expert))
         rows = self.hidden if kind == DOWN else self.x
@@ -204,7 +227,7 @@ class LayerActivations:
 
 
 class Capture(Closing):
-    """A loaded model whose expert inputs are captured. Free it with close."""
+    """A loaded model that records the inputs of its experts while it reads. Free it with close."""
 
     def __init__(
         self,
@@ -212,22 +235,24 @@ class Capture(Closing):
         threads: int | None = None,
         budget: CalibrationBudget | None = None,
     ) -> None:
-        """Load a model for windows of at most WINDOW tokens.
+        """Load a model that can read windows (pieces of text) of at most WINDOW tokens.
 
-        With `budget`, the process stays within a memory cap, and experts are read from the file on
-        demand. None means no cap. Raises GGUFError, NativeError or BudgetError.
+        `budget` caps the memory of the process, and experts are then read from the file on demand.
+        With None, memory has no cap. Raises GGUFError, NativeError or BudgetError.
         """
         with ExpertModel.open(path) as model:
             self.layer_ids = list(model.layer_ids)
             self.n_expert, self.n_expert_used = model.n_expert, model.n_expert_used
             downs = [shapes[DOWN] for shapes in model.shapes]
-            # (inputs of gate and up, inputs of down) of each layer
+            # The row lengths of each layer's expert inputs: those of gate and up, and those of
+            # down.
             self._widths = [(down[1], down[0]) for down in downs if down is not None]
         self._layer_of = {il: layer for layer, il in enumerate(self.layer_ids)}
         self._only: frozenset[int] = frozenset()
         self._sink: Sink = lambda *_: None
         self._number = 0
-        # State of the current window: inputs of gate and up, and layers not yet computed.
+        # State of the current window: the inputs of gate and up by layer, and the layers that are
+        # not yet computed.
         self._inputs: dict[int, np.ndarray] = {}
         self._missing: set[int] = set()
         threads = compute_threads(threads)
@@ -236,7 +261,7 @@ class Capture(Closing):
         )
 
     def tokenize(self, text: str) -> list[int]:
-        """Tokenize a text. The result begins with the BOS token if the model uses one."""
+        """Return the tokens of a text. The BOS token comes first if the model uses one."""
         return self._observer.model.tokenize(text, add_special=True, parse_special=True)
 
     def read(
@@ -246,11 +271,12 @@ class Capture(Closing):
         sink: Sink,
         progress: Progress = lambda share: None,
     ) -> None:
-        """Read windows of tokens, each independent of the others.
+        """Evaluate each window (list of tokens) as a separate text, and pass on expert inputs.
 
-        `sink` is called after each layer in `layers` is computed, and may keep the arrays. Raises
-        NativeError if the model's graph does not show the experts' inputs, and the exceptions of
-        `sink`.
+        After each layer in `layers` is computed, `sink` is called with the layer, the index of the
+        window, and the inputs of the layer's experts. `sink` may keep the arrays, and its
+        exceptions are raised here. Raises NativeError if the inputs cannot be found in the model's
+        graph.
         """
         self._only, self._sink = frozenset(layers), sink
         for number, window in enumerate(windows):
@@ -266,11 +292,13 @@ class Capture(Closing):
     def layers(
         self, windows: Sequence[Sequence[int]], progress: Progress = lambda share: None
     ) -> Generator[LayerActivations, None, None]:
-        """Yield the activations of each layer over all windows, in increasing order of layers.
+        """Yield the activations of each layer's experts over all windows, layer by layer.
 
-        Reads the windows once for each group of layers whose activations fit in a temporary file of
-        SPILL_BYTES in spill_folder(); a group has at least one layer. A yielded object is valid
-        until the next one. Raises ConfigError if the disk is too small, NativeError as `read` does.
+        Activations are written to temporary files in spill_folder(). The model reads the windows
+        once for each group of layers whose files need at most SPILL_BYTES in total. A group has at
+        least one layer. A yielded object is valid until the next one. Raises ConfigError if the
+        disk has too little free space. Raises NativeError if the experts' inputs cannot be found in
+        the model's graph.
         """
         n_tokens, where = sum(map(len, windows)), spill_folder()
         groups: list[list[int]] = []
@@ -332,7 +360,10 @@ class Capture(Closing):
         return Rows.n_bytes(n_tokens, (1, n_embd)) + Rows.n_bytes(n_tokens, (k, n_ff))
 
     def _place(self, node: Node) -> tuple[int, int] | None:
-        """Return (layer, kind) if a node is a captured matrix product, else None."""
+        """Return (layer, matrix kind) if a node's input is recorded, or else None.
+
+        Such a node is a product of expert matrices.
+        """
         found = expert_product(node, self._layer_of)
         return found if found and found[0] in self._only else None
 
@@ -353,5 +384,5 @@ class Capture(Closing):
             self._sink(layer, self._number, seen)
 
     def close(self) -> None:
-        """Free the model. Safe to call twice."""
+        """Free the model. A second call has no effect."""
         self._observer.close()

@@ -20,9 +20,10 @@ _FOLDER = Path(__file__).with_name("text")
 
 
 def default_calibration(tokenize: Tokenize, limit: int, window: int) -> Calibration:
-    """Return windows of exactly `window` tokens, at most `limit` tokens in total.
+    """Return the built-in calibration text, cut into windows of exactly `window` tokens.
 
-    Each window has one kind of text, and the kinds alternate.
+    At most `limit` tokens are returned. Each window contains one kind of text, such as prose or
+    code, and the kinds alternate. Raises ConfigError if `limit` is less than LEAST_TOKENS.
     """
     if limit < LEAST_TOKENS:
         raise ConfigError(f"--calib-tokens {limit} is too few: the minimum is {LEAST_TOKENS}")

@@ -18,16 +18,16 @@ from gguf_tools.quantize.gptq import Factor, Square
 from orchestrator.lab.calibrate.capture import LayerActivations
 
 ROWS_AT_ONCE = 4096
-# Sampled inputs per column for the layer's mean.
+# Number of sampled inputs, per matrix column, for the mean over a layer's experts.
 SAMPLES = 8
 
 
 @contextmanager
 def computing() -> Iterator[str]:
-    """Yield the device that torch computes on.
+    """Yield the name of the device on which torch computes GPTQ.
 
-    On the CPU, torch uses one thread meanwhile, because pack's threads share the cores. Raises
-    QuantizeError if torch is missing.
+    Until the context ends, torch uses only one CPU thread, because the threads of `moe-edge pack`
+    share the cores. Raises QuantizeError if torch is missing.
     """
     gptq.torch_module()
     with one_torch_thread():
@@ -35,10 +35,10 @@ def computing() -> Iterator[str]:
 
 
 class Gptq:
-    """An ExpertQuantizer that uses GPTQ.
+    """Quantizes expert matrices with GPTQ (implements ExpertQuantizer).
 
-    If an expert saw no token, its gate and up matrices are rounded with the layer's Hessian, and
-    its down matrix is rounded by ggml.
+    An expert that the calibration text never used has no Hessian of its own. Its gate and up
+    matrices use the mean Hessian of the layer. Its down matrix is rounded by ggml.
     """
 
     method = "gptq"
@@ -53,11 +53,13 @@ class Gptq:
         threads: int,
         factorizing: int,
     ) -> None:
-        """Set up the quantizer.
+        """Set up the quantizer, which `moe-edge pack` calls layer by layer.
 
-        `layers` yields the activations of one layer at a time, when pack reaches the layer.
-        `threads` is pack's number of threads. `factorizing` is the maximum number of Hessians
-        factorized concurrently.
+        - layers: yields the activations of one layer at a time, when `pack` reaches the layer.
+        - calibration: one line that identifies the calibration text.
+        - device: the torch device.
+        - threads: number of threads of `pack`.
+        - factorizing: maximum number of Hessians that are factorized at the same time.
         """
         self.calibration = calibration
         self._threads = threads
@@ -65,7 +67,8 @@ class Gptq:
         self._ggml, self._layers, self._device = ggml, layers, device
         self._lock = threading.Lock()
         self._current: _Layer | None = None
-        # Per processed layer: token counts of the experts, and the columns of their matrices.
+        # For each processed layer: the token counts of its experts, and the number of columns of
+        # their matrices.
         self._seen: list[tuple[np.ndarray, int]] = []
 
     def quantize(
@@ -78,7 +81,10 @@ class Gptq:
         return self._ggml.quantize(ggml_type, values, uniform)
 
     def note(self) -> str | None:
-        """Return a sentence about experts that saw too few tokens; None if all saw enough."""
+        """Return a warning about experts that saw too few tokens, or None if all saw enough.
+
+        Too few means fewer tokens than the expert's matrices have columns.
+        """
         few = sum(int((counts < columns).sum()) for counts, columns in self._seen)
         none = sum(int((counts == 0).sum()) for counts, _ in self._seen)
         if not few:
@@ -105,17 +111,21 @@ class Gptq:
 
 
 def kept_factors(threads: int) -> int:
-    """Return the number of factors to keep in memory.
+    """Return the number of factorized Hessians to keep in memory for `threads` threads.
 
-    Gate and up of an expert share a factor, and so do all tiers. Pack processes the experts in
-    order. The factors of the experts in progress and one more may therefore be needed again. A slow
-    thread holds its own factor in addition.
+    `moe-edge pack` processes the experts in order. The gate and up matrices of an expert use the
+    same factor in every precision. The factors of the experts in progress and of one more expert
+    may therefore be needed again.
     """
     return threads + 1
 
 
 class _Layer:
-    """The factors of one layer. Each is computed at its first use, and the last ones are kept."""
+    """The factorized Hessians of the expert matrices of one layer.
+
+    Each factor is computed when it is first requested. Only the most recently requested factors are
+    kept.
+    """
 
     def __init__(
         self, seen: LayerActivations, device: str, threads: int, turns: threading.Semaphore
@@ -129,7 +139,10 @@ class _Layer:
         self.shared = self._mean_of_all()
 
     def factor(self, kind: int, expert: int) -> Factor | None:
-        """Return the factor of one expert's matrix; None if there is no data."""
+        """Return the factorized Hessian of one expert's matrix, or None without calibration data.
+
+        `kind` is the matrix kind, such as DOWN.
+        """
         key = (kind == DOWN, expert)
         with self._lock:
             known = self._made.pop(key, None)
@@ -157,9 +170,10 @@ class _Layer:
         return gptq.smoothed(own, tokens, None if kind == DOWN else self.shared)
 
     def _mean_of_all(self) -> Square:
-        """Return the mean of x x^T over a sample of the inputs of gate and up.
+        """Return the mean of x x^T over a sample of the layer's inputs x of gate and up.
 
-        The sample is spread over the text. It is only used to smooth the experts' own Hessians.
+        The sample is spread evenly over the text. The mean is used to smooth the Hessians of the
+        single experts.
         """
         x = self._seen.x
         n_rows = self._seen.n_tokens * x.per_token

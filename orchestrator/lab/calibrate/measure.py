@@ -25,7 +25,8 @@ from orchestrator.events import DecisionBuffer, RouteEvent
 from orchestrator.lab.calibrate.capture import Calibration, Progress, Rows
 from orchestrator.lab.observe import Node
 
-# Captured inner values are products of int8 activations, so they are this inexact.
+# Relative tolerance for the recorded inputs of down. llama.cpp computes them with activations
+# rounded to int8.
 _TOLERANCE = 0.1
 
 Matrices = dict[int, np.ndarray]
@@ -34,7 +35,11 @@ Matrices = dict[int, np.ndarray]
 def stored(
     model: ExpertModel, layer: int, kind: int, expert: int, ggml: Ggml, tier: int = 0
 ) -> np.ndarray:
-    """Return an expert's matrix in a tier of a file, float32 [rows, row length]."""
+    """Read an expert's matrix from a model file and return it as float32 [rows, row length].
+
+    `kind` is the matrix kind, such as DOWN. `tier` is the index of the stored precision; 0 is the
+    highest. Raises KeyError if the layer has no matrix of this kind.
+    """
     where, shape = model.slices[layer][kind][tier], model.shapes[layer][kind]
     if where is None or shape is None:
         raise KeyError(f"layer {layer} has no {KINDS[kind]}")
@@ -44,7 +49,7 @@ def stored(
 
 
 def tensor(model: ExpertModel, name: str) -> np.ndarray | None:
-    """Return a tensor of a file as float32 [rows, row length].
+    """Read a tensor of a model file by name and return it as float32 [rows, row length].
 
     Returns None if the file has no tensor of this name.
     """
@@ -65,20 +70,20 @@ def _gelu(x: np.ndarray) -> np.ndarray:
     return found
 
 
-def _limited(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-    """SwiGLU with limits of 7, a slope of 1.702, and 1 added to up."""
+def _clamped_swiglu(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    """Return SwiGLU with inputs limited to 7, a slope of 1.702, and 1 added to up."""
     gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
     found: np.ndarray = gate * _sigmoid(1.702 * gate) * (up + 1)
     return found
 
 
-# Activation functions by name: from the outputs of gate and up to the input of down. In _ALONE
-# there is no gate, and both arguments are the output of up.
+# Activation functions by name. They compute the input of down from the outputs of gate and up.
+# Experts without a gate use those in _ALONE, which get the output of up twice.
 _GATED: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     "silu": lambda gate, up: gate * _sigmoid(gate) * up,
     "gelu": lambda gate, up: _gelu(gate) * up,
     "relu": lambda gate, up: np.maximum(gate, 0) * up,
-    "clamped swiglu": _limited,
+    "clamped swiglu": _clamped_swiglu,
 }
 _ALONE: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     "silu": lambda _, up: up * _sigmoid(up),
@@ -89,11 +94,7 @@ _ALONE: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
 
 
 class LayerExperts:
-    """The experts of one MoE layer, with their activation function, scales and biases.
-
-    The activation function is the one that reproduces the captured inputs of down. Raises
-    ConfigError if none does.
-    """
+    """Computes the experts of one MoE layer in NumPy, with activation function and biases."""
 
     def __init__(
         self,
@@ -104,9 +105,11 @@ class LayerExperts:
         actual: np.ndarray,
         ggml: Ggml,
     ) -> None:
-        """Identify the activation function from one expert's captured inputs.
+        """Find the activation function of the layer, from the recorded inputs of one expert.
 
-        `x` are the inputs of gate and up, `actual` those of down, float32 [n, row length].
+        `x` are the inputs of gate and up, `actual` those of down, each float32 [n, row length]. The
+        function is the one that computes `actual` from `x`. Raises ConfigError if no known function
+        fits.
         """
         self.kinds, il = model.kinds(layer), model.layer_ids[layer]
         self._changes = {kind: AfterProduct(model, il, kind) for kind in self.kinds}
@@ -128,9 +131,10 @@ class LayerExperts:
         return _ALONE if self.kinds == [UP, DOWN] else _GATED
 
     def output(self, expert: int, matrices: Matrices, x: np.ndarray) -> np.ndarray:
-        """Return an expert's output, float32 [n, n_embd].
+        """Compute and return an expert's output for n input vectors, float32 [n, n_embd].
 
-        `matrices` maps a kind to [rows, row length]; `x` are the inputs [n, n_embd].
+        `matrices` maps each matrix kind to its values [rows, row length]. `x` are the inputs [n,
+        n_embd].
         """
         hidden = self._functions[self.activation](*self._inner(expert, matrices, x))
         return self._product(DOWN, expert, matrices, hidden)
@@ -150,13 +154,13 @@ class LayerExperts:
 
 
 class AfterProduct:
-    """The scale and bias that follow an expert's matrix product in llama.cpp.
+    """The scale and bias that llama.cpp applies after the products of a layer's expert matrices.
 
-    A file may have both, one or none of them.
+    A model file may have only a scale, only a bias, both or neither.
     """
 
     def __init__(self, model: ExpertModel, il: int, kind: int) -> None:
-        # scales float32 [n_expert, 1], biases float32 [n_expert, rows]
+        # Scales are float32 [n_expert, 1], and biases float32 [n_expert, rows].
         self._scales, self._biases = (
             None if each is None else each.reshape(model.n_expert, -1)
             for each in (
@@ -166,20 +170,27 @@ class AfterProduct:
         )
 
     def __call__(self, products: np.ndarray, experts: int | np.ndarray) -> np.ndarray:
-        """Apply scale and bias to products, float32 [..., rows], of the given experts [...]."""
+        """Return matrix products after scale and bias are applied.
+
+        `products` is float32 [..., rows]. `experts` [...] are the experts that computed them.
+        """
         if self._scales is not None:
             products = products * self._scales[experts]
         return products if self._biases is None else products + self._biases[experts]
 
 
-# Limit for the float32 matrices in memory.
+# Maximum number of bytes for experts' float32 matrices in memory at a time.
 WORK_BYTES = 2 << 30
 # Number of tokens whose outputs are squared in one block.
 _BLOCK = 64
 
 
 class _Precision(NamedTuple):
-    """A candidate precision with its source: a tier of the file, or a type to quantize to."""
+    """A precision whose loss is measured.
+
+    It is either a tier of the model file (`tier`), or a type that the experts are quantized to
+    (`type`). The other field is None.
+    """
 
     candidate: TablePrecision
     tier: int | None
@@ -187,10 +198,12 @@ class _Precision(NamedTuple):
 
 
 class _Sample(NamedTuple):
-    """Sampled inputs of a layer's experts.
+    """A sample of the inputs of a layer's experts.
 
-    starts: int [n_expert + 1], bounds of each expert's rows. probe: an expert whose inputs of down
-    are kept as well (hidden, float32 [n, n_ff]).
+    - rows: sampled inputs of gate and up. starts: int [n_expert + 1]; the rows of expert e are
+      those from starts[e] to starts[e + 1].
+    - probe: one expert whose inputs of down are sampled as well. hidden: these inputs, float32 [n,
+      n_ff].
     """
 
     starts: np.ndarray
@@ -200,16 +213,22 @@ class _Sample(NamedTuple):
 
 
 class OutputSums:
-    """Sums over the outputs of each expert, gathered while a model reads a text in its best tier.
+    """Statistics of each expert's output, summed while a model reads a text.
 
-    - counts int64 [n_layers, n_expert]: tokens.
-    - gates, squares float64 [n_layers, n_expert]: sums of squared gate weights, and of the outputs'
-      mean squares.
-    - weighs bool [n_layers]: whether the gate weights are applied to the experts' inputs.
+    - counts int64 [n_layers, n_expert]: number of tokens that were routed to the expert.
+    - gates float64 [n_layers, n_expert]: sums of the squared gate weights.
+    - squares float64 [n_layers, n_expert]: sums of the outputs' mean squares.
+    - weighs bool [n_layers]: whether the gate weights multiply the experts' inputs, not their
+      outputs.
+    - samples: a sample of the inputs of each layer.
     """
 
     def __init__(self, model: ExpertModel, folder: Path | None = None) -> None:
-        """Create empty sums. `folder` holds the inputs of the first step; None keeps none."""
+        """Create sums of zero.
+
+        A sample of the inputs of each expert, from the first step, is written to a temporary file
+        in `folder`. With None, no inputs are sampled.
+        """
         shape = (model.n_layers, model.n_expert)
         self.counts, self.weighs = np.zeros(shape, np.int64), np.zeros(shape[0], bool)
         self.gates, self.squares = np.zeros((2, *shape))
@@ -225,7 +244,11 @@ class OutputSums:
         self.gates[event.layer] += np.bincount(ids, weights, self._n_expert)
 
     def seen(self, layer: int, kind: int, node: Node) -> None:
-        """Add a matrix product of a layer's experts. The first one of a layer has the inputs."""
+        """Update the sums with one product of a layer's expert matrices, once it is computed.
+
+        For a layer's first product, its inputs are remembered. For the product of down, its outputs
+        are added to the sums.
+        """
         if kind != DOWN:
             if self._inputs is None or self._inputs[0] != layer:
                 self._inputs = layer, node.source(1).array()[0]
@@ -245,7 +268,11 @@ class OutputSums:
         self._inputs = None
 
     def _sample(self, ids: np.ndarray, x: np.ndarray, hidden: np.ndarray, k: int) -> _Sample:
-        """Select rows of every expert, evenly spread over its tokens. `ids` is [T * k]."""
+        """Return a sample of each expert's inputs, evenly spread over the expert's tokens.
+
+        `ids` are the experts of T tokens, int [T * k]. `x` are the inputs of gate and up, and
+        `hidden` those of down.
+        """
         order = np.argsort(ids, kind="stable")
         bounds = np.searchsorted(ids[order], np.arange(self._n_expert + 1))
         places = [order[a : b : max(1, -(-(b - a) // MAX_ROWS))] for a, b in pairwise(bounds)]
@@ -263,11 +290,11 @@ class OutputSums:
 
 @dataclass(frozen=True, slots=True)
 class Precisions:
-    """Measures a loss table.
+    """Measures the loss table of a model: the error of each expert in each precision.
 
-    - model: the model whose tiers the table describes.
-    - reference: the same model in full precision.
-    - types, quantizer: further types, and the method that quantizes to them.
+    - model: the model whose precisions the table describes.
+    - reference: the same model in full precision, to which the errors are relative.
+    - types, quantizer: further types to include, and the method that quantizes experts to them.
     """
 
     model: ExpertModel
@@ -278,12 +305,15 @@ class Precisions:
     threads: int
 
     def __post_init__(self) -> None:
-        """Raise MismatchError if the reference is another model."""
+        """Raise MismatchError if `reference` is not the same model as `model`."""
         check_same(self.reference, self.model)
 
     @property
     def listed(self) -> list[_Precision]:
-        """The tiers of the file and the types that it has no tier of, best first."""
+        """The precisions of the table, from the highest to the lowest number of bits.
+
+        They are the tiers of the model file, and the types that are not among these tiers.
+        """
         found = [
             _Precision(TablePrecision(tier.name, round(tier.bpw, 4), True), index, None)
             for index, tier in enumerate(self.model.tiers)
@@ -296,10 +326,11 @@ class Precisions:
         return sorted(found, key=lambda each: -each.candidate.bits)
 
     def table(self, sums: OutputSums, calibration: Calibration, progress: Progress) -> LossTable:
-        """Return the loss table.
+        """Compute the loss table, layer by layer, from the statistics of a text.
 
-        It is computed layer by layer, with the rows and float32 matrices of a few experts in
-        memory. Raises ConfigError if the experts' computation is unknown, QuantizeError.
+        `sums` are the statistics of the experts' outputs, and `calibration` is the text. Only the
+        matrices of a few experts are in memory at a time. Raises ConfigError if the experts'
+        activation function is unknown, and QuantizeError if a type cannot be computed.
         """
         seen, precisions = sums.counts > 0, self.listed
         uses = np.where(sums.weighs[:, None], sums.gates, sums.counts)
@@ -316,7 +347,7 @@ class Precisions:
                 found = np.full(errors.shape[1:], np.nan)
                 for expert, row in zip(used, rows, strict=True):
                     found[expert] = row
-                # An expert without tokens in the first step gets the mean of its layer.
+                # An expert that was not sampled gets the mean error of its layer.
                 errors[layer] = np.where(np.isnan(found), np.nanmean(found, axis=0), found)
                 progress(done / len(sums.samples))
         tier = self.reference.tiers[0]
@@ -352,9 +383,9 @@ class Precisions:
         precisions: list[_Precision],
         expert: int,
     ) -> list[float]:
-        """Return an expert's squared error in each precision.
+        """Return an expert's mean squared output error in each precision.
 
-        It is relative to the mean square of the expert's output.
+        The errors are divided by the mean square of the expert's output in full precision.
         """
         x = sample.rows.take(np.arange(*sample.starts[expert : expert + 2]))
         full = {k: stored(self.reference, layer, k, expert, self.ggml) for k in experts.kinds}
@@ -378,7 +409,11 @@ class Precisions:
     def _made(
         self, layer: int, expert: int, full: Matrices, precisions: list[_Precision]
     ) -> dict[tuple[int, str], tuple[GGMLType, Blocks]]:
-        """Quantize an expert's matrices to the candidates that are not tiers, by kind and name."""
+        """Quantize an expert's matrices to each precision that the model file does not contain.
+
+        `full` are the matrices in full precision. The result maps (matrix kind, name of the
+        precision) to the type and the quantized blocks.
+        """
         made = {}
         for kind, values in full.items():
             for candidate, _, ggml_type in precisions:
@@ -390,7 +425,7 @@ class Precisions:
 
 
 def expert_bytes(model: ExpertModel) -> int:
-    """Return the float32 size of one expert twice: in full precision and in another."""
+    """Return the memory for the float32 matrices of one expert in two precisions, in bytes."""
     shapes = (shape for shape in model.shapes[0] if shape is not None)
     return 2 * 4 * sum(n * rows for n, rows in shapes)
 

@@ -38,10 +38,11 @@ def gather(
     calibration: Calibration,
     progress: Progress = lambda share: None,
 ) -> Imatrix:
-    """Return the sums of squared inputs of each expert's matrices, and the token counts.
+    """Read a text and return its importance matrix: the sums of squared inputs of expert matrices.
 
-    `model` is the file that `capture` reads. Only the sums are kept in memory. Raises as
-    Capture.read does.
+    The result also contains the number of tokens routed to each expert. `model` is the file that
+    `capture` has loaded. Only the sums are kept in memory. Raises NativeError if the experts'
+    inputs cannot be found in the model's graph.
     """
     n_layers, n = len(model.layer_ids), model.n_expert
     sums: list[dict[int, np.ndarray]] = [
@@ -72,9 +73,10 @@ def gather(
 
 
 def sum_squares(values: np.ndarray, ids: np.ndarray, n_expert: int) -> np.ndarray:
-    """Return the sum of squared inputs over each expert's tokens, float32 [n_expert, width].
+    """Return the squared inputs of each expert, summed over its tokens: float32 [n_expert, width].
 
-    `values` are [T, s, width] with s = 1 or k; `ids` are [T, k].
+    `values` are the inputs of T tokens [T, s, width]. s is 1 if the k experts of a token share an
+    input, else k. `ids` are the experts of each token [T, k].
     """
     squares = np.square(values)
     total = np.zeros((n_expert, values.shape[2]), np.float32)
@@ -86,33 +88,34 @@ def sum_squares(values: np.ndarray, ids: np.ndarray, n_expert: int) -> np.ndarra
 
 RTN, IMATRIX, GPTQ = "rtn", "imatrix", "gptq"
 METHODS = (RTN, IMATRIX, GPTQ)
-# Additional memory of a calibrating process: modules, and ggml's quantization tables. Measured:
-# 2 to 4 MiB.
+# Memory of a calibrating process in addition to the model: Python modules, and ggml's quantization
+# tables. Measured: 2 to 4 MiB.
 _PROCESS_BYTES = 4 << 20
-# Copies of a run of rows while GPTQ rounds it.
+# Number of float32 copies of the rows that GPTQ rounds at a time.
 _RUN_COPIES = 8
-# Number of square float64 matrices in memory while a Hessian is factorized, itself included
-# (measured: 5.4). While it is summed, an element needs _SUM_BYTES: the sum, and the product of a
-# part in float32 and float64.
+# Number of square float64 matrices in memory while a Hessian is factorized, including the Hessian
+# (measured: 5.4).
 _SQUARES = 6
+# Bytes per element of a Hessian while it is summed: the sum, and the product of some inputs in
+# float32 and float64.
 _SUM_BYTES = 20
-# Bytes per input value of a part: as stored, and twice in float32.
+# Bytes per input value that is added to a Hessian: the stored float16, and two float32 copies.
 _INPUT_BYTES = 10
-# Memory of torch: 197 MiB measured after a first product and factor, 71 of them library pages;
-# 10 more with pack's threads, each of which has a malloc arena.
+# Memory of torch. Measured: 197 MiB after the first product and factorization, and 10 MiB more for
+# the malloc arenas of pack's threads.
 _TORCH_BYTES = 224 << 20
-# 1 / _SHARE of the cap may be used to process several experts concurrently.
+# At most 1 / _SHARE of the memory cap is used to process several experts at the same time.
 _SHARE = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """Options of a quantization method.
+    """The quantization method for experts, with its options.
 
-    - name: None selects imatrix if a file is given, else rtn.
-    - calib: text to calibrate on; its first `tokens` tokens are used.
-    - imatrix: file with existing statistics.
-    - ram: memory cap for the model that reads the text and for the data kept of it.
+    - name: rtn, imatrix or gptq. None selects imatrix if `imatrix` is given, else rtn.
+    - calib: text file to calibrate on; its first `tokens` tokens are used.
+    - imatrix: file with an existing importance matrix, which replaces a calibration.
+    - ram: memory cap of a calibration, in bytes. None means no cap.
     """
 
     name: str | None = None
@@ -127,7 +130,7 @@ class Method:
         return self.name or (IMATRIX if self.imatrix else RTN)
 
     def check(self) -> None:
-        """Raise ConfigError for options that contradict each other."""
+        """Raise ConfigError if the method is unknown, or if its options contradict each other."""
         name = self.chosen
         if name not in METHODS:
             raise ConfigError(f"--method {name} is unknown: choose one of {', '.join(METHODS)}")
@@ -144,9 +147,10 @@ class Method:
 def open_quantizer(
     method: Method, source: Path, progress: Progress, note: Callable[[str], None]
 ) -> Iterator[ExpertQuantizer | None]:
-    """Yield the quantizer of a method for a model's experts; None for rtn, which needs no data.
+    """Yield the quantizer of a method for a model's experts, after the calibration it needs.
 
-    `note` receives messages for the user. Raises MoeEdgeError.
+    Yields None for the method rtn, which needs no data. `source` is the model file. `note` receives
+    warnings for the user. Raises MoeEdgeError.
     """
     method.check()
     if method.chosen == RTN:
@@ -175,10 +179,11 @@ def open_quantizer(
 def _reading(
     method: Method, source: Path, own_bytes: int, each_bytes: int = 0
 ) -> Iterator[tuple[Capture, Calibration, int]]:
-    """Yield a model that captures, its text, and the number of experts to process concurrently.
+    """Load a model to read a calibration text within a memory cap.
 
-    Each of these needs each_bytes; own_bytes are needed in addition. Raises BudgetError with the
-    smallest cap that suffices for one expert at a time.
+    Yields the model, the text, and the number of experts to process at the same time. Each such
+    expert needs each_bytes, in addition to own_bytes. Raises BudgetError with the minimum cap if
+    not even one expert fits.
     """
     if method.calib is None:
         raise ConfigError("a text to calibrate on is missing: give --calib TEXT")
@@ -202,17 +207,20 @@ def _reading(
 
 @contextmanager
 def gptq_of(method: Method, source: Path, progress: Progress) -> Iterator[Gptq]:
-    """Yield GPTQ for a method's text, which is read while layers are requested."""
+    """Yield a GPTQ quantizer that calibrates a model on the text of `method`.
+
+    The model reads the text while `moe-edge pack` requests the layers.
+    """
     threads = compute_threads(method.threads)
     with ExpertModel.open(source) as model:
         shapes = [shape for layer in model.shapes for shape in layer if shape is not None]
         n = max(width for width, _ in shapes)
-        # Each of pack's threads holds a run of rows in float32, its encodings and the candidates.
+        # Each thread of pack holds rows in float32, their encodings and the encodings' candidates.
         run = min(RUN_WEIGHTS, max(width * rows for width, rows in shapes))
         own = window_bytes(model, WINDOW) + _TORCH_BYTES + threads * _RUN_COPIES * 4 * run
-        # The factors, and the layer's mean.
+        # Memory of the factorized Hessians, and of the mean Hessian of the layer.
         own += 8 * n**2 * (kept_factors(threads) + threads)
-        # The largest Hessian, while it is summed over this many inputs, or factorized.
+        # Memory for the largest Hessian, while its inputs are summed or while it is factorized.
         rows = min(ROWS_AT_ONCE, method.tokens)
         each = max(_SQUARES * 8 * n**2, _SUM_BYTES * n**2 + _INPUT_BYTES * rows * n)
     with (
@@ -220,24 +228,28 @@ def gptq_of(method: Method, source: Path, progress: Progress) -> Iterator[Gptq]:
         _reading(method, source, own, each) as (capture, calibration, factorizing),
         closing(capture.layers(calibration.windows, progress=progress)) as layers,
     ):
-        # Makes the first pass over the text now, while its progress is shown.
+        # Read the text for the first layers now, because progress is shown only until `pack`
+        # begins.
         first = next(layers)
         seen, line = chain([first], layers), calibration.summary()
         yield Gptq(load_ggml(), seen, line, device, threads, factorizing)
 
 
 def calibrated(method: Method, model: ExpertModel, progress: Progress) -> tuple[Imatrix, str]:
-    """Run a calibration. Returns the importance matrix and a line about its text."""
+    """Read the text of `method` with a model and return the importance matrix.
+
+    The second value is one line that identifies the text.
+    """
     columns = sum(shape[0] for layer in model.shapes for shape in layer if shape is not None)
-    own = window_bytes(model, WINDOW) + 4 * model.n_expert * columns  # its sums
+    own = window_bytes(model, WINDOW) + 4 * model.n_expert * columns  # the sums of squares
     with _reading(method, model.path, own) as (capture, calibration, _):
         return gather(capture, model, calibration, progress), calibration.summary()
 
 
 def save_imatrix(method: Method, source: Path, out: Path, progress: Progress) -> str | None:
-    """Write the importance matrix of a calibration run.
+    """Read a calibration text with the model `source`, and write its importance matrix to `out`.
 
-    Returns a sentence about experts that saw too few tokens, or None.
+    Returns a warning about experts that saw too few tokens, or None.
     """
     with ExpertModel.open(source) as model:
         imatrix, _ = calibrated(method, model, progress)

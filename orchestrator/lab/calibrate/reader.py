@@ -30,28 +30,29 @@ from orchestrator.lab.observe import (
 from orchestrator.plan.footprint import vocabulary_size
 from orchestrator.policy import DEFAULT
 
-# Upper limits for the tokens and the sequences of a step.
+# Maximum number of tokens and of sequences per step.
 _MOST_TOKENS, _MOST_SEQUENCES = 8192, 250
-# The share of the cap for the logits of a step.
+# At most 1 / _LOGITS_SHARE of the memory cap is used for the logits of a step.
 _LOGITS_SHARE = 8
-# The graph node of the route hook: the gate weights of a layer [T, k, 1].
+# Name of the graph node that contains a layer's gate weights [T, k, 1], at the route hook.
 _ROUTED = "moe_edge_route"
-# Private memory of a process before it loads a model. A process that has read before has more,
-# because malloc keeps freed memory.
+# Private memory of a process that has not loaded a model. After a model is freed, a process has
+# more, because malloc keeps freed memory.
 _OWN_BYTES = 38 << 20
 
-# Called for each layer of a step. It sets tiers, and returns which experts each token skips, bool
-# [T, k], or None.
+# A callback for each layer of a step. It sets the tiers of experts. It returns a mask, bool [T, k],
+# of the experts that each token skips, or None.
 Change = Callable[[RouteEvent, DecisionBuffer], np.ndarray | None]
-# Called with (layer, kind, matrix product of a layer's experts) after it is computed.
+# A callback that receives (layer, matrix kind, computed product of the expert matrices).
 Seen = Callable[[int, int, Node], None]
 
 
 class Step(NamedTuple):
-    """Windows that were read in one step.
+    """The result of one evaluation step, in which several windows (pieces of text) were read.
 
-    - windows: their indices. In route events, the sequences 0, 1, ... are these windows in order.
-    - of: int [n], the index into `windows` of each token with logits.
+    - windows: indices of the windows that were read. In route events, they are the sequences 0, 1,
+      ... in this order.
+    - of: int [n], the position in `windows` of each token with logits.
     - logits: float32 [n, n_vocab] in the order of the text, valid until the next step.
     """
 
@@ -61,10 +62,11 @@ class Step(NamedTuple):
 
 
 class TextReader(Closing):
-    """A model that reads one text repeatedly. Free it with close.
+    """A loaded model that reads the same text repeatedly. Free it with close.
 
-    - steps: indices of the windows of each step. reading: those of the current step.
-    - scored: bool [n] for each window, the tokens with logits.
+    - steps: the windows (pieces of text) that are read together in each step, by index.
+    - reading: the indices of the windows of the current step.
+    - scored: bool [n] for each window; True for the tokens whose logits are computed.
     """
 
     def __init__(
@@ -76,11 +78,15 @@ class TextReader(Closing):
         low: str | None = None,
         scored: Sequence[np.ndarray] | None = None,
     ) -> None:
-        """Load the model with the largest steps that fit in memory.
+        """Load the model, with steps that contain as many tokens as fit in memory.
 
-        `low` is a tier that experts may be lowered to. `scored` restricts the tokens with logits to
-        those of an earlier reader. Raises BudgetError with the smallest cap that suffices, and the
-        exceptions of loading a model.
+        - ram: memory cap in bytes; None means no cap.
+        - low: precision (tier) to which experts may be lowered.
+        - scored: tokens with logits, from an earlier reader. Fewer tokens get logits if memory is
+          short.
+
+        Raises BudgetError with the minimum cap if `ram` is too small, and the exceptions of loading
+        a model.
         """
         self._windows = windows
         with ExpertModel.open(path) as model:
@@ -94,7 +100,7 @@ class TextReader(Closing):
             sizes.append(max(longest, sizes[-1] // 2))
         if scored is None:
             scored = _scored(windows, logits_bytes // (8 * n_vocab))
-        # The last attempt needs the least memory: one window per step, with logits of one token.
+        # Try the least memory last: one window per step, with the logits of only one token.
         last = [np.arange(len(each)) == np.flatnonzero(each)[-1] for each in scored]
         tried = [*((size, scored) for size in sizes), (longest, last)]
         more: dict[str, Any] = {"logits_all": False}
@@ -135,10 +141,11 @@ class TextReader(Closing):
             self._observer.owned = stack.pop_all()
 
     def read(self, change: Change, seen: Seen | None = None, masks: bool = False) -> Iterator[Step]:
-        """Read the text once, and yield its steps.
+        """Read the whole text once, and yield the result of each step.
 
-        `masks` says that `change` may skip experts of single tokens. Raises as Observer.read_each
-        does, and the exceptions of `change` and `seen`.
+        `change` decides about the experts of each layer, and `seen` receives the products of expert
+        matrices. Set `masks` if `change` may skip experts for single tokens. Raises NativeError if
+        the evaluation fails, and the exceptions of `change` and `seen`.
         """
         self._change, self._seen, self._masks = change, seen, masks
         for numbers in self.steps:
@@ -168,12 +175,15 @@ class TextReader(Closing):
             self._seen(*product, node)
 
     def close(self) -> None:
-        """Free the context and the model. Safe to call twice."""
+        """Free the context and the model. A second call has no effect."""
         self._observer.close()
 
 
 def _steps(windows: Sequence[Sequence[int]], size: int) -> Iterator[list[int]]:
-    """Group the windows into steps of at most `size` tokens. Yields their indices."""
+    """Yield the indices of the windows (pieces of text) to read in each step.
+
+    A step has at most `size` tokens, except if a single window has more.
+    """
     step: list[int] = []
     left = size
     for number, window in enumerate(windows):
@@ -186,7 +196,11 @@ def _steps(windows: Sequence[Sequence[int]], size: int) -> Iterator[list[int]]:
 
 
 def _scored(windows: Sequence[Sequence[int]], most: int) -> list[np.ndarray]:
-    """Choose tokens with logits, evenly spread: about `most` in total, at least one per window."""
+    """Choose the tokens whose logits are computed, evenly spread over the windows.
+
+    About `most` tokens are chosen in total, and at least one per window. Returns bool [n] for each
+    window.
+    """
     n = sum(map(len, windows))
     every = max(1, -(-n // max(1, most)))
     found = []

@@ -59,28 +59,30 @@ from orchestrator.lab.eval.judge import Reference
 from orchestrator.native.llama import Bindings, Model
 from orchestrator.runtime.evaluator import log_softmax
 
-# Fractions of the experts that are lowered, skipped in one part, and skipped in all layers. Small
-# losses change answers more than proportionally. The last fraction determines the scale, so it
-# causes about the usual --max-loss: 0.01 nats per token for the demo.
+# Fractions of the experts that a pass lowers, skips in one part of the layers, and skips in all
+# layers. Small losses change answers more than proportionally. The last fraction determines the
+# scale. It is so small that the loss is about the usual --max-loss, 0.01 nats per token for the
+# demo.
 _LOWERED, _ALONE, _SKIPPED = 0.5, 0.25, 0.02
-# Number of parts of the depth, each with its own factor and about as many layers.
+# Number of parts into which the layers are divided. Each part has its own factor.
 _PARTS = 8
 _TURNS = 32
 _SEED = 1
 _DRAWS = 1000
-# Quantiles of a window's measured loss / estimated loss. They bound the expected loss of a text.
+# Quantiles, over the windows, of the measured loss divided by the estimated loss.
 _TEXTS = (0.1, 0.9)
 
-# Names of the passes with skipped experts. The others have the names of tiers.
+# Names of the passes that skip experts. A pass that lowers experts has the name of the tier.
 PARTS, ALL = "skip in parts", "skip"
 
 
 class Moved(NamedTuple):
-    """The effect of a pass on n windows.
+    """The result of one pass over a text of n windows, in which experts lost precision.
 
-    - kl float64 [n]: mean KL divergence per token.
-    - lost float64 [n, n_layers]: mean g^2 L per token and layer.
-    - surprise float64 [n]: mean surprise per use of an expert.
+    - kl float64 [n]: mean KL divergence per token, measured from the logits.
+    - lost float64 [n, n_layers]: mean loss per token and layer, g^2 L, as the loss table predicts
+      it. g is an expert's gate weight and L its loss at gate weight 1.
+    - surprise float64 [n]: how unusual the chosen experts are, as a mean over tokens.
     """
 
     kl: np.ndarray
@@ -89,14 +91,17 @@ class Moved(NamedTuple):
 
 
 def passes(tiers: Sequence[str]) -> list[tuple[str, str | None]]:
-    """Return (name, tier that experts are lowered to) of each pass. None skips experts."""
+    """Return (name, precision) of each pass over the text.
+
+    A pass lowers experts to its precision (tier). With None, a pass skips experts.
+    """
     return [*((name, None) for name in (PARTS, ALL)), *((tier, tier) for tier in tiers[1:])]
 
 
 def parts_of(n_layers: int, n_windows: int) -> np.ndarray:
-    """Return the part of the depth of each layer, int [n_layers].
+    """Divide the layers into at most n_windows groups of consecutive layers, the parts.
 
-    There are at most n_windows parts.
+    Returns the index of each layer's part, int [n_layers].
     """
     n = min(_PARTS, n_layers, n_windows)
     return np.arange(n_layers) * n // n_layers
@@ -110,10 +115,11 @@ def moved(
     against: Reference,
     progress: Progress,
 ) -> Moved:
-    """Run one pass.
+    """Read the text once with some experts lowered or skipped, and measure the effect.
 
-    `costs` float64 [n_layers, n_expert] is each expert's loss in this pass at gate weight 1, before
-    the factors. `unusual` has the same shape and is the surprise of one use of each expert.
+    `name` is the name of the pass, from passes(). `costs` float64 [n_layers, n_expert] is the loss
+    of each expert in this pass, at gate weight 1. `unusual` float64 [n_layers, n_expert] says how
+    unusual each expert is. `against` has the log-probabilities of the unchanged model.
     """
     n_layers, n_windows = len(costs), len(reader.scored)
     part = parts_of(n_layers, n_windows)
@@ -157,11 +163,14 @@ def moved(
 
 
 def fitted(tiers: Sequence[str], found: dict[str, Moved], text: str, weights: np.ndarray) -> Fit:
-    """Fit the factors and scales to the passes.
+    """Return the factors that convert the losses of a loss table to KL divergence.
 
-    `tiers` are those of the file, best first. `found` maps the names of `passes` to results.
-    `weights` float64 [n] are the token counts of the windows. Raises ConfigError if the losses
-    change nothing.
+    - tiers: the precisions of the model file, best first.
+    - found: the result of each pass, by the name of the pass.
+    - text: a description of the text.
+    - weights: float64 [n], the number of tokens of each window.
+
+    Raises ConfigError if no factor can be computed, because the losses do not change the output.
     """
     n_layers = found[ALL].lost.shape[1]
     part = parts_of(n_layers, len(weights))
@@ -183,7 +192,7 @@ def fitted(tiers: Sequence[str], found: dict[str, Moved], text: str, weights: np
             raise ConfigError(
                 "the losses do not change the model's output, or the text is too short"
             )
-        # A part without data from a short text gets the common factor.
+        # If the text is too short to measure a part, the part gets the common factor.
         usual = of_part[tells].sum() / foreseen[tells].sum()
         factors = np.where(tells, of_part / np.where(tells, foreseen, 1), usual)
     factors = factors * float(weights @ found[ALL].kl) / float(weights @ (every @ factors))
@@ -192,7 +201,8 @@ def fitted(tiers: Sequence[str], found: dict[str, Moved], text: str, weights: np
     for tier in tiers[1:]:
         foreseen_kl = float(weights @ (by_part(found[tier].lost) @ factors))
         scales[tier] = float(weights @ found[tier].kl) / max(foreseen_kl, 1e-300)
-    # The best tier has no loss, or is scaled like the next one.
+    # The best tier gets the next tier's scale. It has no loss, unless the reference is another
+    # file.
     scales = {tiers[0]: next(iter(scales.values()), 1.0), **scales, SKIP_TIER: 1.0}
     if not all(0 < each < np.inf for each in (*factors, *scales.values())):
         raise ConfigError("the losses do not change the model's output, or the text is too short")
@@ -212,45 +222,48 @@ def fitted(tiers: Sequence[str], found: dict[str, Moved], text: str, weights: np
 
 
 def spread(measured: np.ndarray, foreseen: np.ndarray) -> float:
-    """Return the standard error of log(sum of measured / sum of foreseen) over windows [n].
+    """Return the standard error of log(sum(measured) / sum(foreseen)), where both are [n].
 
-    It is a bootstrap with a fixed seed.
+    It is estimated with a bootstrap over the n windows, with a fixed random seed.
     """
     n = len(measured)
     drawn = np.random.default_rng(_SEED).integers(0, n, (_DRAWS, n))
     return float(np.std(np.log(measured[drawn].sum(axis=1) / foreseen[drawn].sum(axis=1))))
 
 
-# The size of a window, in tokens.
+# Length of a window, in tokens.
 WINDOW = ROUTING_TOKENS
 _FORM = 5
 
-# The largest fraction of a part that is assumed without a report.
+# The largest completed fraction that is assumed for a part before it reports.
 _NEARLY = 0.95
-# Names of the parts of a run, in addition to the passes.
+# Names of the stages of a calibration before the passes.
 QUANTIZING, READING, READING_STORED, MEASURING = "quantizing", "reading", "stored", "measuring"
 
 
 class Parts:
-    """Progress of a run of several parts, which are done in order.
+    """Estimates the progress of a calibration that consists of named parts, which run in order.
 
-    A part reports its progress rarely, often only at its end. Between reports, the part is assumed
-    to take as long as predicted.
+    A part reports its progress rarely, often only at its end. Between reports, the estimate assumes
+    that the part takes its predicted time.
     """
 
     def __init__(self, seconds: Mapping[str, float]) -> None:
-        """seconds: the predicted duration of each part."""
+        """Start with no part begun. `seconds` maps each part's name to its predicted duration."""
         self._seconds = seconds
         self._done_s = self._part_s = self._reported = 0.0
         self._since = monotonic()
 
     @property
     def total_s(self) -> float:
-        """The predicted seconds of all parts."""
+        """The predicted duration of all parts together, in seconds."""
         return sum(self._seconds.values())
 
     def begin(self, name: str) -> Progress:
-        """Begin a part. Returns the function that it reports its completed fraction to."""
+        """Begin the part with this name, and return its progress callback.
+
+        The part calls it with its completed fraction.
+        """
         names = list(self._seconds)
         self._done_s = sum(self._seconds[each] for each in names[: names.index(name)])
         self._part_s = self._seconds[name]
@@ -261,29 +274,30 @@ class Parts:
         self._reported, self._since = share, monotonic()
 
     def share(self) -> float:
-        """Return the completed fraction of the run."""
+        """Return the completed fraction of all parts together, an estimate from 0 to 1."""
         assumed = (monotonic() - self._since) / max(self._part_s, 1e-9)
         part = min(self._reported + assumed, _NEARLY + (1 - _NEARLY) * self._reported)
         return (self._done_s + part * self._part_s) / max(self.total_s, 1e-9)
 
 
 class Kept:
-    """The saved state of an interrupted calibration, in the user cache, one per model.
+    """The files that let an interrupted calibration continue, in a folder of the user's cache.
 
-    It has the finished passes by name, and "scored", bool [n] per window: the tokens whose
-    log-probabilities are in `rows`. went_on is True if an earlier run had saved something.
+    Each model has one folder. It has the results of the finished passes over the text, by name. The
+    entry "scored" has bool [n] for each window: the tokens whose log-probabilities are saved.
+    went_on is True if an earlier calibration had saved something.
     """
 
     def __init__(self, model: ExpertModel, asked: Mapping[str, Any]) -> None:
-        """Open the state. It is discarded if `asked`, the inputs of the calibration, has changed.
+        """Open the folder for a model. Its files are deleted if they come from other inputs.
 
-        Raises OSError.
+        `asked` are the inputs of the calibration, such as its text and types. Raises OSError.
         """
         self.folder = cached_path(model, "calibrating").with_suffix("")
         key = json.dumps({"form": _FORM, "model": identity(model), **asked}, sort_keys=True)
         known = self.folder / "asked.json"
         is_same = known.exists() and known.read_text("utf-8") == key
-        self.went_on = is_same and self.table.exists()  # the table is saved first
+        self.went_on = is_same and self.table.exists()  # save() writes the table before any pass
         if not is_same:
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir(parents=True)
@@ -292,21 +306,24 @@ class Kept:
 
     @property
     def table(self) -> Path:
-        """Path of the table without factors.
+        """Path of the loss table before its factors are fitted.
 
-        Once it exists, `rows` has the best tier's log-probabilities.
+        When this file exists, the file `rows` is complete.
         """
         return self.folder / "table.json"
 
     @property
     def rows(self) -> Path:
-        """The file of logits, which is created if it does not exist."""
+        """Path of the file with the log-probabilities of the model's best tier.
+
+        An empty file is created if none exists.
+        """
         path = self.folder / "logits.f32"
         path.touch()
         return path
 
     def arrays(self, name: str) -> dict[str, np.ndarray]:
-        """Return the arrays saved under this name, {} if there are none."""
+        """Return the arrays that were saved under this name, or {} if none were saved."""
         path = self.folder / f"{name}.npz"
         if not path.exists():
             return {}
@@ -314,16 +331,16 @@ class Kept:
             return dict(found)
 
     def keep(self, name: str, arrays: Mapping[str, np.ndarray]) -> None:
-        """Save arrays under a name."""
+        """Save arrays to a file with this name."""
         with whole_file(self.folder / f"{name}.npz") as file:
             np.savez(file, **arrays)  # type: ignore[arg-type]
 
 
 def read_windows(method: Method, path: Path) -> Calibration:
-    """Return a calibration's text for this model, its documents concatenated and cut into windows.
+    """Return the calibration text as windows (lists of tokens) of equal length.
 
-    Without a text in `method`, it is the default text. All windows have the same length, because
-    windows of one step need equal numbers of tokens.
+    Documents are concatenated before they are cut, because windows that are read in one step need
+    equal lengths. If `method` names no text, the built-in text is used. `path` is the model file.
     """
     words = Model(
         Bindings.load(), path, managed=True, use_extra_bufts=False, use_mmap=False, no_data=True
@@ -347,11 +364,13 @@ def measure_losses(
     show: Callable[[Callable[[], float]], None],
     note: Callable[[str], None],
 ) -> LossTable:
-    """Measure and write the loss table of a file's tiers and of further types.
+    """Measure a model's loss table, and write it to `out`.
 
-    The types are quantized by `method` from `reference`; None uses the file's best tier. `show`
-    gets a function that returns the completed fraction. `note` receives messages for the user; one
-    of them says how long the run takes.
+    - source: the model file. The table has all its tiers and the further `types`.
+    - reference: the model in full precision. None uses the best tier of `source`.
+    - method: the calibration text, and the method that quantizes `reference` to the types.
+    - show: called once with a function that returns the completed fraction.
+    - note: receives messages for the user, such as the expected duration.
     """
     text = read_windows(method, source)
     asked = {
@@ -393,7 +412,7 @@ def measure_losses(
 def _first_parts(
     method: Method, source: Path, reference: Path | None, time: CalibrationTime
 ) -> dict[str, float]:
-    """Return the seconds of the parts that make the table without factors."""
+    """Return the predicted seconds of each stage up to the loss table without its factors."""
     return {
         QUANTIZING: 0.0 if method.chosen == RTN else time.pass_s,
         READING: time.read_s,
@@ -403,7 +422,7 @@ def _first_parts(
 
 
 class _Run:
-    """The passes of one calibration."""
+    """Performs one calibration, and saves the result of each pass over the text."""
 
     def __init__(
         self, method: Method, model: ExpertModel, text: Calibration, kept: Kept, parts: Parts
@@ -415,7 +434,10 @@ class _Run:
     def measured(
         self, reference: Path | None, types: Sequence[str], note: Callable[[str], None]
     ) -> LossTable:
-        """Return the table without factors, and save the best tier's log-probabilities."""
+        """Measure the losses of all precisions, and return the table before factors are fitted.
+
+        Also saves the log-probabilities of the model's best tier.
+        """
         # rtn does not use the text, but the measurement of the losses does.
         method, model, path = self._method, self._model, reference or self._model.path
         quantizing = replace(method, calib=None) if method.chosen == RTN else method
@@ -425,16 +447,21 @@ class _Run:
             by = stack.enter_context(opened) or Rtn(load_ggml())
             wanted = parse_types(types, by.has_importance)
             precisions = Precisions(model, full, wanted, by, load_ggml(), self._threads)
-            # Inputs are needed only if some precision differs from full precision.
+            # The experts' inputs are needed only if a precision differs from full precision.
             differ = path != model.path or len(precisions.listed) > 1
             sums = OutputSums(full, spill_folder() if differ else None)
-            self._say(path, sums, self._parts.begin(READING))
+            self._save_log_probabilities(path, sums, self._parts.begin(READING))
             if path != model.path:
-                self._say(model.path, None, self._parts.begin(READING_STORED))
+                self._save_log_probabilities(model.path, None, self._parts.begin(READING_STORED))
             return precisions.table(sums, self._text, self._parts.begin(MEASURING))
 
-    def _say(self, path: Path, sums: OutputSums | None, progress: Progress) -> None:
-        """Read the text in a file's best tier, and save its log-probabilities."""
+    def _save_log_probabilities(
+        self, path: Path, sums: OutputSums | None, progress: Progress
+    ) -> None:
+        """Let a model read the text in its best tier, and save the log-probabilities of the tokens.
+
+        `path` is the model file. The outputs of its experts are added to `sums`, if given.
+        """
         windows, ram = self._text.windows, self._method.ram
         with TextReader(path, windows, self._threads, ram) as reader:
             self._kept.keep("scored", {str(n): each for n, each in enumerate(reader.scored)})
@@ -451,9 +478,9 @@ class _Run:
             rows.close()
 
     def fit(self, table: LossTable, tiers: Sequence[str]) -> Fit:
-        """Run the passes and fit the factors.
+        """Run the remaining passes over the text, and fit the conversion to KL divergence.
 
-        Raises ConfigError if nothing can be compared, and the exceptions of loading a model.
+        Raises ConfigError if no factor can be computed, and the exceptions of loading a model.
         """
         plain = replace(table, fit=Fit((1.0,) * len(table.counts), (), "", 0.0))
         found = {}
@@ -483,7 +510,8 @@ class _Run:
             TextReader(self._model.path, windows, self._threads, ram, tier, known) as reader,
             Reference(n_rows, n_vocab, self._kept.rows) as whole,
         ):
-            # There may be less memory, and thus fewer scored tokens, than when the rows were saved.
+            # Fewer tokens are scored if less memory is available than in the run that saved the
+            # log-probabilities.
             chosen = np.concatenate(reader.scored)[np.concatenate(known)]
             against = whole.part(np.flatnonzero(chosen))
             return moved(reader, name, costs, surprise(table.counts), against, progress)

@@ -27,23 +27,23 @@ from orchestrator.runtime.answering import Answering
 
 @dataclass(frozen=True, slots=True)
 class CheckJob:
-    """A job for a child process: open one model and read tokens with it.
+    """A job for a child process of `moe-edge check`, which opens one model and reads tokens.
 
     - settings: arguments of Config.build.
-    - rows: output file for the logits, float32 [1 + n_decode, n_vocab]: one row after the prompt
-      and one after each decoded token.
-    - n_prompt: tokens of the prompt; None uses one micro-batch of the plan.
-    - prompt, answer: the tokens; None uses a built-in text and greedy decoding.
-    - chosen: the settings come from a plan that was chosen by a loss budget, so settings that have
-      no effect are not an error.
+    - rows: output file for the logits, float32 [1 + n_decode, n_vocab]. It has one row after the
+      prompt and one after each decoded token.
+    - n_prompt: number of prompt tokens. None uses one micro-batch of the plan.
+    - prompt, answer: the tokens to read. None uses a built-in text and greedy decoding.
+    - chosen: the settings come from a plan that a loss budget chose. Settings without effect are
+      then no error.
     - answers: load the model as for a chat, and also check its tokenizer and chat template.
-    - conversations: plan the memory of conversations, as for a chat.
+    - conversations: plan the memory for saved conversations, as for a chat.
 
     Three fields select another job instead:
 
-    - other_bytes: choose the policy while another process uses this many bytes; returns its
+    - other_bytes: choose the policy while another process uses this many bytes, and return its
       settings.
-    - budgets: plan the runs of `three_budgets` for this tier; returns their settings.
+    - budgets: plan the runs of `three_budgets` for this tier, and return their settings.
     - layers: read prompt and answer in one batch, and write the experts' output of each layer to
       `rows` (.npz).
     """
@@ -62,8 +62,9 @@ class CheckJob:
     conversations: bool = False
 
     def request(self) -> PlanRequest:
-        """Return the request of a chat with these settings. Without conversations, it has the
-        memory of a chat's process only.
+        """Return the request for a memory plan, as a chat with the settings of this job makes it.
+
+        The memory of saved conversations is included only if `conversations` is set.
         """
         request = Answering().request(Config.build(**self.settings))
         return replace(request, needs=replace(request.needs, conversations=self.conversations))
@@ -72,7 +73,7 @@ class CheckJob:
 def settings_of(config: Config) -> dict[str, Any]:
     """Return JSON-ready arguments of Config.build that reproduce a config.
 
-    Settings of an answer are left out.
+    Settings of a single answer, such as its temperature, are left out.
     """
     declared = config.declared().items()
     found = {name: getattr(config, name) for name, each in declared if not each.answer}
@@ -81,28 +82,32 @@ def settings_of(config: Config) -> dict[str, Any]:
 
 
 def run_job(job: CheckJob) -> Result:
-    """Run a job in a child process. Returns its result or {"error": a sentence}."""
+    """Run a job in a child process. Returns its result, or {"error": message} if it fails."""
     return run_child("orchestrator.lab.check.child", job)
 
 
-# Prompt length of the compared runs, in tokens.
+# Length of the prompt in the runs that are compared, in tokens.
 PROMPT_TOKENS = 128
 
 
 def machine_of(config: Config) -> Machine:
-    """Probe this machine as the engine does. Raises ConfigError for an unknown device."""
+    """Measure the memory of this machine, and of the GPU that the config selects.
+
+    Raises ConfigError if the device is unknown.
+    """
     gpu = find_gpu(Bindings.load(), config.device, config.vram)
     return probe(gpu.device if gpu else None)
 
 
 def plain(config: Config, path: Path, machine: Machine) -> Config:
-    """Return the config of llama.cpp's own path for a file's best tier, loaded as for a chat.
+    """Return the config of the reference run: llama.cpp alone, with a file's best tier.
 
-    Weights are not repacked, because repacked weights round differently. The file is mapped if the
-    model does not fit in memory or --ram. Raises GGUFError.
+    The model is loaded as for a chat with --policy plain. Weights are not repacked, because
+    repacked weights round differently. The file is mapped if the model does not fit in memory or in
+    --ram. Raises GGUFError if the file is invalid.
     """
     free: dict[str, Any] = {"high_tier": None, "ram": None, "vram": None, "misses": None}
-    found = config.compared(policy=PLAIN, model=path, **_aside(config) | free)
+    found = config.compared(policy=PLAIN, model=path, **_comparison_settings(config) | free)
     with ExpertModel.open(path) as model:
         needed = plan_memory(Answering().request(found), model, machine).total_bytes
     usable = (machine.device or machine).usable_bytes
@@ -111,11 +116,11 @@ def plain(config: Config, path: Path, machine: Machine) -> Config:
     return found.with_changes(use_mmap=None if fits else True)
 
 
-def _aside(config: Config) -> dict[str, Any]:
-    """Return the settings that a comparison overrides.
+def _comparison_settings(config: Config) -> dict[str, Any]:
+    """Return the values of settings that all runs of a comparison share.
 
-    It computes one tier with its own budget. A larger micro-batch would reserve scratch memory that
-    the short prompt never uses.
+    Each run computes one tier within its own memory budget. The micro-batch is small, because a
+    larger one would reserve scratch memory that the short prompt never uses.
     """
     return {
         "low": None,
@@ -130,23 +135,25 @@ def _aside(config: Config) -> dict[str, Any]:
 
 
 def three_budgets(config: Config, planner: Planner, tier: str) -> Iterator[tuple[str, Config]]:
-    """Yield lossless runs of config.model as (name of the budget, config).
+    """Yield lossless runs of a model with three memory budgets, as (budget name, config).
 
-    The budgets are the minimum, all experts in memory, and half way between. If --ram or the
-    machine has no space for all experts, the largest allowed budget has another name. The runs use
-    the baseline policy. Half way, they use all other policies that have a lossless form and need no
-    loss table.
+    The budgets are the minimum, all experts in memory, and half way between them. The last budget
+    is smaller and has another name if --ram or the machine has too little memory for all experts.
+    The minimum and the last budget run the baseline policy. The budget half way runs every other
+    lossless policy that needs no loss table.
 
-    The planner is that of the runs. It measures scratch memory in the same way as llama.cpp, so the
-    minimum is exact to the byte. Raises BudgetError if the minimum exceeds the limit.
+    The planner measures scratch memory in the same way as llama.cpp, so the minimum is exact to the
+    byte. Raises BudgetError if the minimum exceeds the limit.
     """
     capped = "vram" if planner.machine.device else "ram"
     allowed = getattr(config, capped)
 
     def lossless(policy: str, cap: int | None) -> Config:
-        """Return a run of this policy that computes everything in one tier of the file."""
+        """Return the config of a lossless run with this policy and this memory cap."""
         asked = dict(POLICIES[policy].precisions.lossless or {}) | {capped: cap}
-        return config.compared(policy=policy, high_tier=tier, **_aside(config) | asked)
+        return config.compared(
+            policy=policy, high_tier=tier, **_comparison_settings(config) | asked
+        )
 
     most = planner.plan(lossless(BASELINE, allowed))
     low = planner.least(lossless(BASELINE, allowed))
@@ -155,16 +162,16 @@ def three_budgets(config: Config, planner: Planner, tier: str) -> Iterator[tuple
         cap = max(planner.least(lossless(name, allowed)), (low + most.total_bytes) // 2)
         if allowed is None or cap <= allowed:
             yield ("half way", lossless(name, cap))
-    largest = f"all of --{capped}" if allowed else "all that is free"
+    largest = f"all of --{capped}" if allowed else "all free memory"
     name = largest if most.absent_bytes else "everything"
     yield (name, lossless(BASELINE, max(low, most.total_bytes)))
 
 
 def budgets_of(config: Config, path: Path, tier: str) -> list[tuple[str, Config]]:
-    """Return the runs of three_budgets for one tier.
+    """Plan the lossless runs of one tier with three memory budgets: (budget name, config).
 
-    They are planned in a child process, so that planning leaves no memory allocated. Raises
-    BudgetError, or MoeEdgeError if the model cannot be planned.
+    A child process plans them, so that planning leaves no memory allocated here. Raises BudgetError
+    if even the smallest budget exceeds the limit, and MoeEdgeError if planning fails.
     """
     settings = settings_of(config.with_changes(model=path, low=None, low_tier=None))
     found = run_job(CheckJob(settings, os.devnull, None, 0, budgets=tier))
@@ -176,7 +183,10 @@ def budgets_of(config: Config, path: Path, tier: str) -> list[tuple[str, Config]
 
 
 def half_way() -> list[str]:
-    """Return the policies that run with the budget half way between minimum and everything."""
+    """Return the policies that run with the middle budget.
+
+    These are the lossless policies that need no loss table, without the baseline policy.
+    """
     return [
         name
         for name, policy in POLICIES.items()

@@ -43,9 +43,9 @@ Bar = Callable[[str, float | None], None]
 
 @dataclass(frozen=True, slots=True)
 class CheckOptions:
-    """Options of a check.
+    """Options of `moe-edge check`.
 
-    - tokens: tokens decoded per run.
+    - tokens: number of tokens that each run decodes.
     - all_tiers: also compare the lower tiers.
     - verify: read and verify every block of the file.
     """
@@ -56,9 +56,11 @@ class CheckOptions:
 
 
 class ComparedTier(NamedTuple):
-    """One tier to compare. `path` is the file that computes it.
+    """A precision (tier) in which our results are compared with those of llama.cpp.
 
-    packed: the tier is not the file's best one, so llama.cpp needs an exported file.
+    - path: the model file with the tier.
+    - packed: the tier is not the best one of its file. It is exported first, because llama.cpp
+      reads only the best tier of a file.
     """
 
     path: Path
@@ -69,11 +71,11 @@ class ComparedTier(NamedTuple):
 def examine(config: Config, options: CheckOptions, bar: Bar) -> dict[str, Any]:
     """Check a model and return a JSON-ready report.
 
-    `problems` are sentences, and `ok` is True if there are none: the file is valid, each run gave
-    llama.cpp's bits and stayed within its planned memory. `notes` are not problems. `bar` is called
-    with (activity, completed fraction or None).
+    The model is good if the file is valid, and each run gives llama.cpp's bits within its planned
+    memory. `problems` in the report are sentences, and `ok` is True if there are none. `notes` are
+    not problems. `bar` is called with (activity, completed fraction or None).
 
-    Raises NativeError if the library is missing, ConfigError for an unknown device.
+    Raises NativeError if the library is missing, and ConfigError if the device is unknown.
     """
     check = _Check(config, options, bar)
     if check.look_at_the_file():
@@ -82,10 +84,10 @@ def examine(config: Config, options: CheckOptions, bar: Bar) -> dict[str, Any]:
 
 
 class _Check:
-    """The report in progress, and the state that its steps share."""
+    """Performs a check step by step, and collects the report."""
 
     def __init__(self, config: Config, options: CheckOptions, bar: Bar) -> None:
-        # A fixed number of threads, so that the runs do not depend on the machine's load.
+        # Fix the number of threads, so that the runs do not depend on the machine's load.
         self.config = config.with_changes(threads=config.n_threads)
         self.options, self.bar = options, bar
         self.asked_ram = config.ram
@@ -109,7 +111,10 @@ class _Check:
         self._n_runs = self._most_runs = 0
 
     def look_at_the_file(self) -> bool:
-        """Verify and describe the file. Returns whether the model can run at all."""
+        """Verify the model file and describe it in the report.
+
+        Returns False if the model cannot run at all.
+        """
         config, report = self.config, self.report
         if self.options.verify:
             found = verify(
@@ -139,14 +144,18 @@ class _Check:
         support = support_of(config.model)
         report["managed"] = support is not None and support.runs == MANAGED
         if not report["managed"]:
-            self._problem(support.sentence if support else "llama.cpp's support of it is unknown")
+            self._problem(
+                support.sentence
+                if support
+                else "it is unknown whether llama.cpp supports the model"
+            )
         return support is None or support.runs != NOT
 
     def run(self) -> None:
-        """Compare each tier that was asked for, then run the model as a chat would."""
+        """Compare each requested tier with llama.cpp, then run the model as a chat would."""
         asked = self._as_asked()
         if self.asked_ram is not None:
-            # --ram limits this process and a run together.
+            # --ram limits this process together with the process of a run.
             own = self.report["own_bytes"] = private_bytes()
             self.config = self.config.with_changes(ram=max(1, self.asked_ram - own))
         subjects = list(self._subjects())
@@ -172,11 +181,11 @@ class _Check:
                 self.report["as_asked"] = self._measure("as asked", job)
 
     def _as_asked(self) -> Config | None:
-        """Return the config that a chat would run, or None on failure.
+        """Return the config that a chat would run, or None if that fails.
 
-        Learning is disabled, so that the check's text leaves no trace. If a loss budget is set, the
-        policy is chosen first, with all of --ram, as for a chat. This happens in a child process,
-        so that it leaves no memory allocated.
+        Learning is disabled, so that the check's text leaves no trace. If a loss budget is set, a
+        child process chooses the policy first, as for a chat with all of --ram. A child process is
+        used because planning leaves memory allocated.
         """
         if not self.report["managed"]:
             return None
@@ -208,7 +217,10 @@ class _Check:
                 yield ComparedTier(config.low, model.tiers[0].name, packed=False)
 
     def _compare(self, subject: ComparedTier, folder: Path) -> Result:
-        """Compare our runs of one tier with llama.cpp's."""
+        """Run one tier with llama.cpp and with our engine, and return the compared results.
+
+        Temporary files are written to `folder`.
+        """
         rows = folder / "plain"
         found: Result = {"tier": subject.tier, "plain": None, "runs": []}
         source = subject.path
@@ -254,7 +266,12 @@ class _Check:
         config: Config,
         folder: Path,
     ) -> Result:
-        """Run the managed path on llama.cpp's tokens and compare the logits."""
+        """Run one lossless config on the same tokens as llama.cpp, and compare the logits.
+
+        - plain, reference: the job of llama.cpp's run and its result; None if it failed.
+        - rows: file with llama.cpp's logits.
+        - name: name of the memory budget.
+        """
         label = f"{config.high_tier}, {name} ({config.policy})"
         job = replace(
             plain,
@@ -278,7 +295,10 @@ class _Check:
         return run
 
     def _measure(self, label: str, job: CheckJob) -> Result:
-        """Run a job in a child process and collect its problems, each sentence once."""
+        """Run a job in a child process, and return its result with the used memory.
+
+        `label` names the run in messages. Problems of the run are added to the report.
+        """
         self._n_runs += 1
         self.bar(f"Run {self._n_runs} of {self._most_runs}: {label}", None)
         run = run_job(job)
@@ -302,7 +322,11 @@ class _Check:
     def _first_layer(
         self, plain: CheckJob, job: CheckJob, reference: Result, row: int, folder: Path
     ) -> tuple[int, float | None] | None:
-        """Find the first layer that differs: read the tokens up to the first difference again."""
+        """Find the first layer whose expert outputs differ, and their largest difference.
+
+        `row` is the first row of logits that differs. Our engine (`job`) and llama.cpp (`plain`)
+        read the tokens before it again. Returns None if this fails or if all layers agree.
+        """
         prompt, answer = reference["prompt"], reference["answer"][:row]
         paths = [folder / f"layers-{number}.npz" for number in range(2)]
         for each, path in zip((job, plain), paths, strict=True):
@@ -317,9 +341,10 @@ class _Check:
         return first_layer(*paths)
 
     def _with_own_memory(self, sentence: str, needed_bytes: int) -> str:
-        """Add this process's memory to a run's message about a --ram that is too small.
+        """Rewrite a run's error about a --ram that is too small, to include this process's memory.
 
-        Caps on expert slots or on GPU memory do not include this process.
+        needed_bytes is the minimum of the run. Other errors are returned unchanged. Caps on expert
+        slots or GPU memory do not include this process.
         """
         asked, own = self.asked_ram, self.report["own_bytes"]
         if not needed_bytes or asked is None or self.config.expert_ram or self.machine.device:
@@ -331,7 +356,10 @@ class _Check:
         )
 
     def _problem(self, sentence: str) -> None:
-        """Add a sentence once, without the user's folders, because reports are shared."""
+        """Add a problem to the report, unless the report already has the same sentence.
+
+        The user's folders are removed from the sentence, because reports are shared.
+        """
         for path in filter(None, (self.config.model, self.config.low)):
             sentence = sentence.replace(str(path), path.name)
         if sentence not in self.problems:
@@ -339,9 +367,9 @@ class _Check:
 
 
 def compare_rows(rows: Path, reference: Path, n_vocab: int) -> dict[str, Any]:
-    """Compare two files of float32 [n, n_vocab] bit by bit, one row at a time.
+    """Compare two files of logits, float32 [n, n_vocab], bit by bit. Returns a dict.
 
-    - rows: number of our rows. equal: whether all bits are equal.
+    - rows: number of rows in our file. equal: whether all bits are equal.
     - first: index of the first row that differs, or None.
     - first_error, most: largest difference in that row and in any row; None if it is not finite.
     - choices: number of rows in which the most likely token differs.
@@ -366,15 +394,15 @@ def compare_rows(rows: Path, reference: Path, n_vocab: int) -> dict[str, Any]:
 
 
 def largest(a: np.ndarray, b: np.ndarray) -> float | None:
-    """Return the largest absolute difference, None if it is not finite."""
+    """Return the largest absolute difference of two arrays, or None if it is not finite."""
     error = float(np.abs(a.astype(np.float64) - b).max())
     return error if np.isfinite(error) else None
 
 
 def first_layer(ours: Path, reference: Path) -> tuple[int, float | None] | None:
-    """Return the first layer whose expert outputs differ, and their largest difference.
+    """Compare two files of expert outputs per layer (.npz), bit by bit.
 
-    Returns None if all layers agree.
+    Returns (first layer that differs, largest absolute difference), or None if all layers agree.
     """
     with np.load(ours) as mine, np.load(reference) as other:
         for name in sorted(set(mine.files) & set(other.files), key=int):
@@ -385,7 +413,10 @@ def first_layer(ours: Path, reference: Path) -> tuple[int, float | None] | None:
 
 
 def describe_difference(found: Result, layer: tuple[int, float | None] | None) -> str:
-    """Describe in one sentence where the logits differ and by how much."""
+    """Describe in one sentence where the logits of two runs differ and by how much.
+
+    `found` is the result of compare_rows. `layer` is the result of first_layer.
+    """
 
     def amount(error: float | None) -> str:
         return "a value that is not finite" if error is None else f"{error:.3g}"
@@ -401,7 +432,7 @@ def describe_difference(found: Result, layer: tuple[int, float | None] | None) -
 
 
 def describe_machine(machine: Machine) -> dict[str, Any]:
-    """Describe the versions and the hardware for the report."""
+    """Return the versions and the hardware of this machine, for the report."""
     return {
         "versions": {
             "moe-edge": next((each.version for each in distributions(name="moe-edge")), None),

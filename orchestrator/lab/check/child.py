@@ -26,7 +26,8 @@ from orchestrator.runtime.answering import Answering
 from orchestrator.runtime.evaluator import Evaluator, Inside
 from orchestrator.runtime.runtime import Runtime
 
-# Prefix of the tensor with the summed expert outputs of a layer, from llama.cpp's MoE builder.
+# Prefix of the name of the tensor that has the summed expert outputs of a layer, in llama.cpp's
+# graphs.
 _EXPERTS_OUT = "ffn_moe_out-"
 
 # Texts that the tokenizer must reproduce, and a conversation that the template must render.
@@ -52,12 +53,15 @@ _SYSTEM = {"role": "system", "content": "Be brief."}
 
 
 def run(job: CheckJob) -> Result:
-    """Perform a job and return its result. Raises MoeEdgeError."""
+    """Perform a job of `moe-edge check` in this process, and return its result.
+
+    Raises MoeEdgeError if the model or the settings cannot be used.
+    """
     request = job.request()
     config = request.config
     if job.other_bytes is not None:
-        # The measurement leaves these bytes of the cap to the other process. The plan uses the
-        # whole cap, so that it equals a chat's plan.
+        # While speeds are measured, these bytes of the cap belong to the other process. The plan
+        # uses the whole cap, so that it equals a chat's plan.
         less = config.with_changes(ram=config.ram and max(1, config.ram - job.other_bytes))
         with ExpertModel.open(config.model, config.low) as model:
             runs = Planner(replace(request, config=less), model).runs(config)
@@ -78,14 +82,15 @@ def run(job: CheckJob) -> Result:
 
 
 def describe(evaluator: Evaluator) -> Result:
-    """Describe the resolved plan and its memory limit."""
+    """Return the policy, the precision and the planned memory of a loaded model."""
     plan, config, inside = evaluator.plan, evaluator.config, evaluator.inside
     capped = config.vram if plan.device else config.ram
     return {
         "managed": inside.managed,
         "policy": inside.policy.name if inside.managed else None,
         "tier": plan.tier_names[0],
-        # llama.cpp's own path without a cap has no limit: the pages of its mapped file vary.
+        # Without a cap, `--policy plain` has no limit, because the resident pages of its mapped
+        # file vary.
         "promised_bytes": capped or (plan.total_bytes if inside.managed else None),
         "planned_bytes": plan.total_bytes,
         "n_ctx": evaluator.n_ctx,
@@ -93,12 +98,12 @@ def describe(evaluator: Evaluator) -> Result:
 
 
 def read_and_render(runtime: Runtime) -> dict[str, Any]:
-    """Check a model's tokenizer and its chat template.
+    """Check the tokenizer and the chat template of a loaded model. Returns a dict.
 
-    - samples, lost: number of sample texts, and names of those that the tokens do not reproduce.
+    - samples, lost: number of sample texts, and names of those that do not survive tokenization.
     - template: whether the file has a chat template.
-    - rendered: token count of a conversation; None if it cannot be rendered.
-    - problems, notes: sentences.
+    - rendered: token count of a rendered conversation; None if the template fails.
+    - problems, notes: sentences for the report.
     """
     vocabulary = runtime.vocabulary
     problems: list[str] = []
@@ -107,7 +112,7 @@ def read_and_render(runtime: Runtime) -> dict[str, Any]:
     for name, sample in SAMPLES.items():
         tokens = vocabulary.tokenize(sample, add_special=False, parse_special=False)
         back = b"".join(map(vocabulary.piece, tokens)).decode("utf-8", "replace")
-        if back not in (sample, f" {sample}"):  # SentencePiece puts a space before it
+        if back not in (sample, f" {sample}"):  # SentencePiece puts a space before a text
             lost.append(name)
     if lost:
         problems.append(f"the tokenizer does not reproduce these texts: {', '.join(lost)}")
@@ -126,7 +131,7 @@ def read_and_render(runtime: Runtime) -> dict[str, Any]:
         except MoeEdgeError as error:
             problems.append(str(error))
     if rendered is not None:
-        # Control tokens appear as their names.
+        # Control tokens are shown by their names.
         pieces = (vocabulary.piece(token, special=True) for token in rendered)
         text = b"".join(pieces).decode("utf-8", "replace")
         if QUESTION not in text:
@@ -145,7 +150,7 @@ def read_and_render(runtime: Runtime) -> dict[str, Any]:
 
 
 def render(runtime: Runtime, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """Return the tokens of a conversation as a chat would read them.
+    """Render a conversation with the model's chat template, and return its tokens.
 
     Raises MoeEdgeError if the chat template fails.
     """
@@ -162,16 +167,17 @@ def render(runtime: Runtime, messages: Sequence[Mapping[str, str]]) -> list[int]
 
 
 def play(evaluator: Evaluator, job: CheckJob) -> Result:
-    """Read the prompt, then decode, and write the logits to a file.
+    """Read a prompt, decode tokens, and write the logits to the file job.rows.
 
-    Each row is written at once, because the process's memory is measured. Returned speeds are in
-    tokens per second; the decode speed is that of the median step.
+    Each row is written at once, so that rows do not add to the measured memory. Returns the tokens
+    and the speeds in tokens per second. The decode speed is that of the median step.
     """
     n_decode = min(job.n_decode, evaluator.n_ctx // 2)
     n_prompt = evaluator.plan.n_ubatch if job.n_prompt is None else job.n_prompt
     prompt = job.prompt
     if not prompt:
-        # Repeat a text, or the first tokens if the vocabulary cannot encode it.
+        # Repeat a built-in text. If the vocabulary cannot encode it, repeat all tokens of the
+        # vocabulary.
         n = min(n_prompt, evaluator.n_ctx - n_decode)
         tokens = evaluator.tokenize(PROSE) or list(range(evaluator.inside.llama.n_vocab))
         prompt = (tokens * (1 + n // len(tokens)))[:n]
@@ -199,7 +205,10 @@ def play(evaluator: Evaluator, job: CheckJob) -> Result:
 
 
 def counted(inside: Inside) -> Result:
-    """Return the counters of the store and the device memory."""
+    """Return the cache hit rate and the memory use of the expert store, for the report.
+
+    Returns {} if the model runs without a store.
+    """
     if not inside.managed:
         return {}
     inside.store.check()
@@ -217,7 +226,10 @@ def counted(inside: Inside) -> Result:
 
 
 def watch_layers(inside: Inside, tokens: Sequence[int], path: str) -> Result:
-    """Read the tokens in one batch, and save the experts' summed outputs per layer (.npz)."""
+    """Read the tokens in one batch, and write the experts' output of each layer to a file.
+
+    The file `path` (.npz) has the summed outputs of the chosen experts, by layer number.
+    """
     from orchestrator.lab.observe import Node, Observer
 
     seen: dict[str, np.ndarray] = {}

@@ -9,7 +9,7 @@ from gguf_tools.units import format_size
 
 
 def render(report: dict[str, Any]) -> str:
-    """Format the report as a page to read and to share."""
+    """Format the report of a check as a page of text for the user."""
     machine = report["machine"]
     versions = ", ".join(f"{name} {found or '?'}" for name, found in machine["versions"].items())
     pair = f" with {report['low']}" if report["low"] else ""
@@ -44,9 +44,10 @@ def render(report: dict[str, Any]) -> str:
 
 
 def row(report: dict[str, Any]) -> list[str]:
-    """Return the run as asked as a row of the table in docs/reports.md, with a heading.
+    """Return the lines that report the model's run as a row of the table in docs/reports.md.
 
-    Returns [] if the run is missing or the check found a problem.
+    This is the run with the user's options. Returns [] if the run is missing or the check found a
+    problem.
     """
     run, machine = report["as_asked"], report["machine"]
     if not report["ok"] or not run or "error" in run:
@@ -109,7 +110,7 @@ def _words(words: dict[str, Any] | None) -> list[str]:
 
 
 def _tier(tier: dict[str, Any]) -> list[str]:
-    """Format the runs of one tier as a table. Failed runs are among the problems."""
+    """Format the runs of one tier as a table. Failed runs are left out."""
     plain, runs = tier["plain"], [each for each in tier["runs"] if "error" not in each]
     rows = [["memory", "policy", "planned", "used", "bits", "prompt", "decode", "hits"]]
     if plain and "error" not in plain:

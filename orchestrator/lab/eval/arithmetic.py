@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean with its standard error. The error is nan if a single value gives no spread."""
+    """A mean with its standard error. The error of a single value is nan."""
 
     value: float
     error: float
@@ -37,11 +37,11 @@ def perplexity(nll: np.ndarray) -> Estimate:
 
 
 def change(nll: np.ndarray, base: np.ndarray) -> Estimate:
-    """Return the relative change of perplexity from base [n] to nll [n]: exp(mean(nll - base)) - 1.
+    """Return the relative change of perplexity from a base: exp(mean(nll - base)) - 1.
 
-    The comparison is paired: both arrays hold the same tokens in the same order. The variation
-    between tokens therefore cancels, and the standard error is small. Raises ValueError if the
-    lengths differ.
+    `nll` and `base` are negative log-likelihoods [n] of the same tokens in the same order. The
+    comparison is paired: the variation between tokens cancels, so the standard error is small.
+    Raises ValueError if the lengths differ.
     """
     if len(nll) != len(base):
         raise ValueError(f"{len(nll)} tokens cannot be paired with {len(base)}")
@@ -50,10 +50,10 @@ def change(nll: np.ndarray, base: np.ndarray) -> Estimate:
 
 
 def share(part: np.ndarray, whole: np.ndarray) -> Estimate:
-    """Return mean(part) / mean(whole) of paired values [n], with a first-order standard error.
+    """Return the ratio mean(part) / mean(whole) of paired values [n], with its standard error.
 
-    The error is s(part - ratio * whole) / (sqrt(n) * |mean(whole)|). Both fields are nan if
-    mean(whole) is 0.
+    The error is s(part - ratio * whole) / (sqrt(n) * |mean(whole)|), where s is the standard
+    deviation. Ratio and error are nan if mean(whole) is 0.
     """
     base = mean(whole).value
     if not abs(base) > 0.0:
@@ -63,7 +63,7 @@ def share(part: np.ndarray, whole: np.ndarray) -> Estimate:
 
 
 def cosine(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return the cosine similarity along the last axis. Zero vectors give 0."""
+    """Return the cosine similarity of two arrays along the last axis. Zero vectors give 0."""
     lengths = np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1)
     products = (a.astype(np.float64) * b).sum(axis=-1)
     found: np.ndarray = products / np.where(lengths > 0, lengths, 1)
@@ -71,7 +71,7 @@ def cosine(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def pair(estimate: Estimate) -> list[float | None]:
-    """Return [value, standard error] for JSON, with None for nan."""
+    """Return the list [value, standard error] for JSON. A nan becomes None."""
     return [None if math.isnan(each) else each for each in (estimate.value, estimate.error)]
 
 

@@ -39,7 +39,10 @@ _MAX_GEN_TOKENS = 256
 
 @register_model("moe-edge")
 class MoeEdgeLM(TemplateLM):
-    """A loaded model with the interface of lm_eval: log-likelihoods and generated text."""
+    """A loaded model for lm_eval (EleutherAI's evaluation harness).
+
+    It computes log-likelihoods of texts and generates texts.
+    """
 
     def __init__(
         self,
@@ -50,9 +53,9 @@ class MoeEdgeLM(TemplateLM):
     ) -> None:
         """Load the model.
 
-        `settings` are those of Config; `model` is required. lm_eval always passes the three named
-        arguments. They have no effect: one sequence is evaluated at a time, on the CPU. Raises
-        MoeEdgeError.
+        `settings` are those of Config; `model` is required. batch_size, max_batch_size and device
+        are arguments that lm_eval always passes. They have no effect, because one sequence is
+        evaluated at a time, on the CPU. Raises MoeEdgeError.
         """
         super().__init__()
         for name, declared in Config.declared().items():
@@ -86,7 +89,10 @@ class MoeEdgeLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """Token that stands for an empty context: the BOS token if the model uses one."""
+        """The token that is used as the context if a context is empty.
+
+        This is the BOS token if the model uses one, otherwise the end-of-text token.
+        """
         return self._begin[0] if self._begin else self.eot_token_id
 
     def tok_encode(
@@ -105,7 +111,8 @@ class MoeEdgeLM(TemplateLM):
         disable_tqdm: bool = False,
         **_: Any,
     ) -> list[tuple[float, bool]]:
-        # Sorted, so that requests with the same context are adjacent and evaluate it once.
+        # Sort the requests, so that those with the same context are adjacent and evaluate it only
+        # once.
         order = sorted(range(len(requests)), key=lambda i: requests[i][1])
         results: dict[int, tuple[float, bool]] = {}
         with self.runtime.evaluator() as evaluator:
@@ -124,7 +131,10 @@ class MoeEdgeLM(TemplateLM):
         return [results[i] for i in range(len(requests))]
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-        """Return the log-likelihood of each text, computed in windows that do not overlap."""
+        """Return the log-likelihood of each text, cut into parts that fit the context.
+
+        The parts do not overlap.
+        """
         results = []
         for (text,) in (request.args for request in requests):
             windows = get_rolling_token_windows(
@@ -140,7 +150,10 @@ class MoeEdgeLM(TemplateLM):
         return results
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-        """Generate text up to the first stop string. Sampling is greedy unless do_sample is set."""
+        """Generate a text for each request, up to the first stop string of the request.
+
+        Sampling is greedy unless the request sets do_sample.
+        """
         results = []
         for context, given in (request.args for request in requests):
             until = given.get("until") or []

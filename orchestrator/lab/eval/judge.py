@@ -36,7 +36,8 @@ from orchestrator.runtime.evaluator import Evaluator, log_softmax
 class Judge:
     """Computes the logits that one model assigns to given tokens.
 
-    With prefill=True, all tokens are read as prompts. This needs a runtime with logits_all.
+    With prefill=True, all tokens are read as prompts (prefill steps). The runtime must then have
+    been opened with logits_all.
     """
 
     def __init__(self, evaluator: Evaluator, prefill: bool = False) -> None:
@@ -51,9 +52,10 @@ class Judge:
     ) -> Iterator[np.ndarray]:
         """Yield the logits float32 [n_vocab] that predict each token from tokens[first] on.
 
-        Each prediction uses all tokens before it. A yielded row is valid until the next one. With
+        Each prediction uses all tokens before it. A yielded array is valid until the next one. With
         prompt=True, the tokens before `first` are read as a prompt. Otherwise each token is a
-        decode step, and a prefix shared with the previous call is not evaluated again.
+        decode step. Leading tokens that are equal to those of the previous call are then not
+        evaluated again.
         """
         if prompt and not self.prefill:
             self.forget()
@@ -76,11 +78,11 @@ class Judge:
     def continuation(
         self, context: Sequence[int], tokens: Sequence[int]
     ) -> tuple[np.ndarray, bool]:
-        """Return the log-probabilities of `tokens` after `context`, and whether they are greedy.
+        """Return the log-probabilities of `tokens` after `context`, float64 [len(tokens)].
 
-        The first value is float64 [len(tokens)]; the second is True if each token is the most
-        likely one. The context is read as a prompt. If it is too long, its oldest tokens are
-        dropped. A context equal to that of the previous call is not evaluated again.
+        The second value is True if greedy decoding would give these tokens. The context is read as
+        a prompt. If it is too long, its oldest tokens are dropped. A context equal to that of the
+        previous call is not evaluated again.
         """
         n_free = self.evaluator.n_ctx - len(tokens)
         kept = list(context)[-max(1, n_free) :]
@@ -96,14 +98,17 @@ class Judge:
         return found, likeliest
 
     def forget(self) -> None:
-        """Discard the cached prefix. Call this after other code has used the evaluator."""
+        """Forget the tokens of the previous call, so that the next call evaluates all its tokens.
+
+        Call this after other code has used the same evaluator.
+        """
         self._next = None
         self._read = []
 
     def _prompt_rows(self, tokens: Sequence[int], first: int) -> Iterator[np.ndarray]:
-        """Yield the logits of the tokens from `first` on, with all tokens read as a prompt.
+        """Yield the logits of the tokens from index `first` on. All tokens are read as a prompt.
 
-        The logits come in parts, because those of a whole window may need more memory than the
+        The logits are computed in parts, because those of all tokens may need more memory than the
         model.
         """
         for part in self.evaluator.eval_each(tokens, 0, Phase.PREFILL):
@@ -113,8 +118,8 @@ class Judge:
     def _decode_rows(self, context: list[int], tokens: Sequence[int]) -> Iterator[np.ndarray]:
         if self._next is None or context != self._context:
             self.forget()
-            # The last prompt token is a decode step, as in an answer. The policy's work at the end
-            # of a prompt happens before it.
+            # Read the last prompt token in a decode step, as an answer does. The policy's work at
+            # the end of a prompt comes before it.
             last = len(context) - 1
             if last:
                 self.evaluator.eval(context[:last], 0, phase=Phase.PREFILL)
@@ -129,13 +134,17 @@ class Judge:
 
 
 class Reference(Closing):
-    """Log-probabilities float32 [n_tokens, n_vocab] in a file. Free it with close or `with`."""
+    """A file with the log-probabilities of a reference model, float32 [n_tokens, n_vocab].
+
+    Other models are compared with it. Free it with close or `with`.
+    """
 
     def __init__(self, n_tokens: int, n_vocab: int, path: Path | None = None) -> None:
-        """Create the file, or open one that already holds the values.
+        """Create the file, or open a file that already has the values.
 
-        `path` is that file, or an empty one; None uses a temporary file. Raises ConfigError if the
-        folder has too little free space.
+        - path: an existing file, either with the values or empty. None creates a temporary file.
+
+        Raises ConfigError if the folder has too little free space.
         """
         needed = 4 * n_tokens * n_vocab
         folder = tempfile.gettempdir() if path is None else str(path.parent)
@@ -153,32 +162,35 @@ class Reference(Closing):
         self._places: np.ndarray | None = None
 
     def part(self, places: np.ndarray) -> Reference:
-        """Return a view of the tokens at the given positions, int [n].
+        """Return a reference for only the tokens at the given positions, int [n].
 
-        The view is valid until the whole reference is closed.
+        It is a view that is valid until the whole reference is closed.
         """
         other = copy(self)
         other._places = places
         return other
 
     def row(self, at: int) -> np.ndarray:
-        """Return a view, float32 [n_vocab], of the log-probabilities that predict one token."""
+        """Return the log-probabilities that predict the token at this position, float32 [n_vocab].
+
+        The array is a view of the file.
+        """
         return np.asarray(self.rows[at if self._places is None else self._places[at]])
 
     def close(self) -> None:
-        """Delete the temporary file or close the given one. Safe to call twice."""
+        """Close the file. A temporary file is deleted. A second call has no effect."""
         self._file.close()
 
 
 @dataclass(frozen=True, slots=True)
 class TextScores:
-    """Scores of n tokens, in the order of the text.
+    """Scores of the n scored tokens of a text, in the order of the text.
 
     - nll float64 [n]: negative log-likelihoods in nats.
-    - kl float64 [n]: KL divergence from the reference in nats; [0] without a reference.
-    - agrees float64 [n]: 1 if the most likely token is the same as in the reference, else 0; [0]
-      without a reference.
-    - domains int [n]: index into `names`, the domains of the text.
+    - kl float64 [n]: KL divergence from a reference model in nats; empty without a reference.
+    - agrees float64 [n]: 1 if the most likely token is that of the reference, else 0; empty without
+      a reference.
+    - domains int [n]: the domain (label) of each token, as an index into `names`.
     """
 
     nll: np.ndarray
@@ -192,7 +204,7 @@ class TextScores:
         return arithmetic.perplexity(self.nll)
 
     def by_domain(self) -> dict[str, Estimate]:
-        """Return the perplexity of each domain; {} if the text has only one."""
+        """Return the perplexity of each domain of the text; {} if the text has only one domain."""
         if len(self.names) < 2:
             return {}
         return {
@@ -201,7 +213,7 @@ class TextScores:
         }
 
     def part(self, places: np.ndarray) -> TextScores:
-        """Return the scores of the tokens at the given positions, int [m]."""
+        """Return the scores of only the tokens at the given positions, int [m]."""
         return replace(
             self,
             nll=self.nll[places],
@@ -219,10 +231,11 @@ def score_text(
     against: Reference | None = None,
     progress: Callable[[float], None] = lambda share: None,
 ) -> TextScores:
-    """Score each window's tokens, beginning with its first scored token.
+    """Compute the scores of a text, such as its perplexity, with a model.
 
-    `keep` is filled with this model's log-probabilities. `against` holds the log-probabilities to
-    compare with. `progress` is called with the completed fraction.
+    The text is cut into windows, and the tokens from index `first` of each window on are scored. If
+    `keep` is given, the model's log-probabilities are written to it. If `against` is given, the
+    model is compared with its log-probabilities. `progress` is called with the completed fraction.
     """
     total = sum(window.n_scored for window in windows)
     nll = np.empty(total)
@@ -251,8 +264,8 @@ def score_text(
 class Question:
     """A multiple-choice question.
 
-    `prompt` is the text before the choice, context included. `answer` is the index of the correct
-    choice.
+    `prompt` is the text before the choice, including any context. `answer` is the index of the
+    correct choice.
     """
 
     prompt: str
@@ -262,9 +275,10 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceScores:
-    """Whether each question was answered correctly by acc (right) and acc_norm (right_norm).
+    """Scores of multiple-choice questions, each bool [n_questions].
 
-    Both are bool [n_questions].
+    - right: whether the most likely choice is correct (accuracy "acc").
+    - right_norm: whether the choice that is most likely per character is correct ("acc_norm").
     """
 
     right: np.ndarray
@@ -280,7 +294,7 @@ class ChoiceScores:
 
 
 def read_questions(path: Path) -> list[Question]:
-    """Read questions from JSON lines {"question", "choices", "answer"}.
+    """Read questions from a file of JSON lines {"question", "choices", "answer"}.
 
     An optional "context" is put before the question, separated by a blank line. "answer" is an
     index from 0 or a letter from A. Raises ConfigError with the line number of an invalid record.
@@ -321,14 +335,18 @@ def score_choices(
     questions: Sequence[Question],
     progress: Callable[[float], None] = lambda share: None,
 ) -> ChoiceScores:
-    """Answer all questions. Raises ConfigError for a choice that tokenizes to nothing."""
+    """Answer multiple-choice questions with a model, and return which answers are correct.
+
+    Raises ConfigError for a choice that has no tokens.
+    """
     right, right_norm = [], []
     for number, question in enumerate(questions, 1):
-        # A prompt that ends in whitespace, such as that of a chat template, needs no space.
+        # No space is inserted after a prompt that ends in whitespace, such as that of a chat
+        # template.
         space = "" if question.prompt[-1].isspace() else " "
         logp = []
         for choice in question.choices:
-            # Tokenize both together, because a choice alone may get other tokens.
+            # Tokenize prompt and choice together, because a choice alone may get other tokens.
             n = len(judge.evaluator.tokenize(question.prompt))
             whole = judge.evaluator.tokenize(question.prompt + space + choice)
             context, tokens = whole[:n], whole[n:]

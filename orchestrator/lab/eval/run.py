@@ -38,7 +38,10 @@ from orchestrator.runtime.runtime import Runtime
 
 
 def counters(evaluator: Evaluator) -> CStats | None:
-    """Return the store's counters; None on llama.cpp's own path, which has no store."""
+    """Return the current counters of the expert store.
+
+    Returns None if the model runs without a store (--policy plain).
+    """
     inside = evaluator.inside
     return inside.store.stats() if inside.managed else None
 
@@ -46,18 +49,19 @@ def counters(evaluator: Evaluator) -> CStats | None:
 def usage_between(
     old: CStats | None, new: CStats | None, phase: Phase, losses: LossMeter | None = None
 ) -> dict[str, Any] | None:
-    """Summarize the store's work in steps of one phase between two readings of its counters.
+    """Summarize the expert store's work in steps of one phase between two readings of its counters.
 
-    Returns None if a reading is None. Fractions are None if nothing was counted.
+    `old` and `new` are the two readings. Returns None if a reading is None. A fraction is None if
+    nothing was counted.
 
     - high, low, skip: fractions of the routed experts that the policy requested in the high tier,
       in a lower tier, and not at all.
-    - computed_low: fraction of expert matrices computed in a lower tier.
+    - computed_low: fraction of the expert matrices that were computed in a lower tier.
     - hit_rate: fraction of requests that were cache hits.
-    - bytes_read: bytes read on demand, prefetched and moved by tier transitions.
-    - kl_estimate, kl_low: estimated quality loss since `losses` began, in nats per token, relative
-      to the file's best tier. They have the meaning of GenerationStats; None if unknown.
-    - limit_halved: fraction of tokens for which the loss limit was halved.
+    - bytes_read: bytes read on demand, prefetched and moved by changes of tier.
+    - kl_low, kl_estimate: lower and upper estimate of the quality loss in nats per token, relative
+      to the best tier, since `losses` began; None if unknown.
+    - limit_halved: fraction of tokens for which the policy halved its loss limit.
     """
     if old is None or new is None:
         return None
@@ -87,16 +91,17 @@ LEAST_WINDOW, LEAST_TOKENS = 8, 16
 class EvalOptions:
     """Options of an evaluation.
 
-    - text, choices: files with the text and the questions.
-    - tokens: maximum number of scored tokens. window: tokens per context.
+    - text, choices: files with a text and with multiple-choice questions.
+    - tokens: maximum number of scored tokens.
+    - window: the text is cut into windows of this many tokens, each with its own context.
     - prompt_tokens: number of tokens at the start of each window that are read as a prompt and not
-      scored; a record's context is treated in the same way. None reads token by token.
-    - kl: also compute the KL divergence from tier kl_from (None: the best tier of the file).
+      scored. None reads token by token.
+    - kl: also compute the KL divergence from the tier kl_from; None is the best tier.
     - prefill: read everything as prompts, without decode steps.
     - reuse: a request for the low tier may use a high copy in memory, as in a chat (DyMoE 4.4.2).
       Otherwise each expert is computed in exactly the tier that the policy chose.
-    - bandwidth (bytes per second), latency_us (per read), compute_ms (per token): speeds of the
-      virtual store, for policies that depend on residency. None means measured.
+    - bandwidth (bytes per second), latency_us (per read), compute_ms (per token): speeds of a
+      simulated store, for policies that depend on cached experts. None means measured.
     """
 
     text: Path | None = None
@@ -114,11 +119,14 @@ class EvalOptions:
 
     @property
     def text_tokens(self) -> int | None:
-        """Number of tokens of the text that are read; None for all."""
+        """The number of tokens of the text that are read; None means all."""
         return needed_tokens(self.tokens, self.window, self.prompt_tokens)
 
     def windows(self, evaluator: Evaluator, documents: Sequence[Document]) -> list[Window]:
-        """Cut the documents into windows. Raises ConfigError if they have too few tokens."""
+        """Cut documents into windows of the chosen length.
+
+        Raises ConfigError if the documents have too few tokens.
+        """
         length, prompt = min(self.window, evaluator.n_ctx), self.prompt_tokens
         windows = windows_of(evaluator.tokenize, documents, length, self.tokens, prompt)
         scored = sum(window.n_scored for window in windows)
@@ -131,7 +139,7 @@ class EvalOptions:
         return windows
 
     def check(self) -> None:
-        """Raise ConfigError for options that contradict each other."""
+        """Raise ConfigError if options contradict each other or are out of range."""
         if self.text is None and self.choices is None:
             raise ConfigError("there is nothing to evaluate: give --text FILE or --choices FILE")
         if self.kl and self.text is None:
@@ -150,26 +158,29 @@ class EvalOptions:
 
 
 def eval_config(config: Config, options: EvalOptions) -> Config:
-    """Return the configuration of an evaluation.
+    """Return the config with which a model is evaluated.
 
-    It computes the logits of all tokens and uses experts in exactly their tiers unless `reuse` is
-    set. The number of threads is fixed, so that the result does not depend on the machine's load.
+    Compared with `config`, the logits of all tokens are computed. Experts are used in exactly their
+    tiers unless `reuse` is set. The number of threads is fixed, so that the result does not depend
+    on the machine's load.
     """
     return config.with_changes(
         threads=config.n_threads,
         logits_all=True,
         ubatch=min(config.ubatch or SIZES[0], options.window),
-        # Questions may be longer than a window of the text.
+        # Questions need at least LEAST_CONTEXT tokens, because they may be longer than a window of
+        # the text.
         ctx=max(config.ctx or LEAST_CONTEXT * (options.choices is not None), options.window),
         exact_tiers=not options.reuse,
     )
 
 
 def best_config(config: Config, best: str) -> Config:
-    """Return the same configuration in tier `best` only, with the default KV cache type.
+    """Return the config of the reference: all experts in the tier `best`.
 
-    The cap on memory stays: fewer slots make the model slower but do not change its output. A cap
-    on the expert slots alone is removed, because it belongs to the evaluated policy.
+    The KV cache has its default type. The cap on memory stays, because fewer slots do not change
+    the output. A cap on the expert slots alone is removed, because it belongs to the evaluated
+    policy.
     """
     return config.compared(
         policy=BASELINE,
@@ -183,9 +194,10 @@ def best_config(config: Config, best: str) -> Config:
 
 
 def evaluate(config: Config, options: EvalOptions, report: Progress) -> dict[str, Any]:
-    """Evaluate one configuration. Returns a dict for JSON and for `render`.
+    """Evaluate a model on a text and on questions. Returns a dict for JSON and for `render`.
 
-    Raises MoeEdgeError for a text, questions or settings that cannot be used.
+    `report` is called with the progress. Raises MoeEdgeError if the text, the questions or the
+    settings cannot be used.
     """
     options.check()
     documents = read_documents(options.text, options.text_tokens) if options.text else []
@@ -197,7 +209,8 @@ def evaluate(config: Config, options: EvalOptions, report: Progress) -> dict[str
     with ExitStack() as stack:
         against = None
         if options.kl:
-            # Closed before the evaluated model is loaded: memory may not hold two models.
+            # Free the reference model before the evaluated model is loaded, because memory may not
+            # hold both.
             with (
                 Runtime.open(best_config(config, best), report) as runtime,
                 runtime.evaluator() as evaluator,
@@ -227,7 +240,7 @@ def evaluate(config: Config, options: EvalOptions, report: Progress) -> dict[str
         phase = Phase.PREFILL if options.prefill else Phase.DECODE
         losses = None
         if inside.managed:
-            # Estimates the quality loss relative to this tier from here on.
+            # From here on, estimate the quality loss relative to the best tier.
             estimate = inside.losses.estimate(evaluator.plan.tier_names, best)
             losses = LossMeter(estimate, evaluator.config.exact_tiers) if estimate else None
             inside.driver.meter = losses
@@ -257,7 +270,10 @@ def evaluate(config: Config, options: EvalOptions, report: Progress) -> dict[str
 def read_reference(
     evaluator: Evaluator, windows: list[Window], prefill: bool, progress: Callable[[float], None]
 ) -> Reference:
-    """Return the log-probabilities that a model assigns to the windows. The caller closes them."""
+    """Read the windows of a text with the reference model, and return its log-probabilities.
+
+    With `prefill`, all tokens are read as prompts. The caller closes the result.
+    """
     n_vocab = evaluator.eval(windows[0].tokens[:1], 0).shape[-1]
     reference = Reference(sum(window.n_scored for window in windows), n_vocab)
     try:
@@ -269,9 +285,9 @@ def read_reference(
 
 
 def text_report(scores: TextScores, best: str) -> dict[str, Any]:
-    """Return the metrics of one pass over the text.
+    """Return the metrics of a scored text as a dict for JSON.
 
-    `best` names the tier that it was compared with.
+    `best` names the tier that the model was compared with.
     """
     result: dict[str, Any] = {
         "tokens": len(scores.nll),
@@ -286,7 +302,7 @@ def text_report(scores: TextScores, best: str) -> dict[str, Any]:
 
 
 def render(result: dict[str, Any]) -> str:
-    """Format the result of `evaluate`, with one metric per line."""
+    """Format the result of an evaluation for a terminal, with one metric per line."""
     decode = result["form"] == "decode"
     lines = [f"{result['model']}, {result['mode']}"]
 
@@ -312,7 +328,7 @@ def render(result: dict[str, Any]) -> str:
         if (lost := usage["kl_estimate"]) is not None:
             add("KL estimated", f"{usage['kl_low']:.5f} to {lost:.5f}", "from the loss table")
         if usage["limit_halved"]:
-            note = "the text is unlike the loss table's texts"
+            note = "the text differs from those of the loss table"
             add("limit halved", f"{100 * usage['limit_halved']:.0f} % of the tokens", note)
         asked = {key: usage[key] for key in ("high", "low", "skip") if usage[key] is not None}
         add("experts asked", ", ".join(f"{100 * part:.1f} % {key}" for key, part in asked.items()))
@@ -323,7 +339,7 @@ def render(result: dict[str, Any]) -> str:
             )
             add("time a token", f"{virtual['tpot_ms_mean']:.2f} ms", note)
         if usage["computed_low"] is not None:
-            how = "exact tiers" if result["exact_tiers"] else "high copies in memory reused"
+            how = "exact tiers" if result["exact_tiers"] else "high copies in memory are reused"
             add("computed low", f"{100 * usage['computed_low']:.1f} %", how)
         reads = format_size(usage["bytes_read"])
         if usage["hit_rate"] is not None:

@@ -14,17 +14,19 @@ from typing import Any, TextIO
 from gguf_tools.file.texts import open_regular
 from orchestrator.errors import ConfigError
 
-# Upper bound of the characters per token; limits how much of a file is read for n tokens.
+# Assumed maximum number of characters per token. It limits how much of a file is read for n tokens.
 TOKEN_CHARACTERS = 64
-# Tokens at least this far before a cut of the text do not depend on the cut.
+# A text may be cut before it is tokenized. Tokens do not depend on a cut that comes at least this
+# many tokens later.
 _CUT_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text, evaluated independently of others.
+    """A text that is evaluated independently of other texts.
 
-    `context` precedes it and is not scored. `domain` is its label in the report, or "".
+    `context` is text that is read before it and not scored. `domain` is its label in the report, or
+    "".
     """
 
     text: str
@@ -34,7 +36,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Tokens evaluated in one context. The tokens from index `first` (>= 1) on are scored.
+    """Tokens that are evaluated in one context. Tokens from index `first` (>= 1) on are scored.
 
     With prompt=True, the tokens before `first` are read as a prompt.
     """
@@ -49,13 +51,13 @@ class Window:
         return len(self.tokens) - self.first
 
 
-# Tokenizes a text. The result begins with the BOS token if the model uses one.
+# A function that tokenizes a text. The result begins with the BOS token if the model uses one.
 Tokenize = Callable[[str], list[int]]
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[TextIO]:
-    """Open a text file, skipping its byte order mark. An .xz file is decompressed.
+    """Open a text file without its byte order mark, decompressed if its name ends in .xz.
 
     Raises ConfigError or TextFileError, also for errors while the caller reads.
     """
@@ -73,16 +75,19 @@ def _opened(path: Path) -> Iterator[TextIO]:
 
 
 def read_text(path: Path, n_tokens: int | None = None) -> str:
-    """Read a text file; an .xz file is decompressed. Raises ConfigError.
+    """Read a text file, or an .xz file with a text. Raises ConfigError if it cannot be read.
 
-    Reads only as many characters as `n_tokens` tokens can have; None reads all.
+    Only as many characters are read as `n_tokens` tokens can have; None reads all.
     """
     with _opened(path) as file:
         return file.read(-1 if n_tokens is None else TOKEN_CHARACTERS * n_tokens)
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number, record) for each line that is not blank. Raises ConfigError."""
+    """Yield (line number, record) for each line of a file of JSON lines that is not blank.
+
+    Raises ConfigError for a line that is not a JSON object.
+    """
     with _opened(path) as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -97,9 +102,10 @@ def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def needed_tokens(limit: int | None, length: int, prompt: int | None = None) -> int | None:
-    """Return how many tokens of a text are needed to score `limit` tokens; None for all.
+    """Return how many tokens of a text must be read to score `limit` tokens; None means all.
 
-    Windows have `length` tokens, of which the first `prompt` are not scored.
+    The text is cut into windows of `length` tokens. The first `prompt` tokens of each window are
+    not scored.
     """
     if limit is None:
         return None
@@ -108,11 +114,11 @@ def needed_tokens(limit: int | None, length: int, prompt: int | None = None) -> 
 
 
 def read_documents(path: Path, n_tokens: int | None = None) -> list[Document]:
-    """Read the documents of a file. Raises ConfigError if it has no text.
+    """Read the documents of a text file, or of a file of JSON lines.
 
-    A plain text file is one document. In a file of JSON lines, the "text" of each record is one,
-    with an optional "context" before it and an optional "domain". Reading stops after as many
-    characters as `n_tokens` tokens can have; None reads all.
+    A text file is one document. In JSON lines, the "text" of each record is one document, with an
+    optional "context" before it and an optional "domain". Reading stops after as many characters as
+    `n_tokens` tokens can have; None reads all. Raises ConfigError if the file has no text.
     """
     name = path.stem if path.suffix == ".xz" else path.name
     if not name.endswith((".jsonl", ".ndjson")):
@@ -147,8 +153,8 @@ def windows_of(
     """Cut documents into windows of at most `length` tokens, each from one document.
 
     Each window begins with the BOS token if the model uses one. At most `limit` tokens are scored.
-    At least the first `prompt` tokens of each window, and the document's context, are read as a
-    prompt; None disables prompts.
+    If `prompt` is given, a document's context and at least the first `prompt` tokens of each window
+    are read as a prompt.
     """
     begin = tokenize("")
     size = length - len(begin)
@@ -175,9 +181,9 @@ def windows_of(
 
 
 def _tokens(tokenize: Tokenize, text: str, most: int | None) -> list[int]:
-    """Return at least the first `most` tokens of a text, or all if it has fewer.
+    """Return the first tokens of a text: at least `most`, or all if the text has fewer.
 
-    A long text is tokenized only in part, because its tokens need more memory than the text.
+    Only the beginning of a long text is tokenized, because tokens need more memory than text.
     """
     n = len(text) if most is None else 8 * most
     while True:

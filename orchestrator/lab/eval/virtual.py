@@ -21,16 +21,16 @@ from orchestrator.native import CStats, Store
 from orchestrator.runtime.driver import Driver
 from orchestrator.runtime.evaluator import Evaluator
 
-# Decode steps used to measure compute time. The first one is discarded.
+# Number of decode steps that measure the compute time. The first one is discarded.
 _STEPS = 9
 # The fraction of a layer's compute time that is spent outside its experts.
 _DENSE_SHARE = 0.5
 
 
 def _computing_us(evaluator: Evaluator) -> float:
-    """Return the median compute time of a decode step, without I/O waits, in microseconds.
+    """Measure and return the median time of a decode step, without waits for reads.
 
-    Clears the KV cache.
+    The result is in microseconds. Clears the KV cache.
     """
     token = evaluator.tokenize("a")[-1:]
     found = []
@@ -45,9 +45,11 @@ def _computing_us(evaluator: Evaluator) -> float:
 
 
 class VirtualStore(Closing):
-    """Makes a model's policy decide by a simulated store's contents, until it is closed.
+    """Simulates a second expert store, from whose contents the policy of a model decides.
 
-    step_us holds the virtual duration of each decode step, in microseconds.
+    Some policies depend on the cached experts, and thus on the speed of a disk. With a simulated
+    disk, their decisions can be reproduced. The model computes with these decisions until this
+    object is closed. step_us holds the simulated duration of each decode step, in microseconds.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class VirtualStore(Closing):
         latency_us: int | None,
         compute_ms: float | None,
     ) -> None:
-        """Attach to an evaluator.
+        """Start the simulation for a loaded model.
 
         A speed of None is measured: bandwidth and latency by reading the model file, compute time
         by decoding on this machine.
@@ -82,7 +84,7 @@ class VirtualStore(Closing):
         real.set_step_done(self.on_step)
 
     def close(self) -> None:
-        """Make the policy decide by the real store again."""
+        """End the simulation. The policy then decides from the real store again."""
         self._inside.driver.set_route()
         self._inside.store.set_step_done(self._inside.driver.step_done)
         self._store.close()
@@ -92,7 +94,7 @@ class VirtualStore(Closing):
         return self._store.stats()
 
     def as_dict(self) -> dict[str, float | None]:
-        """Return the speeds used and the mean virtual duration of the decode steps."""
+        """Return the simulated speeds, and the mean simulated duration of the decode steps."""
         mean_us = float(np.mean(self.step_us)) if self.step_us else None
         return {
             "bandwidth": self._speed.bytes_per_s,
@@ -102,14 +104,17 @@ class VirtualStore(Closing):
         }
 
     def _decide(self, event: RouteEvent) -> None:
-        """Run the policy in virtual time. Requests use a better copy if one is in memory."""
+        """Let the policy decide from the simulated store.
+
+        A request for a tier uses a better copy of the expert if it is in simulated memory.
+        """
         self._driver.on_route(event)
         tiers = self._store.decision.tier_array
         resident = self._store.view.resident_array[event.layer]
         self._tiers[:] = served(tiers, resident)
 
     def on_route(self, event: RouteEvent) -> None:
-        """Simulate one layer, and apply the same decision to the real store."""
+        """Simulate one layer of a step, and apply the policy's decision to the real store."""
         clock, shadow, inside = self._clock, self._store, self._inside
         if event.step != self._step:
             self._step, self._start_ns = event.step, clock.now_ns
@@ -136,7 +141,7 @@ class VirtualStore(Closing):
         clock.compute(event.layer, experts, ns, _DENSE_SHARE, len(experts))
 
     def on_step(self, step: ComputedStep) -> None:
-        """Report the step to the policy with its virtual duration."""
+        """Report a completed step to the policy, with its simulated duration."""
         us = (self._clock.now_ns - self._start_ns) / 1000
         if step.phase is Phase.DECODE:
             self.step_us.append(us)

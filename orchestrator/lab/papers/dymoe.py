@@ -249,7 +249,7 @@ def figure_6(on: Measured) -> Made:
     return Made(compared, found.tables, found.panels)
 
 
-# Milliseconds by system, share of the experts that have slots, and what is timed.
+# Milliseconds by system, by share of the experts that have slots, and by timed part.
 Times = dict[tuple[str, float, str], float]
 
 

@@ -18,7 +18,7 @@ Figures = dict[str, Any]
 
 
 def recorded_figures(trace: Trace) -> Figures:
-    """Return the metrics of the recorded run, in the form of a replay's."""
+    """Return the metrics of the recorded run, with the same keys as those of a replay."""
     phases = trace.arrays["step_phase"]
     return figures(
         trace.header.in_use,
@@ -31,7 +31,10 @@ def recorded_figures(trace: Trace) -> Figures:
 
 
 def counted(stats: CStats) -> np.ndarray:
-    """Return the counters that a store and a trace share, int64 [2, len(COUNTERS)], by phase."""
+    """Return the counters of a store as an array, int64 [2, len(COUNTERS)].
+
+    The rows are the phases prefill and decode. A trace has the same counters.
+    """
     rows = np.zeros((len(Phase), len(COUNTERS)), np.int64)
     for phase in Phase:
         moved = (getattr(stats, name)[phase] for name in MOVED)
@@ -47,11 +50,12 @@ def figures(
     phases: np.ndarray,
     step_ms: np.ndarray,
 ) -> Figures:
-    """Return the metrics of a run.
+    """Return the metrics of a run of S steps as a dict: cache hits, waits, TTFT and TPOT.
 
-    - tiers: names of the tiers in use, best first. skip: whether experts may be skipped.
-    - counters [2, len(COUNTERS)] and wait_ms: by phase.
-    - phases [S] and step_ms [S]: by step.
+    - tiers: names of the precisions in use, best first. skip: whether experts may be skipped.
+    - counters [2, len(COUNTERS)] and wait_ms [2]: counters and waits of the phases prefill and
+      decode.
+    - phases [S] and step_ms [S]: phase and duration of each step.
     """
     found: Figures = {}
     for phase in Phase:
@@ -86,23 +90,24 @@ Expert = tuple[int, int]  # (layer, expert)
 
 
 def belady(trace: Trace, shape: ModelShape, plan: SlotPlan, tier: int) -> dict[str, list[int]]:
-    """Return the maximum number of hits of any cache with one precision and the same slots.
+    """Return how many hits an optimal cache would have that knows the whole trace.
 
-    The optimum keeps the experts whose next use is soonest, among those in the cache and those just
-    requested. This is exact, because it keeps the largest set of intervals between two uses of an
-    expert of which at most C (the number of slots) overlap at any time.
+    The cache has one precision and the same slots as the replay. The optimum keeps the experts
+    whose next use is soonest, among those in the cache and those just requested.
 
-    All assumptions favor the optimum. It knows the whole trace. The slots of one matrix kind and
-    slot size form one pool, even if the plan groups them differently. An expert may be evicted
-    right after its use, and an event's own loads need no additional slots. The result is therefore
-    a bound for lru and for every policy with one precision and the same slots that loads on demand.
-    Its misses are also a bound for the reads of a policy that prefetches.
+    All assumptions favor the optimum. The slots of one matrix kind and slot size form one pool,
+    even if the plan groups them differently. An expert may be evicted right after its use, and
+    loads need no additional slots. The result is therefore a bound for lru, and for every policy
+    with one precision that loads on demand. Its misses are also a bound for the reads of a policy
+    that prefetches.
 
-    `tier` is the tier of the trace's model that is tier 0 of `shape` and `plan`. Returns the
-    requests, hits and missed bytes of the matrices, each by phase.
+    `tier` is the index, among the tiers of the trace's model, of the precision in the cache.
+    Returns the "requests", "hits" and "miss_bytes" of expert matrices, each as [prefill, decode].
     """
     totals = np.zeros((3, len(Phase)), np.int64)
-    pools: dict[tuple[int, int], tuple[set[int], set[int]]] = {}  # (kind, bytes): groups, layers
+    pools: dict[
+        tuple[int, int], tuple[set[int], set[int]]
+    ] = {}  # groups and layers by (kind, slot bytes)
     for (layer, kind, plan_tier), group in plan.group_of.items():
         if plan_tier == 0:
             key = kind, shape.slots[layer][0][kind]
@@ -119,7 +124,7 @@ def belady(trace: Trace, shape: ModelShape, plan: SlotPlan, tier: int) -> dict[s
     for (kind, _), (groups, layers) in pools.items():
         capacity = sum(plan.groups[group].n_slots for group in groups)
         same = capacity, frozenset(layers)
-        if same not in known:  # the kinds of a model usually have equal pools
+        if same not in known:  # matrix kinds with equal pools have equal results
             known[same] = fewest_misses([each for each in events if each[1] in layers], capacity)
         for phase, layer, n_asked, n_hits in known[same]:
             piece = slices[layer][kind][tier]
@@ -131,14 +136,18 @@ def belady(trace: Trace, shape: ModelShape, plan: SlotPlan, tier: int) -> dict[s
 def fewest_misses(
     events: list[tuple[Phase, int, list[int]]], capacity: int
 ) -> list[tuple[Phase, int, int, int]]:
-    """Return (phase, layer, requests, hits) of each event in one pool with `capacity` slots."""
+    """Simulate an optimal cache with `capacity` slots that knows all events in advance.
+
+    An event is (phase, layer, requested experts). Returns (phase, layer, requests, hits) for each
+    event.
+    """
     uses: dict[Expert, list[int]] = {}
     for when, (_, layer, ids) in enumerate(events):
         for expert in ids:
             uses.setdefault((layer, expert), []).append(when)
     place = dict.fromkeys(uses, 0)
-    kept: dict[Expert, int] = {}  # the event of its next use
-    latest: list[tuple[int, Expert]] = []  # heap of (-next use, expert) with outdated entries
+    kept: dict[Expert, int] = {}  # expert: index of the event that uses it next
+    latest: list[tuple[int, Expert]] = []  # heap of (-next use, expert), some outdated
     found = []
     for phase, layer, ids in events:
         hits = 0

@@ -33,13 +33,16 @@ from orchestrator.lab.replay.trace import (
 from orchestrator.native import MAX_AHEAD
 from orchestrator.policy import policy_class
 
-# Maximum size of an unpacked trace: a constant plus a multiple of the file. Routing weights hardly
-# compress, so a larger ratio is a sign of damage.
+# Maximum size of an unpacked trace: a constant plus a multiple of the file size. Routing weights
+# hardly compress, so a larger ratio is a sign of damage.
 _UNPACKED_LEAST, _UNPACKED_MOST = 1 << 24, 64
 
 
 def check_trace_target(path: Path) -> None:
-    """Raise TraceError if no trace can be written to this path. Called before a long run."""
+    """Raise TraceError if a trace file cannot be written to this path.
+
+    This is called before a long recording.
+    """
     try:
         files.check_target(path)
     except OSError as error:
@@ -47,7 +50,10 @@ def check_trace_target(path: Path) -> None:
 
 
 def write_trace(path: Path, trace: Trace) -> None:
-    """Write the file under a temporary name, then rename it. Raises TraceError."""
+    """Write a trace file under a temporary name, then rename it to `path`.
+
+    Raises TraceError if the file cannot be written.
+    """
     header = json.dumps({"format": FORMAT, **asdict(trace.header)}).encode()
     arrays: dict[str, Any] = {"header": np.frombuffer(header, np.uint8), **trace.arrays}
     try:
@@ -58,7 +64,7 @@ def write_trace(path: Path, trace: Trace) -> None:
 
 
 def read_trace(path: Path) -> Trace:
-    """Read and validate a trace file. Raises TraceError with a one-sentence message."""
+    """Read and validate a trace file. Raises TraceError if the file is invalid."""
     try:
         arrays = _load(path)
         header = _header(arrays.pop("header"))
@@ -103,7 +109,10 @@ def _load(path: Path) -> dict[str, np.ndarray]:
 
 
 def _check_size(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
-    """Check that an array's declared size is right before NumPy allocates memory for it."""
+    """Raise _Wrong if the declared size of an array in a trace file is wrong.
+
+    This is checked before NumPy allocates memory for the array.
+    """
     with archive.open(member) as file:
         version = np.lib.format.read_magic(file)
         read = {
@@ -147,7 +156,7 @@ def _header(array: np.ndarray) -> Header:
 
 
 def _check_settings(policy: str, settings: dict[str, Any]) -> None:
-    """Check the settings of the recorded policy against its declarations."""
+    """Raise _Wrong if the recorded settings of a policy are not valid for the policy."""
     try:
         declared = policy_class(policy).Settings
         wanted = declared().as_dict()
@@ -159,7 +168,7 @@ def _check_settings(policy: str, settings: dict[str, Any]) -> None:
         raise _Wrong(f"the header is damaged: {error}") from error
 
 
-# Ranges of the header's numbers (also of those in lists), and maximum lengths of its lists.
+# Allowed range of each number in the header, also of numbers in lists.
 _NUMBERS: dict[str, tuple[float, float]] = {
     "n_expert": (1, 65535),
     "n_expert_used": (1, 65535),
@@ -175,7 +184,10 @@ _LENGTHS = {"layer_ids": 4096, "tiers": MAX_TIERS, "files": 1024, "in_use": MAX_
 
 
 def _fits(name: str, value: Any, hint: Any) -> bool:
-    """Return whether a JSON value has a field's type, range and length."""
+    """Return whether a JSON value of the header has the right type, range and length.
+
+    `name` is the header's field, and `hint` is its declared type.
+    """
     if hint is Rules:
         known = {field.name for field in fields(Rules)}
         return isinstance(value, dict) and set(value) == known and _all(name, value.values(), bool)
@@ -195,7 +207,7 @@ def _all(name: str, values: Iterable[Any], hint: Any) -> bool:
 
 
 def _check(trace: Trace) -> None:
-    """Check each array against its type, the other arrays and the header."""
+    """Raise _Wrong if arrays of a trace have wrong types or shapes, or contradict each other."""
     a, header = trace.arrays, trace.header
     if set(a) != set(ARRAYS):
         raise _Wrong(f"arrays missing or unknown: {', '.join(sorted(set(a) ^ set(ARRAYS)))}")
@@ -206,7 +218,7 @@ def _check(trace: Trace) -> None:
         raise _Wrong(
             f"{header.n_expert_used} experts per token, but only {header.n_expert} experts"
         )
-    for name in ("event_ahead", "event_scored"):  # factors of the other lengths
+    for name in ("event_ahead", "event_scored"):  # other arrays' lengths depend on these
         _check_shape(name, a[name], {"E": len(a["event_tokens"])})
     lengths = trace.lengths()
     for name in ARRAYS:
@@ -230,12 +242,12 @@ def _check_shape(name: str, array: np.ndarray, lengths: Mapping[str, int]) -> No
 
 
 _FINITE, _FINITE_32 = (float(np.finfo(kind).max) for kind in (np.float64, np.float32))
-# About 104 days.
+# The maximum duration in nanoseconds, about 104 days.
 _LONG_NS = 2**53
 
 
 def _check_ranges(trace: Trace) -> None:
-    """Check the range of each array's values, by column if it has columns."""
+    """Raise _Wrong if a value of an array of a trace is out of range."""
     n_steps, n_layers, n_expert = len(trace.arrays["step_phase"]), trace.n_layers, trace.n_expert
     n_files, most = len(trace.header.files), 2**31 - 1
     step, anything = (0, n_steps - 1), (-most - 1, most)
@@ -267,7 +279,7 @@ def _check_ranges(trace: Trace) -> None:
         columns = [within] if isinstance(within, tuple) else within
         parts = [array] if isinstance(within, tuple) else np.moveaxis(array, -1, 0)
         for number, (part, (low, high)) in enumerate(zip(parts, columns, strict=True)):
-            if not ((part >= low) & (part <= high)).all():  # NaN is neither
+            if not ((part >= low) & (part <= high)).all():  # NaN fails this test too
                 column = f", column {number}," if len(columns) > 1 else ""
                 raise _Wrong(f"{name}{column} has a value that is not {low} to {high}")
 
@@ -284,7 +296,7 @@ def _check_slices(trace: Trace) -> None:
 
 
 def _check_events(trace: Trace) -> None:
-    """Check the order of the route events, and each event against its step."""
+    """Raise _Wrong if the route events of a trace are out of order, or contradict their steps."""
     a = trace.arrays
     step, layer = a["event_step"], a["event_layer"].astype(int)
     if (
@@ -299,7 +311,8 @@ def _check_events(trace: Trace) -> None:
     if (a["phases"] < np.repeat(a["step_phase"][step], a["event_tokens"])).any():
         raise _Wrong("phases: a decode step has a prefill token")
     for name, scores in (("ids", "weights"), ("ahead_ids", "ahead_scores")):
-        # After the experts in use, a row is filled with its first expert and score 0.
+        # If an event has fewer than k experts per token, the rest of a row repeats the first expert
+        # with score 0.
         ids, columns = a[name].astype(int), np.arange(a[name].shape[1])
         ids[(ids == ids[:, :1]) & (a[scores] == 0) & (columns > 0)] = -1
         ids = np.where(ids < 0, -1 - columns, ids)

@@ -26,27 +26,32 @@ from orchestrator.policy.base import place
 from orchestrator.runtime.evaluator import Evaluator, Inside
 from orchestrator.runtime.runtime import Runtime
 
-# Number of steps used to measure the fraction of computing outside the experts.
+# Number of decode steps, and of prompts, that measure the compute time outside the experts.
 DENSE_STEPS, DENSE_PROMPTS = 9, 3
 
 
 class Recorder:
-    """Records the steps of a model while it is entered. trace() then returns the recording.
+    """Records the routing of each step of a model, for a later replay. A context manager.
 
-    Python is called in every step, even if the policy hook is not active. The store behaves as it
-    does without a recording. Enter and leave it only while no step runs, and prefetch no experts
-    between answers (`Answering.reads_ahead`). Raises ConfigError on llama.cpp's own path, and for a
-    policy that has already made decisions, because a replay starts with a new policy.
+    Enter and leave it while no step runs. trace() then returns the recording. While it records,
+    Python is called in every layer, but the store behaves as it does without a recording. No
+    experts may be prefetched between answers (`Answering.reads_ahead`). Raises ConfigError if the
+    model runs without a store. Raises ConfigError if the policy has already made decisions, because
+    a replay starts with a new policy.
     """
 
     def __init__(self, inside: Inside) -> None:
         if not inside.managed:
             raise ConfigError(
-                f"llama.cpp's own path has no routing hook: use --policy {' or '.join(POLICIES)}"
+                f"the model runs without an expert store, so its routing cannot be recorded: use "
+                f"--policy {' or '.join(POLICIES)}"
             )
         policy, again = inside.policy, "load the model again to record it"
         if policy.wants.learns and inside.driver.steps:
-            raise ConfigError(f"the policy {policy.name} has already made decisions: {again}")
+            raise ConfigError(
+                f"the policy {policy.name} has already made decisions, which a replay cannot "
+                f"reproduce: {again}"
+            )
         if inside.driver.prefetched:
             raise ConfigError(
                 f"experts were prefetched between two answers, which a replay cannot reproduce: "
@@ -56,8 +61,8 @@ class Recorder:
         self._policy = policy
         self._step = -1
         self._since = self._waited_us = 0
-        # The trace's arrays by name: numbers or rows for steps and events, bytes for arrays
-        # that hold a part per event. Copying bytes is fastest, and the policy waits for it.
+        # The recorded data by the name of the trace's array. Data of a whole event is kept as
+        # bytes, because that is the fastest copy and the policy waits for it.
         self._rows: dict[str, list[Any]] = {name: [] for name in ARRAYS}
         self._hotness: np.ndarray | None = None
         self._before = self._after = CStats()
@@ -85,7 +90,7 @@ class Recorder:
         return len(self._rows["step_phase"])
 
     def _on_step_done(self, step: ComputedStep) -> None:
-        """Record the step's report, then pass it to the policy."""
+        """Record which sequences began or ended in a step, then report the step to the policy."""
         if self._n_steps and step.number == self._step:
             named = {ENDS: step.ends, STARTS: step.starts, PROMPT_ENDS: step.prompt_ends}
             self._rows["marks"] += [
@@ -96,12 +101,15 @@ class Recorder:
         self._inside.driver.step_done(step)
 
     def _on_restored(self, sequence: int, state: bytes) -> None:
-        """Record that a sequence was restored. This belongs to the next step."""
+        """Record that a sequence was restored from the prompt cache before the next step.
+
+        `state` is the policy's saved state of the sequence.
+        """
         self._rows["restored"].append((self._n_steps, sequence, len(state)))
         self._rows["restored_use"].append(state)
 
     def _end_event(self, now_ns: int) -> None:
-        """Record the duration of the previous event, if any."""
+        """Record the duration of the previous layer's event, if an event was recorded."""
         waited_us = sum(self._inside.store.stats().wait_us)
         if self._rows["event_step"]:
             self._rows["event_ns"].append(now_ns - self._since)
@@ -133,7 +141,7 @@ class Recorder:
         rows["event_tokens"].append(event.n_tokens)
         rows["event_ahead"].append(event.n_ahead)
         rows["event_scored"].append(scores is not None)
-        self._since = perf_counter_ns()  # excludes the recorder's own work
+        self._since = perf_counter_ns()  # excludes the time that the recorder needs
         driver = self._inside.driver
         asked = driver.asks(event.phase)
         (driver.on_route if asked else driver.on_route_unasked)(event)
@@ -146,14 +154,14 @@ class Recorder:
             self._since = done_ns
 
     def trace(self, disk: Transport) -> Trace:
-        """Return the recording, with the given disk speed.
+        """Return the recording. The trace also contains the given disk speed.
 
-        Raises TraceError if there were no steps.
+        Raises TraceError if no steps were recorded.
         """
         rows, before, after = self._rows, self._before, self._after
         if not rows["event_step"]:
             raise TraceError("nothing was evaluated, so there is nothing to record")
-        # Sequences restored after the last step had no effect.
+        # Drop the sequences that were restored after the last step, because they had no effect.
         kept = sum(step < self._n_steps for step, *_ in rows["restored"])
         for name in ("restored", "restored_use"):
             del rows[name][kept:]
@@ -180,7 +188,10 @@ class Recorder:
 
 
 def _array(name: str, rows: list[Any], k: int) -> np.ndarray:
-    """Build an array of a trace from numbers, rows of numbers, or the hook's bytes."""
+    """Return an array of a trace, built from the recorded rows.
+
+    `rows` contains numbers, lists of numbers, or bytes, depending on the array.
+    """
     kind, shape = ARRAYS[name]
     if shape[0] in ("N", "A", "I", "B"):
         came = np.int32 if name in ("ids", "ahead_ids") else kind
@@ -222,17 +233,18 @@ def _header(inside: Inside, disk: Transport, transition_bytes: int) -> Header:
         io_threads=config.io_threads,
         read_bytes_per_s=disk.bytes_per_s,
         read_latency_us=disk.latency_us,
-        dense_share=(0.5, 0.5),  # replaced after its measurement
+        dense_share=(0.5, 0.5),  # a default, until it is measured
     )
 
 
 def record_text(
     evaluator: Evaluator, text: str, n_tokens: int | None = None, prefill: int = 0
 ) -> Trace:
-    """Record the evaluation of a text.
+    """Evaluate a text and return the recording of its routing.
 
-    The first `prefill` tokens are a prompt; each other token is a decode step. `n_tokens` defaults
-    to the size of the context. Raises ConfigError for a text or a count that does not fit.
+    The first `prefill` tokens are read as a prompt. Each other token is a decode step. Evaluation
+    stops after `n_tokens` tokens, by default at the size of the context. Raises ConfigError if the
+    text is empty or a count is too large.
     """
     tokens, n_ctx = evaluator.tokenize(text), evaluator.n_ctx
     if n_tokens is not None and n_tokens > n_ctx:
@@ -256,9 +268,9 @@ def record_text(
 
 
 def record_answer(runtime: Runtime, prompt: str, n_tokens: int) -> Trace:
-    """Record a chat's answer to a prompt, of at most n_tokens tokens.
+    """Answer a prompt as a chat does, with at most n_tokens tokens, and return the recording.
 
-    The runtime must have been opened with an Answering that does not prefetch between answers.
+    The runtime must have been opened without prefetching between answers (`Answering.reads_ahead`).
     Raises ConfigError if the prompt does not fit in the context.
     """
     disk = measured(runtime.inside)
@@ -267,7 +279,7 @@ def record_answer(runtime: Runtime, prompt: str, n_tokens: int) -> Trace:
         with closing(runtime.submit(json.dumps(body).encode())) as answer:
             for _ in answer:
                 pass
-        with runtime.evaluator():  # waits for the last step
+        with runtime.evaluator():  # returns after the last step
             pass
     with runtime.evaluator() as evaluator:
         return _with_dense_share(evaluator, recorder.trace(disk))
@@ -278,9 +290,9 @@ def _with_dense_share(evaluator: Evaluator, trace: Trace) -> Trace:
 
 
 def measured(inside: Inside) -> Transport:
-    """Measure reads of the model's file, with all I/O threads and with one.
+    """Measure the bandwidth and the latency of reads from the model's file.
 
-    The difference gives the latency of a read.
+    The file is read with all I/O threads and with one thread. The difference gives the latency.
     """
     threads, tier = inside.config.io_threads, inside.plan.tiers[0]
     many = read_bandwidth(inside.model, tier=tier, threads=threads, seconds=0.5)
@@ -290,10 +302,11 @@ def measured(inside: Inside) -> Transport:
 
 
 def dense_share(evaluator: Evaluator, trace: Trace) -> tuple[float, float]:
-    """Return, by phase, the fraction of a step's compute time that is outside the experts.
+    """Measure the fraction of a step's compute time that is spent outside the experts.
 
-    It is the median time of steps that skip all experts, divided by the median of the recorded
-    steps. The policy does not learn from these steps. Clears the KV cache.
+    Returns (prefill, decode). Steps that skip all experts are timed, and their median is divided by
+    the median of the recorded steps. The policy does not learn from these steps. Clears the KV
+    cache.
     """
     inside = evaluator.inside
     steps: dict[Phase, list[float]] = {phase: [] for phase in Phase}

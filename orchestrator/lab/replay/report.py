@@ -38,14 +38,15 @@ from orchestrator.policy import (
 )
 from orchestrator.settings import MORE, SIZE, Settings, setting
 
-# How reads share the disk, and which reads the computation of an expert waits for.
+# Values of the options `link` and `wait`: how reads share the disk, and which reads a matrix
+# product waits for.
 LINKS = SHARED, RIGID = ("shared", "rigid")
 WAITS = MATRIX, WHOLE = ("matrix", "whole")
 
 
 @dataclass(frozen=True)
 class ReplayOptions(Settings):
-    """Changes relative to the recorded run. None means as recorded.
+    """Options of a replay: changes relative to the recorded run. None means as recorded.
 
     `settings` holds settings of policies by name. Raises SettingError for a value out of range.
     """
@@ -56,7 +57,7 @@ class ReplayOptions(Settings):
         shown="as recorded",
     )
     expert_ram: int | None = setting(
-        None, "Cap on the expert slots.", unit=SIZE, shown="as recorded"
+        None, "Cap on the memory for experts (expert slots).", unit=SIZE, shown="as recorded"
     )
     high_tier: str | None = setting(
         None, "High precision, such as q4_k.", metavar="TIER", shown="as recorded"
@@ -66,13 +67,13 @@ class ReplayOptions(Settings):
     )
     bandwidth: int | None = setting(
         None,
-        "Read bandwidth in bytes per second, such as 2GB.",
+        "Bandwidth of the simulated disk in bytes per second, such as 2GB.",
         unit=SIZE,
         shown="measured when recorded",
     )
     latency_us: int | None = setting(
         None,
-        "Latency of a read in microseconds.",
+        "Latency of a read of the simulated disk, in microseconds.",
         within=(0, 10**7),
         shown="measured when recorded",
         group=MORE,
@@ -104,7 +105,8 @@ class ReplayOptions(Settings):
     )
     losses: Path | None = setting(
         None,
-        "Quality losses from this loss table of any model, stretched to the trace's shape.",
+        "Take the quality losses from this loss table. The table may be of another model: it is "
+        "stretched to the layers and experts of the trace.",
         shown="as recorded",
         group=MORE,
     )
@@ -117,11 +119,12 @@ class ReplayOptions(Settings):
 
 
 def replay(library: Library, trace: Trace, options: ReplayOptions) -> dict[str, Any]:
-    """Replay the trace with the chosen policy and with lru, and compute the bounds.
+    """Replay a trace with the chosen policy and with lru, and compute bounds for both.
 
-    Both replays start with an empty store, with the same simulated disk and the same slot memory.
-    The bounds use the slots and the single precision of lru. Returns plain types for JSON. Raises
-    MoeEdgeError.
+    Both replays start with an empty store, with the same simulated disk and the same memory for
+    experts. The bounds are the hits of an optimal cache with lru's slots, and the time that its
+    misses take. Returns a dict for JSON. Raises MoeEdgeError if the trace cannot be replayed with
+    these options.
     """
     header = trace.header
     if options.policy == PLAIN:
@@ -138,7 +141,7 @@ def replay(library: Library, trace: Trace, options: ReplayOptions) -> dict[str, 
         runs[BASELINE] = _figures(trace, plain, simulate(library, trace, plain, speed, time))
     best = belady(trace, plain.shape, plain.slots, plain.tiers[0])
     tokens, compute_us = _work(trace, time)
-    # The longer of computing and reading the optimum's misses.
+    # The bound is the longer of the compute time and the time to read the optimal cache's misses.
     least_ms = [
         max(computing, missed * 1e6 / speed.bytes_per_s) / 1000
         for computing, missed in zip(compute_us, best["miss_bytes"], strict=True)
@@ -179,9 +182,10 @@ def replay(library: Library, trace: Trace, options: ReplayOptions) -> dict[str, 
 
 
 def speed_and_time(header: Header, options: ReplayOptions) -> tuple[Transport, Compute]:
-    """Return the read speed and the compute times.
+    """Return the disk speed and the compute times of a replay.
 
-    Raises ConfigError if the bandwidth is unknown.
+    They are those of the recording, unless the options change them. Raises ConfigError if the disk
+    speed is unknown.
     """
     speed = Transport(
         options.bandwidth or header.read_bytes_per_s,
@@ -197,7 +201,11 @@ def speed_and_time(header: Header, options: ReplayOptions) -> tuple[Transport, C
 def set_up_for(
     trace: Trace, options: ReplayOptions, policy: type[Policy], speed: Transport
 ) -> Setup:
-    """Set up the policy for a trace, with the changes of the options. Raises MoeEdgeError."""
+    """Create a policy and the slots for the replay of a trace with the given options.
+
+    `speed` is the simulated disk. Raises MoeEdgeError if the policy cannot be replayed with these
+    options.
+    """
     header = trace.header
     for name in options.settings:
         if name not in policy.Settings.declared():
@@ -207,7 +215,7 @@ def set_up_for(
     if isinstance(settings, LookAhead):
         depth = int(trace.arrays["event_ahead"].max(initial=0))
         if depth == trace.n_layers - 1:
-            depth = MAX_AHEAD  # the recording already covers all layers
+            depth = MAX_AHEAD  # the recording predicts all layers
         settings = settings.limited(depth, options.settings)
     tiers, skip = _tiers(trace, options, policy)
     expert_bytes = options.expert_ram or header.expert_bytes
@@ -234,7 +242,7 @@ def set_up_for(
 
 
 def _more_tiers(trace: Trace, tiers: tuple[int, ...]) -> str:
-    """Return the advice for a policy that needs a second precision."""
+    """Return the advice, in an error message, for a policy that needs a second precision."""
     lower = trace.header.tiers[tiers[0] + 1 :]
     if lower:
         return f"give --low-tier {lower[0]}, which the trace has"
@@ -244,9 +252,10 @@ def _more_tiers(trace: Trace, tiers: tuple[int, ...]) -> str:
 def _tiers(
     trace: Trace, options: ReplayOptions, policy: type[Policy]
 ) -> tuple[tuple[int, ...], bool]:
-    """Return the indices of the tiers that a policy uses, and whether it may skip experts.
+    """Return the precisions that a policy uses in a replay, and whether it may skip experts.
 
-    Raises TraceError.
+    The precisions are indices into the trace's tiers, best first. Raises TraceError if the trace
+    lacks a requested tier.
     """
     header = trace.header
     high = options.high_tier or header.in_use[0]
@@ -268,7 +277,10 @@ def _tiers(
 
 
 def _work(trace: Trace, time: Compute) -> tuple[list[int], list[float]]:
-    """Return the number of tokens and the compute time in microseconds, both by phase."""
+    """Return the number of tokens and the compute time in microseconds of a trace.
+
+    Each list has the values of the phases prefill and decode.
+    """
     tokens, compute_us = [0, 0], [0.0, 0.0]
     for step in trace.steps():
         tokens[step.phase] += step.n_tokens
@@ -295,7 +307,7 @@ def _figures(trace: Trace, setup: Setup, outcome: Outcome) -> dict[str, Any]:
 
 
 def render(result: dict[str, Any]) -> str:
-    """Format the result of `replay` as a table."""
+    """Format the result of a replay as a table for a terminal."""
     tokens, prompt = result["decode_tokens"], result["prefill_tokens"]
     compute = result["compute_ms"]["decode_token"] or result["compute_ms"]["prefill_token"]
     odd = ", rigid link" if result["link"] == RIGID else ""
@@ -323,9 +335,9 @@ def render(result: dict[str, Any]) -> str:
     ]
 
     def a_token(*names: str) -> Callable[[Row], float | None]:
-        """Return a function of a row that sums decode metrics per token.
+        """Return a function that sums decode metrics of a row, per decoded token.
 
-        The function returns None if all of them are missing.
+        `names` are the keys of the metrics. The function returns None if all of them are missing.
         """
 
         def found(row: Row) -> float | None:

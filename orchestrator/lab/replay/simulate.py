@@ -37,10 +37,11 @@ _INTS = ctypes.POINTER(ctypes.c_int32)
 
 
 class Simulation:
-    """The virtual clock and the route events of a store created with `simulated`.
+    """Drives a simulated expert store: tells it each layer's routing, and advances its clock.
 
-    Times are in nanoseconds of virtual time. One thread calls Store.begin_step for each step. For
-    each layer it then calls route and, in graph order, use for each matrix kind.
+    The store must have been created with `simulated`. Times are in nanoseconds of virtual time. One
+    thread calls Store.begin_step for each step. For each layer it then calls `route`, and `use` for
+    each matrix kind in the order of the graph.
     """
 
     def __init__(self, store: Store) -> None:
@@ -55,11 +56,17 @@ class Simulation:
         self._phases, self._sequences = arrays[6:]
 
     def set_speed(self, bytes_per_s: int, latency_us: int) -> None:
-        """Set the speed of later reads. With bytes_per_s 0, only the latency counts."""
+        """Set the speed of the simulated disk for later reads.
+
+        With bytes_per_s 0, a read takes only the latency.
+        """
         self._library.sim_speed(self._store.handle, bytes_per_s, latency_us)
 
     def advance(self, ns: int) -> int:
-        """Let virtual time pass for computation. Returns the clock in nanoseconds."""
+        """Advance the virtual clock by the time of a computation. Returns the new time.
+
+        Both times are in nanoseconds.
+        """
         return int(self._library.sim_advance(self._store.handle, ns))
 
     @property
@@ -78,12 +85,17 @@ class Simulation:
         sequences: np.ndarray | int = 0,
         phases: np.ndarray | None = None,
     ) -> None:
-        """Run one route event.
+        """Tell the store which experts the T tokens of a layer use.
 
-        The store calls the policy hook as in a graph, and applies its decision. Shapes: ids,
-        weights [T, k]; tokens [T]; ahead_ids, ahead [A, T, k] with A <= n_ahead; importance [T] or
-        None; sequences [T] or one for all tokens; phases [T], or None for the step's phase. Raises
-        the callback's exception or NativeError.
+        The store calls the policy hook and applies its decision, as in a real step.
+
+        - ids, weights: the k chosen experts of each token and their gate weights [T, k].
+        - tokens, sequences: positions [T], and the sequence of each token [T] or of all tokens.
+        - ahead_ids, ahead: experts predicted for the next A layers, and their scores [A, T, k].
+        - importance: score of each token [T], or None.
+        - phases: phase of each token [T]; None means the step's phase.
+
+        Raises the exceptions of the policy hook, and NativeError.
         """
         n, n_ahead = len(ids), len(ahead_ids)
         if n > self._store.spec.max_tokens or n_ahead > self._store.spec.n_ahead:
@@ -108,10 +120,11 @@ class Simulation:
             self._fail()
 
     def use(self, layer: int, kind: int, experts: np.ndarray, expert_ns: int) -> None:
-        """Run one matrix product over distinct experts (int32, contiguous).
+        """Simulate the matrix products of one kind for distinct experts (int32, contiguous).
 
-        Waits for the experts in waves, and computes for expert_ns per expert that is not skipped.
-        Raises NativeError.
+        The virtual clock advances by the waits for reads, and by expert_ns for each expert that is
+        not skipped. If the experts do not all fit in the slots, they are computed in groups. Raises
+        NativeError.
         """
         pointer = experts.ctypes.data_as(_INTS)
         library = self._library
@@ -128,8 +141,10 @@ class Simulation:
     ) -> None:
         """Simulate the computation of a layer, including its waits for reads.
 
-        `experts` is int32 [n]; n_computed of them are not skipped. The matrix kinds are computed in
-        order, then the part outside the experts.
+        - experts: the experts that the tokens use, int32 [n].
+        - layer_ns: compute time of the layer without waits, in nanoseconds.
+        - dense_share: fraction of this time that is spent outside the experts.
+        - n_computed: number of experts that the policy does not skip.
         """
         there = self._store.spec.layers[layer][1]
         kinds = [kind for kind in COMPUTE_ORDER if (kind, 0) in there]
@@ -143,7 +158,7 @@ class Simulation:
         raise NativeError("the simulated step failed for an unknown reason")
 
 
-# Interval of virtual time at which a pending read is checked.
+# Virtual time that passes between two checks of a pending read.
 _PAUSE_NS = 50_000
 
 
@@ -151,8 +166,7 @@ _PAUSE_NS = 50_000
 class Transport:
     """The speed of a simulated disk.
 
-    With bytes_per_s 0, only latency_us per read counts. `threads` is the number of concurrent
-    reads.
+    `threads` is the number of concurrent reads. With bytes_per_s 0, a read takes only latency_us.
     """
 
     bytes_per_s: int
@@ -162,12 +176,12 @@ class Transport:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Compute times without waits.
+    """Compute times of a replay, without waits for reads.
 
-    prefill_us and decode_us are microseconds per token, divided among the layers in proportion to
-    their tokens. None uses the recorded times of the events. dense_share is the fraction per phase
-    that follows the experts. The rest is divided evenly among a layer's matrix kinds and the
-    experts that were computed in the recording.
+    - prefill_us, decode_us: microseconds per token of a prompt and per decoded token. None uses the
+      recorded times.
+    - dense_share: fraction of the compute time that is spent outside the experts, for prefill and
+      decode.
     """
 
     prefill_us: float | None
@@ -175,7 +189,7 @@ class Compute:
     dense_share: tuple[float, float] = (0.5, 0.5)
 
     def events_ns(self, step: Step) -> list[float]:
-        """Return the compute time of each event of a step, in nanoseconds."""
+        """Return the compute time of each layer of a step, in nanoseconds."""
         token_us = self.prefill_us if step.phase is Phase.PREFILL else self.decode_us
         if token_us is None:
             return [float(event.compute_ns) for event in step.events]
@@ -186,10 +200,10 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """A policy with its slots for a trace.
+    """A policy and its expert slots, ready for the replay of a trace.
 
-    `tiers` are indices into the trace's tiers. `estimate` gives their quality loss, or is None if
-    unknown.
+    - tiers: the precisions in use, as indices into the trace's tiers.
+    - estimate: quality loss of these precisions; None if unknown.
     """
 
     policy: Policy
@@ -202,10 +216,11 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of a replay.
+    """The result of a replay of S steps.
 
-    step_us [S] is the virtual duration of each step. `losses` is the estimated quality loss, or
-    None if unknown.
+    - stats: counters of the simulated store.
+    - step_us [S]: simulated duration of each step, in microseconds.
+    - losses: the estimated quality loss; None if unknown.
     """
 
     stats: CStats
@@ -226,11 +241,16 @@ def set_up(
     whole_experts: bool = False,
     rigid: bool = False,
 ) -> Setup:
-    """Create a policy for a trace, and divide the slots.
+    """Create a policy for the replay of a trace, and divide the memory into expert slots.
 
-    `tiers` are indices into the trace's tiers, best first; `estimate` gives their quality loss.
-    whole_experts and rigid have the meaning of StoreSpec. Raises PolicyError, and BudgetError if
-    there are too few slots.
+    - expert_bytes: memory for experts.
+    - tiers: the precisions to use, as indices into the trace's tiers, best first.
+    - threads: number of concurrent reads.
+    - estimate: quality loss of these precisions; None if unknown.
+    - whole_experts, rigid: fields of StoreSpec.
+
+    Raises PolicyError if the policy cannot use the tiers, and BudgetError if the memory is too
+    small.
     """
     shape = model_shape(trace, tiers)
     history = RecordedHistory(trace, tiers, estimate)
@@ -258,9 +278,9 @@ def set_up(
 
 
 class RecordedHistory(History):
-    """The learned history that was known when the trace was recorded.
+    """The expert usage that the recorded run had learned earlier, for a policy in a replay.
 
-    `estimate` gives the quality loss of the tiers in use, or is None if unknown.
+    `estimate` is the quality loss of the precisions in use; None if unknown.
     """
 
     def __init__(
@@ -281,10 +301,10 @@ class RecordedHistory(History):
 
 
 def foreseen(trace: Trace, tiers: tuple[int, ...], path: Path | None) -> KlEstimate | None:
-    """Return the quality loss of tiers relative to the best of them; None if unknown.
+    """Return the quality loss of precisions relative to the best of them; None if unknown.
 
-    It comes from the trace, or from the loss table `path` of another model. Raises ConfigError if
-    the table lacks a tier.
+    `tiers` are indices into the trace's tiers. The losses are those in the trace, or those of the
+    loss table `path` of another model. Raises ConfigError if the table lacks a precision.
     """
     names = trace.header.tiers
     costs = trace.arrays["costs"]
@@ -292,7 +312,7 @@ def foreseen(trace: Trace, tiers: tuple[int, ...], path: Path | None) -> KlEstim
         found = load(path, None).costs(names)
         if found is None:
             raise ConfigError(f"--losses {path} has no losses for the tiers {', '.join(names)}")
-        # Stretch the table over the layers, and repeat it over the experts.
+        # Stretch the table of the other model over the layers, and repeat it over the experts.
         layers = np.linspace(0, len(found) - 1, trace.n_layers).round().astype(int)
         costs = found[np.ix_(layers, np.arange(trace.n_expert) % found.shape[1])]
     if not costs.any():
@@ -306,14 +326,14 @@ def foreseen(trace: Trace, tiers: tuple[int, ...], path: Path | None) -> KlEstim
 def simulate(
     library: Library, trace: Trace, setup: Setup, speed: Transport, time: Compute
 ) -> Outcome:
-    """Replay the trace once, and return the metrics.
+    """Replay a trace once with a policy, and return the counters and the step durations.
 
     The replay starts with an empty store, or with all experts loaded if the policy requires that.
-    The policy sees the virtual duration of each step. Raises the exceptions of the policy and the
-    store.
+    The policy receives the simulated duration of each step. Raises the exceptions of the policy and
+    the store.
     """
     policy = setup.policy
-    # The prefill steps after which an answer begins.
+    # Whether an answer begins after the step: a prefill step that a decode step follows.
     answered = np.diff(trace.arrays["step_phase"].astype(int), append=Phase.PREFILL) > 0
     step_us: list[float] = []
     with Store.create(library, setup.spec) as store:
@@ -324,7 +344,7 @@ def simulate(
             driver.meter = LossMeter(setup.estimate, policy.rules.exact)
         clock.set_speed(speed.bytes_per_s, speed.latency_us)
         driver.load_first(policy.warm() or ())
-        # The states of another policy are unknown.
+        # Restore a policy's saved states only if the same policy was recorded.
         kept = trace.restored() if policy.name == trace.header.policy else {}
 
         def restore(step: int) -> None:
@@ -359,7 +379,7 @@ def simulate(
 
 
 def _play(clock: Simulation, setup: Setup, step: Step, time: Compute) -> None:
-    """Simulate one step, from its first route event to that of the next step."""
+    """Simulate one step of a trace: the routing and the computation of each layer."""
     n_ahead, dense = setup.spec.n_ahead, time.dense_share[step.phase]
     for event, event_ns in zip(step.events, time.events_ns(step), strict=True):
         layer, n_computed = event.layer, event.n_computed

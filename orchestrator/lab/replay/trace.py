@@ -24,94 +24,101 @@ from orchestrator.native import MAX_TIERS
 FORMAT = "moe-edge-trace"
 VERSION = 9
 
-# Columns of the counters: requests and bytes; routed experts by the chosen tier, skipped ones last;
-# matrices by the computed tier.
+# Counters: requests and bytes; routed experts by the chosen tier, and skipped experts; computed
+# matrices by tier.
 MOVED = ("requests", "hits", "demand_bytes", "prefetch_bytes")
 ROUTED = tuple(f"routed_{tier}" for tier in (*range(MAX_TIERS), "skip"))
 COMPUTED = tuple(f"computed_{tier}" for tier in range(MAX_TIERS))
 COUNTERS = (*MOVED, *ROUTED, *COMPUTED)
 
-# Events of a sequence: it ended since the previous step; the step has its first token; the step has
+# Marks of a sequence: it ended since the previous step; the step has its first token; the step has
 # the last token of its prompt.
 SEQUENCE_MARKS = ENDS, STARTS, PROMPT_ENDS = 0, 1, 2
 
-# Each array's type and shape. S: steps. E: route events in order. N: tokens of all events.
-# A: tokens times look-ahead layers, summed. I: tokens with an importance score. M: marks of
-# sequences. R: sequences restored from the prompt cache. B: bytes of their policy state.
-# L: layers. X: experts per layer. k: experts per token. T: tiers of the file.
+# Type and shape of each array of a trace. S: steps. E: route events (one layer of a step) in order.
+# N: tokens of all events. A: for each event, tokens times predicted layers, summed. I: tokens with
+# an importance score. M: marks of sequences. R: sequences restored from the prompt cache. B: bytes
+# of the policy's state of these sequences. L: layers. X: experts per layer. k: experts per token.
+# T: tiers of the file.
 ARRAYS: dict[str, tuple[type[np.generic], tuple[str | int, ...]]] = {
-    # File, offset, bytes of one expert, and ggml type of each matrix; file -1 means no such matrix.
-    # Slot sizes are derived from these.
+    # File index, offset, bytes of one expert, and ggml type of each matrix. File -1 means that the
+    # matrix does not exist.
     "slices": (np.int64, ("L", len(KINDS), "T", 4)),
-    # Hotness that the policy had learned before the start; 0 if it learns nothing.
+    # How often tokens used each expert in earlier runs, as the policy had learned it; 0 if it
+    # learns nothing.
     "start_hotness": (np.float64, ("L", "X")),
-    # Relative error of each expert in each tier, as known to the policy; 0 if unknown.
+    # Relative error of each expert in each tier, as the policy knew it; 0 if unknown.
     "losses": (np.float64, ("L", "X", "T")),
-    # Quality loss in nats of a token with gate weight 1, relative to full precision, in each tier
-    # and (last column) skipped (allocation/estimate.py); 0 if unknown.
+    # Quality loss of an expert at gate weight 1, in nats, relative to full precision: in each tier,
+    # and if it is skipped (last column); 0 if unknown.
     "costs": (np.float64, ("L", "X", "T+1")),
-    # Counters of the whole run, by phase.
+    # Counters of the whole run, for prefill and decode.
     "counters": (np.int64, (len(Phase), len(COUNTERS))),
     "step_phase": (np.uint8, ("S",)),
     "step_tokens": (np.int32, ("S",)),
-    # Step, one of SEQUENCE_MARKS, sequence, from the step's report.
+    # Step, mark (one of SEQUENCE_MARKS) and sequence.
     "marks": (np.int32, ("M", 3)),
-    # Step, sequence, bytes of policy state: the sequence was restored from the prompt cache before
-    # the step and before the transitions that its first token waits for.
+    # Step, sequence, and bytes of policy state. The sequence was restored from the prompt cache
+    # before the step.
     "restored": (np.int32, ("R", 3)),
-    # The policy states of all restored sequences, concatenated.
+    # The saved policy states of all restored sequences, concatenated.
     "restored_use": (np.uint8, ("B",)),
     "event_step": (np.int32, ("E",)),
-    # MoE layers only, counted from 0.
+    # Index of the layer among the MoE layers.
     "event_layer": (np.int16, ("E",)),
-    # The last layer may process fewer tokens than the step.
+    # Number of tokens that the layer processed. In the last layer, it may be lower than in the
+    # step.
     "event_tokens": (np.int32, ("E",)),
-    # Number of later layers that are predicted.
+    # Number of following layers for which experts are predicted.
     "event_ahead": (np.uint8, ("E",)),
-    # 1 if its tokens have importance scores.
+    # 1 if the event's tokens have importance scores.
     "event_scored": (np.uint8, ("E",)),
-    # Number of distinct experts that were not skipped.
+    # Number of distinct experts that the policy did not skip.
     "event_computed": (np.int32, ("E",)),
-    # Nanoseconds until the next event (also across steps), without the recorder's own time.
+    # Nanoseconds until the next event, even if it is in the next step, without the recorder's own
+    # time.
     "event_ns": (np.int64, ("E",)),
-    # Part of that time spent waiting for reads, in microseconds.
+    # Time until the next event that was spent waiting for reads, in microseconds.
     "event_wait_us": (np.int64, ("E",)),
-    # Chosen experts and their routing weights; short rows are padded as in RouteEvent.filled.
+    # Chosen experts of each token, and their gate weights. Short rows are padded, see
+    # RouteEvent.filled.
     "ids": (np.uint16, ("N", "k")),
     "weights": (np.float32, ("N", "k")),
-    # Position of each token in its batch, its phase and its sequence.
+    # Position of each token in its batch.
     "tokens": (np.int32, ("N",)),
+    # Phase (prefill or decode) of each token.
     "phases": (np.uint8, ("N",)),
+    # Sequence that each token belongs to.
     "sequences": (np.int32, ("N",)),
-    # Predicted experts; those of one event have the shape [event_ahead, T, k].
+    # Predicted experts. Those of one event have the shape [event_ahead, T, k].
     "ahead_ids": (np.uint16, ("A", "k")),
     "ahead_scores": (np.float32, ("A", "k")),
-    # Attention received by each token (DyMoE eq. 1).
+    # Importance score of each token: the attention that it receives (DyMoE eq. 1).
     "importance": (np.float32, ("I",)),
 }
-# Additional arrays of version 8: residency, and the times at which it changed.
+# Additional arrays of version 8 with the cached experts, and the times at which they changed.
 EARLIER = (
     *("start_tier", "step_us", "step_tick", "published"),
     *("held", "missing", "ahead_held", "ahead_missing"),
 )
-# Arrays that hold a part per route event, with the letter of their first axis.
+# Arrays that contain a part for each route event, with the letter of their first axis.
 _BY_EVENT = {name: shape[0] for name, (_, shape) in ARRAYS.items() if shape[0] in ("N", "A", "I")}
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Facts about a recorded run.
+    """Facts about a recorded run, stored in a trace file.
 
-    - tiers: tiers of the model file, best first. files: names of the files.
-    - in_use: tiers that the policy used, best first.
+    - tiers: precisions in the model file, best first. files: names of the files.
+    - in_use: the tiers that the policy used, best first.
     - settings: the policy's own settings. rules: the settings that all policies share.
-    - transition_bytes: bytes read by tier transitions.
+    - transition_bytes: bytes read to change the tier of experts.
     - expert_bytes: memory budget of the expert slots.
     - read_bytes_per_s: measured read bandwidth with all I/O threads; 0 if not measured.
     - read_latency_us: measured latency of a single read, without its transfer time; 0 if not
       measured.
-    - dense_share: by phase, the fraction of compute time outside the experts, measured with all
-      experts skipped.
+    - dense_share: fraction of the compute time that is spent outside the experts, for prefill and
+      decode.
     """
 
     version: int
@@ -135,10 +142,13 @@ class Header:
 
 
 class Event(NamedTuple):
-    """One route event of T tokens, with its part of the arrays in ARRAYS.
+    """The routing of T tokens in one layer of a step, with the data listed in ARRAYS.
 
-    Predictions for A layers have the shape [A, T, k]. importance is None without scores. compute_ns
-    is the time until the next event, without waits for reads.
+    - n_computed: number of distinct experts that were not skipped.
+    - compute_ns: time until the next event, without waits for reads.
+    - ids, weights: the experts of each token and their gate weights [T, k].
+    - ahead_ids, ahead_scores: predictions for the next A layers [A, T, k].
+    - importance: score of each token [T], or None.
     """
 
     layer: int
@@ -155,7 +165,11 @@ class Event(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One llama_decode call. starts, prompt_ends and ends have the meaning of ComputedStep."""
+    """One recorded llama_decode call, with the routing of its layers.
+
+    starts, prompt_ends: sequences whose first token, or last prompt token, is in this step. ends:
+        sequences that ended before it.
+    """
 
     phase: Phase
     n_tokens: int
@@ -167,7 +181,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """A validated recording: the header, and the arrays listed in ARRAYS."""
+    """A validated recording of a run: the header, and the arrays listed in ARRAYS."""
 
     header: Header
     arrays: dict[str, np.ndarray]
@@ -186,17 +200,17 @@ class Trace:
 
     @property
     def max_tokens(self) -> int:
-        """Largest number of tokens of one event."""
+        """The largest number of tokens that one layer processes in a step."""
         return max(1, int(self.arrays["event_tokens"].max(initial=1)))
 
     @property
     def tiers(self) -> list[Tier]:
-        """The same as ExpertModel.tiers, but only the names are known."""
+        """The precisions (tiers) of the recorded model's file. Only their names are known."""
         return [Tier(name, 0.0, 0) for name in self.header.tiers]
 
     @property
     def slices(self) -> list[tuple[tuple[Slice | None, ...], ...]]:
-        """The same as ExpertModel.slices: [layer][kind][tier]."""
+        """Position, size and type of each expert matrix in the file: [layer][kind][tier]."""
         return [
             tuple(
                 tuple(
@@ -209,9 +223,9 @@ class Trace:
         ]
 
     def tier_index(self, name: str) -> FileTier:
-        """Return the index of a tier.
+        """Return the index of the tier with this name.
 
-        Raises TraceError, which lists the tiers, if it is unknown.
+        Raises TraceError, which lists the known tiers, if the trace has no such tier.
         """
         try:
             return FileTier(self.header.tiers.index(name.lower()))
@@ -221,17 +235,17 @@ class Trace:
 
     @property
     def step_ms(self) -> np.ndarray:
-        """Duration of each step in milliseconds, waits included, float64 [S]."""
+        """The duration of each step including waits for reads, in milliseconds, float64 [S]."""
         return self._by_step(self.arrays["event_ns"]) / 1e6
 
     @property
     def wait_ms(self) -> np.ndarray:
-        """Time that each step waited for reads in milliseconds, float64 [S]."""
+        """The time that each step waited for reads, in milliseconds, float64 [S]."""
         return self._by_step(self.arrays["event_wait_us"]) / 1e3
 
     @property
     def compute_ms(self) -> np.ndarray:
-        """Duration of each step without waits in milliseconds, float64 [S]."""
+        """The duration of each step without waits for reads, in milliseconds, float64 [S]."""
         return self._by_step(self._compute_ns()) / 1e6
 
     def _compute_ns(self) -> np.ndarray:
@@ -245,9 +259,10 @@ class Trace:
         return sums
 
     def restored(self) -> dict[int, list[tuple[int, bytes]]]:
-        """Return the restored sequences with their policy states.
+        """Return the sequences that were restored from the prompt cache, by step.
 
-        The keys are the steps before which they were restored.
+        A key is the index of the step before which they were restored. A value is a list of
+        (sequence, saved state of the policy).
         """
         found: dict[int, list[tuple[int, bytes]]] = {}
         at = 0
@@ -258,7 +273,7 @@ class Trace:
         return found
 
     def lengths(self) -> dict[str, int]:
-        """Return the lengths of the axes of ARRAYS by letter."""
+        """Return the length of each axis of ARRAYS, by its letter."""
         a, header = self.arrays, self.header
         tokens = a["event_tokens"].astype(np.int64)
         return {
@@ -278,7 +293,7 @@ class Trace:
         }
 
     def steps(self) -> Iterator[Step]:
-        """Yield the steps in order. Their arrays are views."""
+        """Yield the recorded steps in order. Their arrays are views of the trace."""
         a = self.arrays
         everyone = np.arange(len(a["step_phase"]) + 1)
         events = np.searchsorted(a["event_step"], everyone).tolist()

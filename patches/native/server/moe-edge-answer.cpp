@@ -8,7 +8,8 @@
 
 namespace {
 
-// Marks a response of OpenAI's Responses API, and the last item of its output, as cut off by the limit.
+// Marks a response of OpenAI's Responses API as cut off by the limit on the answer's length. Also marks the last item
+// of its output.
 void mark_incomplete(json & response) {
     response["status"] = "incomplete";
     response["incomplete_details"] = { { "reason", "max_output_tokens" } };
@@ -21,7 +22,7 @@ void mark_incomplete(json & response) {
     }
 }
 
-// Marks the events at the end of a Responses stream as cut off by the limit.
+// Marks the last events of a stream of OpenAI's Responses API as cut off by the limit on the answer's length.
 void mark_events_incomplete(json & events) {
     for (auto & event : events) {
         json & data = event.at("data");
@@ -42,7 +43,8 @@ void mark_events_incomplete(json & events) {
 
 }  // namespace
 
-// Removes an incomplete character at the end of an answer. A stream sends only complete characters, too.
+// Called when the answer is complete. Removes an incomplete UTF-8 character at its end, as in a stream, which sends
+// only complete characters.
 void moe_edge_answer::update(task_result_state & state) {
     content.resize(validate_utf8(content));
     moe_edge_answer_ended(id_slot, stop, truncated);

@@ -1,5 +1,5 @@
-// Included before all other headers in upstream's server-context.cpp. Replaces the class of the final result of an
-// answer.
+// Replaces the class of the final result of an answer in upstream's server. Included before all other headers in
+// upstream's server-context.cpp.
 
 #pragma once
 
@@ -10,7 +10,8 @@ struct moe_edge_answer : server_task_result_cmpl_final {
     json to_json() override;
 };
 
-// Called on the thread of a request when an answer has ended. slot: its number. stop: upstream's stop_type.
+// Called on the thread of a request when an answer has ended. slot: the number of the slot that made the answer. stop:
+// upstream's stop_type. truncated: whether the context was full.
 void moe_edge_answer_ended(int32_t slot, int stop, bool truncated);
 
 #define server_task_result_cmpl_final moe_edge_answer

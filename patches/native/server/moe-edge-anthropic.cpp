@@ -1,8 +1,9 @@
-// Anthropic requests with fields that llama.cpp's other APIs have.
+// Adds fields to Anthropic requests that llama.cpp supports only in its other APIs.
 
 #include "server-chat.h"
 
-// Upstream's function, which CMakeLists.txt renames. It keeps only the fields of Anthropic's API.
+// Upstream's own conversion of Anthropic requests, which CMakeLists.txt renames. It keeps only the fields of
+// Anthropic's API.
 json moe_edge_upstream_anthropic(const json & body);
 
 // Called by upstream's server.

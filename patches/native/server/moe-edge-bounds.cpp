@@ -6,16 +6,20 @@
 
 namespace {
 
+// The most steps of work on a grammar or schema, and of rendering a chat template. When a server starts, upstream's 70
+// templates take at most 1.2 million steps.
 const int64_t MOST_STEPS = 4 << 20, MOST_TEMPLATE_STEPS = 8 << 20;
-// Bytes of text that a template may create, counting each copy, and its live values (about 300 bytes each).
+// The most bytes of text that a chat template may create, where each copy counts, and the most values that it may hold
+// at the same time (about 300 bytes each).
 const int64_t MOST_BYTES = 16 << 20, MOST_VALUES = 256 << 10;
-// A template may do more for a longer conversation. Upstream's 70 templates take at most 1.2 million steps when a
-// server starts. For 400 messages they take at most 22 steps and 120 bytes per byte; gemma-4, which is quadratic, takes
-// 230 steps.
+// How many more steps and bytes of text a chat template may take for each byte of the conversation that it renders. For
+// 400 messages, upstream's 70 templates take at most 22 steps and 120 bytes of text for each byte, so the limits leave
+// a margin. Only gemma-4, whose work is quadratic, takes 230 steps.
 const int64_t STEPS_PER_BYTE = 1024, BYTES_PER_BYTE = 256;
-// The smallest stack of a thread on any system is 512 KiB.
+// The most stack that counted work may use. The stack of a thread is at least 512 KiB on every system.
 const uintptr_t MOST_STACK = 256 << 10;
-// Steps between two checks of the clock. A step of a template may copy a long text.
+// The number of steps between two checks of the clock. It is smaller for templates, because one step of a template may
+// copy a long text.
 const int64_t LOOK = 4096, TEMPLATE_LOOK = 256;
 
 thread_local moe_edge_bounded * current[2] = {};

@@ -1,6 +1,6 @@
-// Limits on the work that one request or one chat template may cause in upstream code without limits of its own.
-// Upstream's work on a schema or a grammar grows faster than its text, and its recursion is as deep as the nesting. A
-// chat template is a program: it can loop forever, create any amount of text, and call itself.
+// Limits the work that one request or one chat template may cause in upstream code that has no limits of its own. The
+// work on a schema or a grammar grows faster than its text, and the recursion is as deep as the nesting. A chat
+// template is a program: it can loop forever, create any amount of text, and call itself.
 
 #pragma once
 
@@ -10,27 +10,29 @@
 #include <string>
 #include <utility>
 
-// The kinds of work that are counted. Each kind has separate counters.
+// The kinds of work that are counted, with separate counters.
 enum moe_edge_work { MOE_EDGE_GRAMMAR, MOE_EDGE_TEMPLATE };
 
-// Thrown when a chat template exceeds a limit. Not derived from std::exception, because upstream catches those and
-// tries the template with other inputs.
+// Thrown when a chat template exceeds a limit. It is not derived from std::exception, because upstream catches those
+// exceptions and then tries the template with other inputs.
 struct moe_edge_refused {
     std::string reason;
 };
 
-// Counts the steps of one kind on the current thread while the object exists. An inner object has its own limits: its
-// steps are not counted by the outer object of the same kind.
+// Counts and limits the steps of one kind of work on the current thread while the object exists. If two objects of the
+// same kind exist, the inner object counts alone, with its own limits.
 class moe_edge_bounded {
   public:
-    // is_given_up: called from time to time; if it returns true, the work fails. most_ns: limit on the CPU time of this
-    // thread, so that a busy machine does not make work fail; 0 for no limit. input_bytes: size of the conversation
-    // that a template renders; the limits of a template grow with it.
+    // Starts to count work of this kind on this thread. is_given_up: called from time to time; if it returns true, the
+    // work fails. most_ns: limit on the CPU time of this thread, or 0 for no limit; time in which other processes run
+    // does not count. input_bytes: size of the conversation that a template renders; the limits of a template grow with
+    // it.
     moe_edge_bounded(moe_edge_work work, std::function<bool()> is_given_up, int64_t most_ns, size_t input_bytes = 0);
     ~moe_edge_bounded();
     moe_edge_bounded(const moe_edge_bounded &) = delete;
 
-    // Counts steps and bytes of text. Throws if a limit is exceeded.
+    // Counts steps, and bytes of text that a template has created. Throws moe_edge_refused for a template, or otherwise
+    // std::invalid_argument, if a limit is exceeded.
     void count(int64_t steps, int64_t bytes = 0);
     void check_given_up() const;
 
@@ -45,11 +47,11 @@ class moe_edge_bounded {
     int64_t               taken = 0, looked = 0, written = 0;
 };
 
-// Counts a step of a grammar or a schema and returns 0. Throws std::invalid_argument with one sentence if the work of
-// this thread exceeds a limit. Has no effect on a thread without limits.
+// Counts `weight` steps of work on a grammar or a schema, and returns 0. Throws std::invalid_argument with one sentence
+// if the work of this thread exceeds a limit. Has no effect on a thread without limits.
 int moe_edge_step(int64_t weight = 1);
 
-// Throws std::invalid_argument if the work of this thread was given up. For loops that wait.
+// Throws std::invalid_argument if the request of this thread was given up. Used in loops that wait.
 void moe_edge_check_given_up();
 
 // Counts 8 steps and returns its argument.
@@ -58,9 +60,9 @@ template <typename T> T && moe_edge_step_with(T && value) {
     return std::forward<T>(value);
 }
 
-// Counts steps of a chat template and bytes of the text that it creates, and returns 0. Throws moe_edge_refused if a
+// Counts steps of a chat template, and bytes of text that it has created, and returns 0. Throws moe_edge_refused if a
 // limit is exceeded.
 int moe_edge_template_step(int64_t steps = 1, int64_t bytes = 0);
 
-// Adds to the number of live values of chat templates on this thread.
+// Adds `more`, which may be negative, to the number of values that chat templates on this thread hold now.
 void moe_edge_template_values(int64_t more);

@@ -25,7 +25,7 @@ void moe_edge_change_rule(
 
 namespace {
 
-// The arguments of a tool, in the order of its schema.
+// The arguments of a tool, in the order of its JSON schema.
 struct arguments {
     std::vector<std::string> names;
     std::vector<common_json> schemas;
@@ -53,7 +53,8 @@ arguments arguments_of(const common_json & schema) {
     return found;
 }
 
-// Returns the end of the rule element that starts at `at`: a literal, a character class, a group or a single character.
+// Returns the position after the element of a grammar rule that starts at `at`: a literal, a character class, a group
+// or a single character.
 size_t end_of_element(const std::string & rule, size_t at) {
     const char open = rule[at++];
     if (open == '"' || open == '[') {
@@ -72,7 +73,8 @@ size_t end_of_element(const std::string & rule, size_t at) {
     return at;
 }
 
-// Returns the alternatives of the group that starts at `at`. end receives the end of the group.
+// Returns the alternatives of the group of a grammar rule that starts at `at`. `end` receives the position after the
+// group.
 std::vector<std::string> alternatives(const std::string & rule, size_t at, size_t & end) {
     std::vector<std::string> found = { "" };
     end = end_of_element(rule, at);
@@ -98,8 +100,9 @@ std::string joined(const std::vector<std::string> & parts, const std::string & b
     return made;
 }
 
-// Returns a rule for all required elements in their order, followed by any number of the others. If no element is
-// required, there is at least one. comma: separates two elements.
+// Returns a grammar rule for a sequence of elements: all required elements in their order, followed by any number of
+// the others. If no element is required, the sequence has at least one element. comma: rule for the text between two
+// elements.
 std::string in_order(
         const std::vector<std::string> & elements, const std::vector<bool> & required, const std::string & comma) {
     std::vector<std::string> first, others;
@@ -115,8 +118,9 @@ std::string in_order(
     return head.empty() ? any + " " + more : head + " " + more;
 }
 
-// MiniCPM5 and LFM2 have a group with one alternative per argument that may be repeated: "((A | B) space)*" and "((A |
-// B) ("," space (A | B))*)". Replaces it by a rule with the required arguments.
+// Changes a rule for the arguments of a call so that it contains all required arguments. In the forms of MiniCPM5 and
+// LFM2, the rule is a group with one alternative for each argument, which may be repeated: "((A | B) space)*" or "((A |
+// B) ("," space (A | B))*)".
 std::string with_required(const std::string & rule, const arguments & wanted) {
     const bool is_minicpm = rule.find("<param name=") != std::string::npos;
     const std::string after = is_minicpm ? " space)*" : " (\",\" space ";
@@ -137,7 +141,8 @@ std::string with_required(const std::string & rule, const arguments & wanted) {
     return rule;
 }
 
-// Returns the grammar's name of a rule: each run of characters other than letters, digits and dashes becomes one dash.
+// Returns the name of a rule as it appears in the grammar: each run of characters other than letters, digits and dashes
+// becomes one dash.
 std::string rule_name(const std::string & text) {
     std::string made;
     bool was_plain = true;
@@ -151,7 +156,7 @@ std::string rule_name(const std::string & text) {
     return made;
 }
 
-// Returns the rule for a value in gemma-4's form.
+// Returns the grammar rule for a value that conforms to this JSON schema, in gemma-4's form of values.
 std::string gemma_value(const common_json & schema);
 
 std::string gemma_object(const common_json & schema) {
@@ -184,7 +189,7 @@ std::string gemma_value(const common_json & schema) {
     return type == "integer" || type == "number" ? "gemma4-number" : type == "boolean" ? "gemma4-bool" : "gemma4-value";
 }
 
-// Removes white space before the end of a call if the grammar allows it but the parser does not.
+// Removes optional white space before the end of a call from the grammar, if the parser expects the end at once.
 void end_at_once(std::string & grammar, const common_json & parser) {
     const common_json & all = parser.at("parsers");
     for (const auto & each : all) {

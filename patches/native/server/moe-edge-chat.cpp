@@ -16,7 +16,8 @@ bool is_short_id(const std::string & id) {
     return id.size() == ID_SIZE && std::all_of(id.begin(), id.end(), [](unsigned char c) { return isalnum(c); });
 }
 
-// Converts an id to nine letters or digits: removes one of OpenAI's prefixes, or else computes a hash.
+// Returns an id of a tool call as nine letters or digits. Removes one of OpenAI's prefixes if the rest has this form,
+// and otherwise computes a hash of the id.
 std::string short_id(const std::string & id) {
     for (const std::string prefix : { "", "call_", "fc_" }) {
         if (id.compare(0, prefix.size(), prefix) == 0 && is_short_id(id.substr(prefix.size()))) {
@@ -39,8 +40,8 @@ std::string text_at(const json & object, const char * name) {
     return object.contains(name) && object.at(name).is_string() ? object.at(name).get<std::string>() : "";
 }
 
-// Gives calls and their results ids of nine characters. A call without an id gets one based on its number. A result
-// without an id gets the id of the first call that has no result yet.
+// Gives tool calls and their results ids of nine characters. A call without an id gets one based on its number. A
+// result without an id gets the id of the first call that has no result yet.
 void shorten_ids(json & messages) {
     std::deque<std::string> unanswered;
     size_t n_calls = 0;
@@ -64,7 +65,8 @@ void shorten_ids(json & messages) {
     }
 }
 
-// Mistral's templates refuse ids that do not have nine characters, or were not trained with them.
+// Returns whether a template needs ids of nine characters. Mistral's templates refuse other ids, or their models were
+// not trained with them.
 bool wants_short_ids(const common_chat_templates * templates) {
     return common_chat_templates_source(templates).find("[TOOL_CALLS]") != std::string::npos;
 }
@@ -78,7 +80,8 @@ bool has_text(const json & message) {
            message.at("content") != "";
 }
 
-// Returns the results of each call in a message, matched by id, or by order if an id is missing.
+// Returns for each tool call of a message the indices of its results in `results`. A result belongs to the call with
+// the same id. If one of them has no id, the order decides.
 std::vector<std::vector<size_t>> results_by_call(const json & message, const std::vector<json> & results) {
     std::unordered_map<std::string, std::vector<size_t>> by_id;
     for (size_t i = 0; i < results.size(); i++) {
@@ -96,8 +99,8 @@ std::vector<std::vector<size_t>> results_by_call(const json & message, const std
     return found;
 }
 
-// Appends one message for each call of `message`, each followed by its results. Calls without a result come first, so
-// that none of them ends the conversation. Results without a call come last.
+// Appends one message for each tool call of `message`, followed by the results of that call. Calls without a result
+// come first, so that none of them is the end of the conversation. Results without a call come last.
 void append_calls_apart(json & made, const json & message, const std::vector<json> & results) {
     const auto by_call = results_by_call(message, results);
     std::vector<bool> taken(results.size(), false);
@@ -125,8 +128,9 @@ void append_calls_apart(json & made, const json & message, const std::vector<jso
     }
 }
 
-// Splits messages for templates that render at most one call of a message, or drop text next to a call: one message per
-// call, and a separate message for the text.
+// Splits messages that a template cannot render: messages with several tool calls if it renders only one of them, and
+// messages with text and a call if it drops one of the two. Returns the messages with one call each, and with the text
+// in a separate message.
 json with_calls_apart(const json & messages, const common_chat_templates * templates) {
     const bool one_call = !common_chat_templates_get_caps(templates)["supports_parallel_tool_calls"];
     const bool no_text  = moe_edge_wants_text_apart(templates);
@@ -163,8 +167,9 @@ bool needs_calls_apart(const json & messages) {
     return false;
 }
 
-// Joins the parts of a content that consists of text only, one per line. Many templates read parts only in some roles,
-// or only the first part. For a template that reads only parts, upstream converts the text back to one part.
+// Joins the parts of each content that consists of text only, one part per line. Many templates read parts only in some
+// roles, or read only the first part. For a template that reads only parts, upstream converts the joined text back to
+// one part.
 void join_text_parts(json & messages) {
     for (auto & message : messages) {
         if (!message.contains("content") || !message.at("content").is_array()) {
@@ -192,13 +197,13 @@ bool begins_with(const std::string & text, const std::string & part) {
     return text.compare(0, part.size(), part) == 0;
 }
 
-// Parses the generation prompt alone: the message that the answer continues.
+// Returns the message that the answer continues, by parsing the generation prompt without an answer.
 common_chat_msg begun(const common_chat_parser_params & parser) {
     return common_chat_parse("", true, parser);
 }
 
-// Whether the parser of a request reads its generation prompt as exactly the text of the message that the answer
-// continues.
+// Returns whether a request's parser reads the generation prompt as exactly this text. The text is that of the message
+// that the answer continues.
 bool reads(const common_chat_params & made, const common_chat_templates_inputs & inputs, const std::string & text) {
     common_chat_parser_params parser(made);
     parser.reasoning_format = inputs.reasoning_format;
@@ -211,8 +216,8 @@ bool reads(const common_chat_params & made, const common_chat_templates_inputs &
     }
 }
 
-// Returns what a template renders before the text of the last message. Empty if the template refuses the conversation
-// or changes the text.
+// Returns the part of the rendered prompt before the text of the last message. Returns an empty string if the template
+// refuses the conversation or changes the text.
 std::string before_last_text(const common_chat_templates * templates, common_chat_templates_inputs inputs) {
     const std::string mark = "MOE-EDGE-CONTINUES-HERE";
     common_chat_msg & last = inputs.messages.back();
@@ -229,7 +234,7 @@ std::string before_last_text(const common_chat_templates * templates, common_cha
     }
 }
 
-// Whether a text starts reasoning without ending it.
+// Returns whether a text starts the model's reasoning without ending it.
 bool is_in_reasoning(const std::string & text, const common_chat_params & made) {
     const size_t at = made.thinking_start_tag.empty() ? std::string::npos : text.rfind(made.thinking_start_tag);
     const auto & ends = made.thinking_end_tags;
@@ -290,7 +295,7 @@ common_chat_msg moe_edge_chat_parse(
     }
     const common_chat_msg before = begun(params);
     for (const auto part : { &common_chat_msg::content, &common_chat_msg::reasoning_content }) {
-        // A parser may drop white space at the end of a text.
+        // Compare in both directions, because a parser may drop white space at the end of a text.
         if (begins_with(found.*part, before.*part) || begins_with(before.*part, found.*part)) {
             (found.*part).erase(0, (before.*part).size());
         }

@@ -1,4 +1,4 @@
-// Upstream's grammars with their steps counted, and a sampler for them. Upstream recurses as deeply as a grammar is
+// Limits the work of upstream's grammars, and makes a sampler of them. Upstream recurses as deeply as a grammar is
 // nested. A rule of ten lines can take it practically forever, and for some grammars its stacks double with each token.
 // If a grammar is invalid, upstream prints all of it and gives no reason.
 
@@ -34,10 +34,10 @@ template <typename... Rest> [[noreturn]] static void refuse(const char * format,
     throw std::invalid_argument(::format(format, rest...));
 }
 
-// Errors that upstream logs are thrown here. When upstream reads a grammar, it catches each error, prints it with
-// fprintf and continues. Here fprintf is defined as `throw`, without the printing, so that the caught error reaches our
-// code. Outside of a catch block such a `throw` would abort the process; this concerns only functions that print a
-// grammar, which are not called.
+// Turns errors of upstream's grammar code into exceptions. Upstream logs some errors with LLAMA_LOG_ERROR, which throws
+// std::invalid_argument here. It catches others, prints them with fprintf and continues; here fprintf becomes `throw`,
+// which throws the caught error again. Outside of a catch block such a `throw` would abort the process. Only functions
+// that print a grammar have an fprintf there, and they are not called. The other macros count steps.
 #undef LLAMA_LOG_ERROR
 #undef LLAMA_LOG_DEBUG
 #define LLAMA_LOG_ERROR(...) refuse(__VA_ARGS__)
@@ -52,14 +52,15 @@ template <typename... Rest> [[noreturn]] static void refuse(const char * format,
 
 namespace {
 
-// Number of elements after expanding repetitions. Each may become a separate rule of about 250 bytes.
+// The most elements that a grammar may have after its repetitions are expanded. Each element may become a rule of about
+// 250 bytes.
 const uint64_t MOST_REPEATED = 1 << 16;
-// Upstream treats a maximum above this number as unlimited.
+// The largest maximum of a repetition that upstream respects; above this number, it treats the repetition as unlimited.
 const uint64_t MOST_TIMES = MAX_REPETITION_THRESHOLD;
-// CPU time for one token, or for reading a grammar. Concurrent answers wait meanwhile.
+// The most CPU time in nanoseconds for one token, or for reading a grammar. Answers to other requests wait meanwhile.
 const int64_t MOST_NS = 500000000;
-// CPU time for the first token of an answer, which is tried before the request is queued. Each token delays the other
-// answers by about this time.
+// The most CPU time in nanoseconds for the first token of an answer, which is tried before the request is queued. Each
+// token of the answer will delay other answers by about this time.
 const int64_t MOST_FIRST_NS = 100000000;
 const size_t MOST_REASON = 160;
 
@@ -78,8 +79,8 @@ uint64_t number_at(const char *& at) {
     return found;
 }
 
-// Checks repetitions before upstream expands them. Upstream copies a repeated element as often as it may occur. If the
-// maximum is below the minimum, it counts through all numbers.
+// Throws std::invalid_argument if a grammar has repetitions that would take upstream too long to expand. Upstream
+// copies an element as often as it may be repeated. If the maximum is below the minimum, it counts through all numbers.
 void check_repetitions(const char * text) {
     uint64_t symbol = 1, all = 0;  // number of elements
     for (const char * at = text; *at; at++) {
@@ -104,7 +105,7 @@ void check_repetitions(const char * text) {
                 most = *at >= '0' && *at <= '9' ? number_at(at) : UINT64_MAX;
             }
             if (most < least) {
-                throw std::invalid_argument("a repetition has to come more often than it may");
+                throw std::invalid_argument("a repetition has a minimum above its maximum");
             }
             symbol *= std::max<uint64_t>(1, std::min(most > MOST_TIMES ? least : most, MOST_TIMES));
             all += symbol;
@@ -113,7 +114,7 @@ void check_repetitions(const char * text) {
             symbol = 1;
         }
         if (all > MOST_REPEATED || symbol > MOST_REPEATED) {
-            throw std::invalid_argument("its repetitions come to too much: at most 65536 elements");
+            throw std::invalid_argument("its repetitions expand to more than 65536 elements");
         }
         if (!*at) {
             return;
@@ -121,7 +122,8 @@ void check_repetitions(const char * text) {
     }
 }
 
-// Returns the reason in one line. Upstream quotes the rest of the grammar.
+// Returns one line that begins with "the grammar" and gives this reason. Upstream's reasons quote the rest of the
+// grammar.
 std::string sentence(std::string reason) {
     const std::string ours = "the grammar ";
     reason = reason.substr(0, MOST_REASON);
@@ -131,7 +133,7 @@ std::string sentence(std::string reason) {
     return reason.compare(0, ours.size(), ours) == 0 ? reason : "the grammar is refused: " + reason;
 }
 
-// The request whose grammars this thread reads before they are queued.
+// Receives the grammars that this thread reads before it queues the tasks of its request. Null at other times.
 thread_local std::vector<moe_edge_prepared_grammar> * preparing = nullptr;
 thread_local const std::function<bool()> * preparing_given_up = nullptr;
 
@@ -150,7 +152,8 @@ struct freed {
 
 using grammar_ptr = std::unique_ptr<llama_grammar, freed>;
 
-// Copies a grammar. Upstream's own function compares each element of each stack with every element of every rule.
+// Returns a copy of a grammar with all its stacks. Upstream's own function is slow: it compares each element of each
+// stack with every element of every rule.
 grammar_ptr copy_of(const llama_grammar & from) {
     grammar_ptr made(new llama_grammar{
         from.vocab, from.rules, from.stacks, from.partial_utf8, from.lazy, from.awaiting_trigger, from.trigger_buffer,
@@ -168,7 +171,8 @@ grammar_ptr copy_of(const llama_grammar & from) {
     return made;
 }
 
-// A grammar as it was read. Its samplers copy it, because reading may take half a second.
+// A grammar that was read once, with everything that it was read from. Samplers copy it instead of reading it again,
+// which may take half a second.
 struct origin {
     const llama_vocab *      vocab;
     std::string              text, root;
@@ -201,8 +205,8 @@ struct origin {
 
 using origin_ptr = std::shared_ptr<const origin>;
 
-// The grammars of all queued and running requests. If the thread of a request has read a grammar, the decode thread
-// does not read it again.
+// The grammars of all queued and running requests. Through them, the decode thread finds a grammar that the thread of a
+// request has read before, and does not read it again.
 class known_grammars {
   public:
     origin_ptr find(const origin & asked) {
@@ -240,10 +244,11 @@ struct grammar {
     void begin() { now = copy_of(*from->first); }
 };
 
-// The grammar of the sampler that was created last while `preparing`.
+// The grammar of the sampler that was created last, while `preparing` is set.
 thread_local grammar * prepared = nullptr;
 
-// Checks every token of the vocabulary, as the first token of an answer does.
+// Does the work for the first token of an answer: checks every token of the vocabulary. Throws std::invalid_argument if
+// this takes too long.
 void try_first_token(const llama_grammar & grammar) {
     std::vector<llama_token_data> tokens(grammar.vocab->n_tokens());
     for (size_t i = 0; i < tokens.size(); i++) {
@@ -263,7 +268,7 @@ void accept(llama_sampler * sampler, llama_token token) {
         const auto & stacks = asked.now->stacks;
         const bool may_end = std::any_of(stacks.begin(), stacks.end(), [](const auto & each) { return each.empty(); });
         if (!may_end && !asked.now->awaiting_trigger && asked.from->vocab->is_eog(token)) {
-            throw std::invalid_argument("no token of the model goes on");  // upstream would abort the process
+            throw std::invalid_argument("no token of the model can continue the text");  // upstream would abort the process
         }
         llama_grammar_accept_impl(*asked.now, token);
     });

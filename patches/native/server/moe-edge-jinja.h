@@ -1,14 +1,14 @@
-// The headers of upstream's template engine, with its work counted. CMakeLists.txt includes this file first in every
-// source, so that the inline functions of these headers are identical in the whole library.
+// Includes the headers of upstream's template engine so that the engine's work is counted. CMakeLists.txt includes this
+// file first in every source, because the inline functions of these headers must be identical in the whole library.
 //
 // Every value that a template creates comes from mk_val, which is replaced here: live values are counted, and they are
-// freed one at a time instead of recursively. Loops, conditions and try blocks in runtime.h count a step.
+// freed one at a time instead of recursively. Each loop in runtime.h counts a step.
 
 #pragma once
 
 #include "moe-edge-bounds.h"
 
-// Standard headers come first, because the macros below must not change them.
+// Include the standard headers first, so that the macros below do not change them.
 #include <algorithm>
 #include <cassert>
 #include <cmath>
@@ -27,7 +27,7 @@
 #include <unordered_map>
 #include <vector>
 
-// These headers contain static functions that some sources do not use.
+// Suppress warnings about static functions in these headers that some sources do not use.
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-function"
 
@@ -35,13 +35,14 @@
 #include "common/jinja/value.h"
 #undef mk_val
 
-// Called for each new value: counts it, and refuses a tuple that is nested too deeply.
+// Called for each new value of a template. Counts the value, and refuses a tuple that is nested too deeply.
 void moe_edge_template_made(jinja::value_t & made);
 
-// Frees a value. Its parts are freed after it instead of recursively, so that a long chain of values needs no stack.
+// Frees a value of a template. The values inside it are freed after it instead of recursively, so that a long chain of
+// values needs little stack.
 void moe_edge_template_free(jinja::value_t * value);
 
-// Wraps a built-in function so that its work is counted by the sizes of its arguments.
+// Returns a built-in function of templates that first counts its work, by the sizes of its arguments.
 jinja::func_handler moe_edge_template_function(const std::string & name, const jinja::func_handler & function);
 
 namespace jinja {
@@ -58,8 +59,8 @@ std::shared_ptr<typename extract_pointee<T>::type> mk_val(Args &&... args) {
     return made;
 }
 
-// The only function that takes two integers (divisibleby) divides by the second one. Some divisors would crash the
-// process.
+// Checks the two integer arguments of a built-in function. Only divisibleby has two. It divides by the second argument,
+// and 0 and -1 could crash the process.
 template <> inline void func_args::ensure_vals<value_int, value_int>(bool, bool) const {
     ensure_count(2);
     ensure_val<value_int>(args[0]);

@@ -1,6 +1,6 @@
-// Stubs for parts that llama.cpp's server refers to and this build leaves out: downloads, and the multimodal library
-// with its seventy source files. This server takes only text: no projector is ever loaded, so a message with an image
-// is refused. Nothing is downloaded.
+// Defines stubs for parts that llama.cpp's server refers to and this build does not contain: downloads, and the
+// multimodal library with its seventy source files. This server takes only text. A message with an image is refused,
+// because no projector is ever loaded. Nothing is downloaded.
 
 #include "build-info.h"
 #include "download.h"
@@ -12,7 +12,7 @@
 namespace {
 
 [[noreturn]] void unreachable() {
-    throw std::runtime_error("this server takes text, no images, sound or video");
+    throw std::runtime_error("this server takes only text: no images, audio or video");
 }
 
 }  // namespace

@@ -12,8 +12,8 @@ namespace {
 
 const char * const NOT_IN_FORM = "an answer was not in the form of the chat template: its text was sent as content";
 
-// Converts the arguments of a tool call to valid JSON. Upstream copies strings of other languages, such as Python,
-// unchanged, including line feeds and other control characters.
+// Returns the arguments of a tool call as valid JSON. Upstream copies strings from other languages, such as Python,
+// unchanged; here, line feeds and other control characters in them are escaped.
 std::string as_json(const std::string & arguments) {
     std::string made;
     bool in_string = false, is_escaped = false;
@@ -31,14 +31,15 @@ std::string as_json(const std::string & arguments) {
     return made;
 }
 
-// Returns the end of `part` in a text, searching from `from`; `from` if it is not found.
+// Returns the position after the first occurrence of `part` in a text, searching from `from`. Returns `from` if the
+// text does not contain it.
 size_t after(const std::string & text, const std::string & part, size_t from) {
     const size_t at = text.find(part, from);
     return at == std::string::npos ? from : at + part.size();
 }
 
-// Returns the message for a text that has no valid form: the reasoning and the content that were sent, and the rest as
-// content.
+// Returns the message for an answer that the parser refuses. It consists of the reasoning and the content that were
+// already sent; the rest of the text is added to the content.
 common_chat_msg as_text(const std::string & text, const common_chat_msg & sent) {
     common_chat_msg made;
     made.role = "assistant";
@@ -48,8 +49,8 @@ common_chat_msg as_text(const std::string & text, const common_chat_msg & sent) 
     return made;
 }
 
-// Returns the end of a complete answer that the parser did not read. Gemma's models write marks without a meaning
-// there.
+// Returns the part at the end of a complete answer that the parser did not read. Returns an empty string for Gemma's
+// models, which write marks without a meaning there.
 std::string unread(const std::string & text, const common_chat_parser_params & params) {
     if (params.parser.empty() || params.format == COMMON_CHAT_FORMAT_PEG_GEMMA4) {
         return "";

@@ -13,7 +13,7 @@
 
 namespace {
 
-// reading a shorter prompt again is faster than copying it
+// The shortest prompt that is copied, in tokens. Reading a shorter prompt again is faster than copying it.
 const size_t LEAST_TOKENS = 16;
 
 // notes per slot
@@ -32,7 +32,7 @@ bool are_valid(const llama_vocab * vocab, const llama_tokens & tokens) {
     return std::all_of(tokens.begin(), tokens.end(), [n](llama_token token) { return token >= 0 && token < n; });
 }
 
-// Returns the end of the text that starts at `start`: the next control token.
+// Returns the index of the next control token at or after `start`, which ends the text that starts at `start`.
 size_t end_of_text(const llama_vocab * vocab, const llama_tokens & tokens, size_t start) {
     while (start < tokens.size() && !llama_vocab_is_control(vocab, tokens[start])) {
         start++;
@@ -48,7 +48,7 @@ std::string text_of(const llama_vocab * vocab, const llama_tokens & tokens, size
     return text;
 }
 
-// Tokenizes a text. Returns false if the tokens do not stand for exactly this text.
+// Tokenizes a text. Returns false if converting the tokens back to text does not give exactly this text.
 bool tokens_of(const llama_vocab * vocab, const std::string & text, llama_tokens & tokens) {
     if (text.empty()) {
         tokens.clear();
@@ -65,9 +65,9 @@ bool cannot_be_cut(const llama_model * model) {
     return llama_model_is_recurrent(model) || llama_model_is_hybrid(model) || llama_model_n_swa(model) > 0;
 }
 
-// Returns how many tokens of a prompt upstream would reuse. It returns to a checkpoint if the memory starts after the
-// first position that a window needs, or cannot be cut at all. common: length of the common prefix of the prompt and
-// `held`. pos_min: the first position in the memory.
+// Returns how many tokens of a prompt upstream would reuse from `held`, the contents of a slot or a copy. If the memory
+// cannot be cut at the end of the common prefix, upstream returns to a checkpoint. common: length of the common prefix.
+// pos_min: the first position in the memory.
 size_t spared_of(const server_prompt & held, size_t common, size_t n_prompt, llama_pos pos_min, int32_t n_window) {
     if (common == 0) {
         return 0;
@@ -109,7 +109,8 @@ llama_tokens moe_edge_as_held(const llama_vocab * vocab, const llama_tokens & pr
         const std::string text = text_of(vocab, whole, done, end), held_text = text_of(vocab, held, at, held_end);
         llama_tokens rest;
         if (text != held_text) {
-            // At the end of the held tokens, the last token of an answer may be missing.
+            // The held tokens may lack the last token of an answer, so their last text may be the beginning of the
+            // prompt's text.
             const bool starts = held_end == held.size() && text.compare(0, held_text.size(), held_text) == 0;
             if (!starts || !tokens_of(vocab, text.substr(held_text.size()), rest)) {
                 break;
@@ -163,7 +164,8 @@ moe_edge_prompts::choice moe_edge_prompts::choose(const moe_edge_slot & slot, co
         made.copy = copies->states.end();
         for (auto it = copies->states.begin(); it != copies->states.end(); ++it) {
             const size_t n = it->prompt.tokens.size();
-            // The first position of a copy is not recorded; it contains at least its last position.
+            // Copies do not record the first position that their memory has. If the memory may have only the last
+            // positions of a sequence, assume that it has only one.
             comparison each = compare(prompt, it->prompt, slot.n_ctx, has_part ? llama_pos(n) - 1 : 0);
             if (n <= size_t(slot.n_ctx) && each.spared > made.best.spared) {
                 made.best = std::move(each);
@@ -174,8 +176,9 @@ moe_edge_prompts::choice moe_edge_prompts::choose(const moe_edge_slot & slot, co
     return made;
 }
 
-// Whether a prompt with this common prefix belongs to another conversation: it neither continues the slot's
-// conversation nor repeats its last turn.
+// Returns whether a prompt belongs to another conversation than the slot's contents. It does if it neither continues
+// the slot's conversation nor repeats its last turn. common: length of the common prefix of the prompt and the slot's
+// tokens.
 bool moe_edge_prompts::is_another(const moe_edge_slot & slot, size_t common) const {
     const slot_state & state = states[slot.number];
     const bool is_again = common + 1 >= state.prompt_end || (state.turn > 0 && state.turn <= common);
@@ -259,8 +262,9 @@ void moe_edge_prompts::place(const moe_edge_slot & slot, server_task & task) {
     }
 }
 
-// Copies the contents of a slot, unless they are in a file. taken_bytes: size of the copy that is about to replace
-// them, which counts towards the limit.
+// Copies the contents of a slot to memory, because the slot is needed for another conversation. Does nothing if the
+// contents are in a file. taken_bytes: size of the copy that will replace the contents, which counts towards the limit
+// on copies.
 void moe_edge_prompts::put_away(const moe_edge_slot & slot, size_t taken_bytes) {
     const size_t limit = copies ? copies->limit_size : 0;
     if (limit <= taken_bytes || slot.prompt.tokens.size() < LEAST_TOKENS || states[slot.number].is_filed) {
@@ -303,8 +307,8 @@ void moe_edge_prompts::note(int32_t slot, size_t n_tokens) {
     }
 }
 
-// Recalls the note for the first n_tokens tokens of a slot. A note at the end of a prompt also applies without the last
-// token, which is computed again.
+// Recalls the note for the first n_tokens tokens of a slot: the external state of the sequence at that position. If the
+// note was made at the end of the prompt, it also applies without the last token, because that token is computed again.
 void moe_edge_prompts::go_back(int32_t slot, size_t n_tokens) {
     auto & known = states[slot].notes;
     while (!known.empty() && known.back().n_tokens > n_tokens + 1) {
@@ -376,8 +380,8 @@ bool moe_edge_prompts::restore(
         for (size_t i = first; i < marks.size(); i++) {
             const moe_edge_server_mark & mark = marks[i];
             common_prompt_checkpoint made;
-            // Older files do not record the positions of a checkpoint. Upstream asks for two more positions than a
-            // window has.
+            // If the file does not record the positions of a checkpoint, infer them from its number of tokens. Upstream
+            // needs two more positions than a window has.
             const llama_pos begin = n_window > 0 ? std::max(0, mark.n_tokens - n_window - 2) : mark.n_tokens - 1;
             made.update_pos(mark.n_tokens, mark.pos_max < 0 ? begin : mark.pos_min,
                             mark.pos_max < 0 ? mark.n_tokens - 1 : mark.pos_max);

@@ -1,5 +1,5 @@
-// The prompts of a server: those in its slots, and copies of earlier ones. All functions must be called on the decode
-// thread, or after it has returned.
+// Manages the prompts of a server: those in its slots, and copies of the prompts of earlier conversations. All
+// functions must be called on the decode thread, or after it has returned.
 
 #pragma once
 
@@ -18,12 +18,12 @@
 #include <string>
 #include <vector>
 
-// Returns `prompt` with the tokens of `held` wherever both stand for the same text. A model often answers with other
-// tokens than its tokenizer produces for the text of the answer. Texts are compared between control tokens, because no
-// token crosses a control token. Returns `prompt` unchanged if one of the lists has a token that the vocabulary lacks.
+// Returns `prompt` with the tokens of `held` wherever both stand for the same text. This is useful because a model
+// often answers with other tokens than its tokenizer produces for the same text. Texts are compared between control
+// tokens. Returns `prompt` unchanged if one of the lists has a token that the vocabulary lacks.
 llama_tokens moe_edge_as_held(const llama_vocab * vocab, const llama_tokens & prompt, const llama_tokens & held);
 
-// The effect that a request would have on a slot.
+// The effect that a request's prompt would have on a slot.
 struct moe_edge_match {
     size_t spared;     // tokens of its prompt that are reused
     bool   is_another; // the slot would lose tokens of another conversation
@@ -31,20 +31,22 @@ struct moe_edge_match {
 
 class moe_edge_prompts {
 public:
-    // most_checkpoints: number of checkpoints that upstream keeps for a slot.
+    // Creates the records of a server's prompts, for a context with n_slots slots. most_checkpoints: the number of
+    // checkpoints that upstream keeps for each slot.
     moe_edge_prompts(llama_context * context, int32_t n_slots, int32_t most_checkpoints);
 
     const bool has_part;  // the memory cannot be cut at any position
 
-    // copies: upstream's cache, or nullptr if no copies are kept.
+    // Sets upstream's cache of copies of earlier prompts, or nullptr if no copies are kept.
     void set_copies(server_prompt_cache * copies) { this->copies = copies; }
 
     void set_notes(const moe_edge_server_notes & notes) { this->notes = notes; }
 
-    // Saves the external state (moe_edge_server_notes) of a slot that holds n_tokens tokens.
+    // Saves the external state of the slot's sequence (such as a policy's state) as a note, and records that it belongs
+    // to the slot's first n_tokens tokens.
     void note(int32_t slot, size_t n_tokens);
 
-    // Limits the copies to n_bytes and returns their size in bytes.
+    // Limits the copies of earlier prompts to n_bytes. Returns their size in bytes.
     uint64_t keep(uint64_t n_bytes);
 
     // See moe_edge_server_place.
@@ -52,23 +54,25 @@ public:
 
     moe_edge_match match(const moe_edge_slot & slot, const llama_tokens & prompt) const;
 
-    // Returns whether the prompt that was placed last starts with everything in the slot. Returns true only once.
+    // Returns whether the prompt that was placed last continues everything that the slot contains. Returns true only
+    // once for each prompt.
     bool take_continues(int32_t slot);
 
     void forget(const moe_edge_slot & slot);
 
-    // Writes the tokens and the state of a slot to a file, followed by the data of its checkpoints. Returns the size of
-    // the first part in bytes, or 0 on failure.
+    // Writes the tokens and the state of a slot to a file, followed by the data of its checkpoints, which are appended
+    // to `marks`. Returns the size of the part before the checkpoints in bytes, or 0 on failure.
     size_t save(const moe_edge_slot & slot, const char * path, std::vector<moe_edge_server_mark> & marks) const;
 
-    // Replaces the contents of a slot with those of a file. marks: the checkpoints in the file, of which the latest are
-    // read. Returns false on failure; the slot is then empty.
+    // Replaces the contents of a slot with the contents of a file. marks: the checkpoints in the file; only the latest
+    // are restored. Returns false on failure; the slot is then empty.
     bool restore(const moe_edge_slot & slot, const char * path, const std::vector<moe_edge_server_mark> & marks);
 
 private:
     using copy_iterator = std::list<server_prompt_cache_state>::iterator;
 
-    // A note about the first n_tokens tokens of a prompt.
+    // A note (the saved external state of a sequence), made when the sequence consisted of the first n_tokens tokens of
+    // a prompt.
     struct noted {
         size_t                         n_tokens;
         std::shared_ptr<const int64_t> number;
@@ -82,7 +86,7 @@ private:
         std::vector<noted> notes = {};  // ascending by length
     };
 
-    // The comparison of a prompt with the tokens of a slot or a copy.
+    // The result of comparing a prompt with the tokens of a slot or of a copy.
     struct comparison {
         llama_tokens prompt;  // rewritten with the held tokens
         size_t       common;  // length of the common prefix

@@ -1,6 +1,7 @@
-// Upstream's JSON schemas and the grammars made of them, with the steps counted. The work grows with the third power of
-// the number of optional properties, and exponentially with nested lists of types. References that lead back to
-// themselves never end in `allOf`. Upstream's messages about patterns of a client are suppressed.
+// Limits the work of upstream's code for JSON schemas and for the grammars that are made of them. The macros below
+// count its steps. The work grows with the third power of the number of optional properties, and exponentially with
+// nested lists of types. For a schema that refers to itself in `allOf`, it would never end. Upstream's messages about a
+// client's patterns are suppressed.
 
 #include "moe-edge-bounds.h"
 #include "moe-edge-grammar.h"
@@ -39,7 +40,7 @@ std::string moe_edge_upstream_schema_to_grammar(const common_chat_schema_documen
 #undef json_schema_to_grammar
 #undef build_grammar
 
-// Schemas are converted for one request at a time.
+// Convert schemas for one request at a time (moe_edge_grammar_turn).
 
 std::string json_schema_to_grammar(const common_json & schema, bool force_gbnf) {
     moe_edge_grammar_turn turn;

@@ -1,5 +1,5 @@
-// Included before all other headers in upstream's server-context.cpp. Connects our code to parts that no public header
-// exposes: the cache of earlier prompts, the slots, and the steps that compute their tokens.
+// Connects our code to parts of upstream's server that no public header exposes: the cache of earlier prompts, the
+// slots, and the steps that compute their tokens. Included before all other headers in upstream's server-context.cpp.
 
 #pragma once
 
@@ -10,12 +10,12 @@
 #include <functional>
 #include <set>
 
-// Called once on the thread that creates the server, with upstream's cache of earlier prompts.
+// Called once on the thread that creates the server, with upstream's cache of copies of earlier prompts.
 void moe_edge_prompts_made(server_prompt_cache * prompts);
 
-// The copies of earlier prompts. Upstream exchanges a slot's prompt for a copy before it knows the tokens of the
-// request. We do this when the request gets its slot (moe_edge_server_place), and make upstream's own exchange have no
-// effect.
+// Replaces upstream's cache of copies of earlier prompts. Upstream would exchange a slot's prompt for a copy before it
+// knows the tokens of the request. We do this later, when the request gets its slot (moe_edge_server_place). The
+// methods below make upstream's own exchange have no effect.
 struct moe_edge_prompt_cache : server_prompt_cache {
     moe_edge_prompt_cache(int32_t most_mib, size_t most_tokens) : server_prompt_cache(most_mib, most_tokens) {
         moe_edge_prompts_made(this);
@@ -26,19 +26,19 @@ struct moe_edge_prompt_cache : server_prompt_cache {
 
 #define server_prompt_cache moe_edge_prompt_cache
 
-// A slot on which no request decodes. Its number is the id of its sequence.
+// A slot on which no request decodes. Its number is also the id of its sequence in the context.
 struct moe_edge_slot {
     int32_t         number;
     int32_t         n_ctx;   // maximum number of tokens
     server_prompt & prompt;  // its contents
 };
 
-// Called when a slot starts to decode a task. For a task that upstream copied from a parent, `task` is the parent.
+// Called when a slot starts to decode a task. task: the number of the task, or of its parent if upstream has copied the
+// task from a parent.
 void moe_edge_server_launched(int32_t slot, int32_t task);
 
-// Called when a request has received its slot, before any of its prompt is read. Fills the slot with as much of the
-// prompt as the slot itself or a copy contains. Rewrites the prompt with the tokens in the slot if they stand for the
-// same text.
+// Called when a request has got its slot, before any of its prompt is read. Fills the slot with as much of the prompt
+// as the slot or a copy contains. Replaces tokens of the prompt by tokens in the slot if they stand for the same text.
 void moe_edge_server_place(const moe_edge_slot & slot, server_task & task);
 
 template <typename Slot> llama_context * moe_edge_launched(llama_context * context, Slot & slot, server_task & task) {
@@ -49,31 +49,33 @@ template <typename Slot> llama_context * moe_edge_launched(llama_context * conte
     return context;
 }
 
-// Upstream's task that restores a slot from a file passes a pointer to the slot. We never post that task.
+// Does nothing for upstream's task that restores a slot from a file, which is the only one that passes a pointer. We
+// never post that task.
 template <typename Slot> llama_context * moe_edge_launched(llama_context * context, Slot *, server_task &) {
     return context;
 }
 
 #define validate(context) validate(moe_edge_launched(context, slot, task))
 
-// Called instead of the function that writes a slot to a file. Does the work that was posted under the name `path`.
-// Returns 0 if there is none.
+// Called by upstream instead of the function that writes a slot to a file. Does the work that do_with_slot has posted
+// under the name `path`. Returns 0 if there is no such work.
 size_t moe_edge_server_work(const char * path, const moe_edge_slot & slot);
 
 #define llama_state_seq_save_file(context, path, sequence, tokens, n_tokens) \
     moe_edge_server_work(path, { slot->id, slot->n_ctx, slot->prompt })
 
-// Called when the next token of a slot's answer is known.
+// Called when the next token of the answer that this task makes is known.
 void moe_edge_server_token(int32_t task);
 
 #define update_gen_last() update_gen_last(); moe_edge_server_token(slot.task->id)
 
-// Undoes a slot's part of the running step; the slot then adds the same tokens to a later step. n_prompt is the number
-// of these tokens that belong to its prompt. Returns the slot's prompt, whose token list the caller must shorten.
+// The type of a function that undoes a slot's part of the running step; the slot will add the same tokens to a later
+// step. n_prompt: how many of these tokens belong to its prompt. Returns the slot's prompt, whose token list the caller
+// must shorten.
 using moe_edge_undo_slot = std::function<server_prompt & (int32_t slot, int32_t n_prompt)>;
 
-// Returns the slots that have prompt tokens in a step. batch is upstream's server_batch; the step computes the tokens
-// of its view, which starts at `first`. The number of a slot is the id of its sequence.
+// Returns the slots that have prompt tokens in a step, by number. batch: upstream's server_batch. The step computes the
+// tokens of the batch's view, which starts at `first`.
 template <typename Batch> std::set<int32_t> moe_edge_slots_with_prompts(const Batch & batch, int32_t first) {
     std::set<int32_t> out;
     for (int32_t i = first; i < first + batch.view.size(); i++) {
@@ -84,17 +86,17 @@ template <typename Batch> std::set<int32_t> moe_edge_slots_with_prompts(const Ba
     return out;
 }
 
-// Computes a step of the server's slots. prompts contains the sequences whose tokens belong to a prompt. Returns the
-// status of llama_process. Throws std::runtime_error if the step failed; each slot then holds exactly the tokens in the
+// Computes a step of the server's slots and returns the status of llama_process. prompts: the sequences whose tokens
+// belong to a prompt. Throws std::runtime_error if the step failed; each slot then contains exactly the tokens in the
 // context's memory.
 int32_t moe_edge_server_step(
     llama_context * context, llama_process_type type, llama_batch_ext * step, const std::set<int32_t> & prompts,
     const moe_edge_undo_slot & undo);
 
-// Called before the first token of a slot's answer is computed. n_tokens is the number of tokens before it.
+// Called before the first token of an answer is computed. n_tokens: the number of tokens in the slot before the answer.
 void moe_edge_server_answer_begins(int32_t slot, size_t n_tokens);
 
-// Calls `mark` for each slot that has an answer token in a step.
+// Calls `mark` with the number of each slot that has an answer token in a step.
 template <typename Batch, typename Mark> void moe_edge_mark_answers(const Batch & batch, int32_t first, const Mark & mark) {
     for (int32_t i = first; i < first + batch.view.size(); i++) {
         if (!batch.tokens[i].is_prompt) {
@@ -103,10 +105,12 @@ template <typename Batch, typename Mark> void moe_edge_mark_answers(const Batch 
     }
 }
 
-// The call to llama_process is in a method of the class that owns `slots` and `batch`; `off` is the first token of the
-// step. Upstream makes checkpoints within a prompt. We add one at the end of the prompt, for templates that render
-// earlier answers without their reasoning: the next prompt then differs from the sequence at the start of the answer.
-// The checkpoint is only made if there is space for it in addition to the checkpoints of a turn.
+// Replaces upstream's call of llama_process. Before an answer's first step, it saves the sequence's external state as a
+// note, and makes a checkpoint at the end of the prompt. Upstream makes checkpoints only within the prompt. The
+// additional checkpoint helps with templates that render earlier answers without their reasoning: the next prompt then
+// differs from the sequence from the start of the answer on. It is made only if there is space for it.
+//
+// The macro is used in a method of the class that owns `slots` and `batch`. `off` is the first token of the step.
 #undef llama_process
 #define llama_process(context, kind, step)                                                              \
     (moe_edge_mark_answers(batch, off, [&](int32_t number) {                                            \
@@ -130,7 +134,7 @@ template <typename Batch, typename Mark> void moe_edge_mark_answers(const Batch 
             slot.state = SLOT_STATE_PROCESSING_PROMPT;                                                  \
         }                                                                                               \
         if (slot.state == SLOT_STATE_PROCESSING_PROMPT) {                                               \
-            slot.stats.n_prompt_processed -= n_prompt; /* upstream adds all tokens of the batch */      \
+            slot.stats.n_prompt_processed -= n_prompt; /* upstream counts every token */                \
         }                                                                                               \
         return slot.prompt;                                                                             \
     }))

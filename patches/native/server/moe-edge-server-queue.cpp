@@ -1,14 +1,14 @@
-// Upstream's queue with four changes. First, upstream checks once per second whether a waiting client has disconnected;
-// here this happens twenty times as often, so that the work for such a client ends with the micro-batch. Second,
-// upstream wakes another thread at the start and the end of every step and waits for it, so that metrics can be
+// Compiles upstream's queue with four changes. First, upstream checks once per second whether a waiting client has
+// disconnected, and starts the second again whenever any request gets a result. Here this happens twenty times per
+// second in any case, so that the work for such a client ends with the micro-batch. Second, upstream wakes another thread at the start and the end of every step and waits for it, so that metrics can be
 // requested meanwhile. Here that is done only for steps with prompts, which are long; between two tokens it would cost
 // too much. Third, our code is called before the tasks of a request are queued. Fourth, queued tasks can be processed
 // after the loop has ended.
 
 #include "moe-edge-server-queue.h"
 
-// Declares two more methods in server_queue. Upstream's server calls the first one, because CMakeLists.txt defines
-// yield_to_queue as its name there.
+// Declares two more methods in the class server_queue. Upstream's server calls moe_edge_yield_to_queue instead of
+// yield_to_queue, because CMakeLists.txt renames the call.
 #define yield_to_queue(work) yield_to_queue(work); void moe_edge_yield_to_queue(work); void moe_edge_finish()
 #include "server-queue.h"
 #undef yield_to_queue
@@ -20,7 +20,22 @@
 #include <chrono>
 #include <thread>
 
-#define seconds(n) milliseconds(50 * (n))
+// Returns how many milliseconds the calling thread may wait for a result until it has to check its client again.
+static int64_t moe_edge_wait_ms() {
+    using clock = std::chrono::steady_clock;
+    thread_local clock::time_point end;
+    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(end - clock::now()).count();
+    if (left > 0) {
+        return left;
+    }
+    end = clock::now() + std::chrono::milliseconds(50);
+    return 0;
+}
+
+// Upstream waits for tasks for seconds(1), and for results for seconds(timeout).
+#define seconds_1       milliseconds(50)
+#define seconds_timeout milliseconds(moe_edge_wait_ms())
+#define seconds(n)      seconds_##n
 #define get_list_id(tasks) get_list_id(moe_edge_server_begin(tasks))
 #include "server-queue.cpp"
 

@@ -11,10 +11,11 @@ namespace {
 
 const int32_t INVALID = -1, SUCCESS = 0, NO_SPACE = 1, ABORTED = 2;
 
-// How long the decode thread sleeps if a step has nothing to compute, until upstream's queue processes the cancel.
+// The microseconds for which the decode thread sleeps if all requests of a step are cancelled, until upstream's queue
+// has processed the cancels.
 const useconds_t IDLE_US = 1000;
 
-// The tokens of one sequence in a batch.
+// The tokens that a batch has of one sequence.
 struct member {
     int32_t   sequence;
     llama_pos first;         // position of its first token
@@ -52,9 +53,9 @@ bool can_drop_last_tokens(const llama_context * context) {
     return !llama_model_is_recurrent(model) && !llama_model_is_hybrid(model);
 }
 
-// Makes a slot's list of tokens equal to the context's memory after a step in which not all of the sequence's tokens
-// were computed. llama_decode has removed the failed micro-batch. A recurrent memory cannot remove tokens; the slot
-// then returns to its last checkpoint.
+// Shortens a slot's list of tokens to those in the context's memory, after a step in which not all of its tokens were
+// computed. llama_decode has removed the failed micro-batch from the memory. A recurrent memory cannot remove single
+// tokens; the slot then returns to its last checkpoint.
 void return_to_memory(llama_context * context, const member & m, server_prompt & prompt) {
     llama_memory_t memory = llama_get_memory(context);
     llama_pos last = llama_memory_seq_pos_max(memory, m.sequence);
@@ -85,7 +86,7 @@ void moe_edge_cancels::forget(int32_t sequence) {
     cancelled.erase(sequence);
 }
 
-// Sets `ends` if all sequences of the running step are cancelled, or if a cancelled prompt delays the others.
+// Makes the running step end early if all its sequences are cancelled, or if a cancelled prompt delays the others.
 void moe_edge_cancels::update() {
     const auto is_cancelled = [this](const part & p) { return cancelled.count(p.sequence) > 0; };
     const bool all    = !running.empty() && std::all_of(running.begin(), running.end(), is_cancelled);
@@ -137,7 +138,8 @@ int32_t moe_edge_compute_step(
     do {
         cancels.begin(batch, prompts, can_drop_last_tokens(context));
         for (const auto & m : is_again ? members_of(batch) : std::vector<member>()) {
-            // remove the tokens of micro-batches computed before the abort
+            // Remove the tokens of the micro-batches that were computed before the step was aborted, because they will
+            // be computed again.
             llama_memory_seq_rm(llama_get_memory(context), m.sequence, m.first, -1);
         }
         status = SUCCESS;

@@ -21,7 +21,7 @@
 #include "server-queue.h"
 #include "server-task.h"
 
-// Undo the macros with which moe-edge-parse.h replaces these names in upstream's code.
+// Undo macros of moe-edge-parse.h, which are only for upstream's code.
 #undef common_chat_parse
 #undef compute_diffs
 
@@ -44,17 +44,19 @@
 
 namespace {
 
-// The model and the context that upstream's code receives when it loads them. Set on the thread that creates a server.
+// The model and the context that upstream's code gets when it tries to load them. They are set on the thread that
+// creates a server.
 thread_local llama_model *   given_model   = nullptr;
 thread_local llama_context * given_context = nullptr;
 
-// Upstream's cache of copies of prompts, or nullptr if it keeps none.
+// Upstream's cache of copies of earlier prompts, or nullptr if it keeps none. It is set while upstream creates its
+// server.
 thread_local server_prompt_cache * made_prompts = nullptr;
 
 // The request that this thread is submitting.
 thread_local moe_edge_request * beginning = nullptr;
 
-// The request that this thread answers, from its first step to the end of a stream.
+// The request that this thread answers, from its first step until its stream has ended.
 thread_local moe_edge_request * answering = nullptr;
 
 // The server whose steps this thread computes.
@@ -62,13 +64,13 @@ thread_local moe_edge_server * running = nullptr;
 
 const int32_t FAILED = -2;
 
-// A position before any window. Upstream aborts the process at -1.
+// A position before all tokens that a sliding window may need. Upstream would abort the process at position -1.
 const llama_pos BEFORE_ALL = -2;
 
-// Added to an answer's stop type if the context was full.
+// A number that is added to the stop type of an answer if the answer ended because the context was full.
 const int ENDS_AT_CONTEXT = 256;
 
-// Return values of moe_edge_request_run for a request that ended early.
+// The results of moe_edge_request_run for a request that ended early: no memory, or too much output that was not taken.
 const int NO_MEMORY = -1, TOO_FAR_AHEAD = -2;
 
 struct route {
@@ -130,7 +132,7 @@ common_params params_of(const moe_edge_server_config & config) {
     return params;
 }
 
-// Returns the sequences in `prompts` that have tokens in a batch.
+// Returns those of the sequences in `prompts` that have tokens in this batch.
 std::vector<int32_t> prompts_in(const llama_batch_ext & batch, const std::set<int32_t> & prompts) {
     std::set<int32_t> found;
     for (const auto & token : batch.tokens) {
@@ -151,12 +153,13 @@ struct moe_edge_server {
     moe_edge_prompts prompts;  // used on the decode thread only
     std::atomic<bool> stopping{false}, has_ended{false};
     moe_edge_cancels cancels;
-    // How the last answer of each sequence ended: upstream's stop_type, plus ENDS_AT_CONTEXT.
+    // For each sequence, how its last answer ended: upstream's stop_type, plus ENDS_AT_CONTEXT if the context was full.
     std::vector<std::atomic<int>> ends;
-    // Work for the decode thread, by the name of its task. It runs with the mutex locked.
+    // The work that do_with_slot has posted for the decode thread, by name. The work runs with this mutex locked.
     std::mutex works_mutex;
     std::map<std::string, std::function<void(const moe_edge_slot &)>> works;
-    // Requests by the numbers of their tasks, and the request that each sequence decodes, or null.
+    // This mutex guards two maps: the request of each task, by the task's number; and for each sequence, the request
+    // that decodes on it, or null.
     std::mutex tasks_mutex;
     std::map<int32_t, moe_edge_request *> tasks;
     std::vector<moe_edge_request *> decoding;
@@ -176,7 +179,8 @@ struct moe_edge_server {
         llama_set_abort_callback(llama, nullptr, nullptr);
     }
 
-    // Called by the context between two ops, and by the store while it waits for a read.
+    // Returns whether the running step must end early. The context calls this between two ops, and the store while it
+    // waits for a read.
     static bool should_abort(void * server) {
         const auto & self = *static_cast<const moe_edge_server *>(server);
         return self.stopping || self.cancels.ends_step();
@@ -198,7 +202,7 @@ struct moe_edge_request {
     int32_t               task = -1;                  // the task of its first sequence
     std::vector<int64_t>  token_times;                // token times of that task, guarded by the server's tasks_mutex
 
-    // Shared by the thread that answers and the thread that takes the output.
+    // The members below are shared by the thread that makes the answer and the thread that takes the output.
     std::mutex  mutex;
     int         status    = 0;      // HTTP status; 0: not known yet
     bool        is_stream = false;
@@ -223,8 +227,9 @@ struct moe_edge_request {
 
 namespace {
 
-// Runs upstream's handler until the first output of a stream or the end of another answer. An exception before the
-// request is queued means that upstream does not accept the request; after that, it is a fault of the server.
+// Runs upstream's handler for a request until the answer is complete, or until the first output of a stream. If the
+// handler throws before the request is queued, the answer is that the request is not valid. If it throws later, the
+// answer is an error of the server.
 void begin(moe_edge_request & request) {
     std::string complaint = "the request was given up";
     moe_edge_bounded counted(MOE_EDGE_GRAMMAR, request.should_stop, 0);
@@ -246,8 +251,8 @@ void begin(moe_edge_request & request) {
     }
 }
 
-// Appends output, and notifies the reader if it found nothing at the last take. Returns false if more output than
-// most_ahead is waiting for the reader.
+// Appends output for the thread that takes it, and notifies that thread if its last take returned nothing. Returns
+// false if more than most_ahead bytes are waiting to be taken.
 bool add(moe_edge_request & request, const std::string & part, int ready) {
     std::lock_guard<std::mutex> lock(request.mutex);
     request.come += part;
@@ -288,8 +293,8 @@ bool moe_edge_server_ends() {
     return running && running->stopping;
 }
 
-// Does some work with a slot on the decode thread between two steps, after no request decodes on the slot. Returns
-// false if the server ends first.
+// Does some work with a slot on the decode thread, between two steps and while no request decodes on the slot. Returns
+// false if the server ends before the work is done.
 static bool do_with_slot(
         moe_edge_server * server, int32_t sequence, const std::function<void(const moe_edge_slot &)> & work) {
     bool is_done = false;
@@ -316,7 +321,7 @@ static bool do_with_slot(
         reader.next([server] { return server->stopping.load(); });
     } catch (const std::exception &) {
     }
-    // The work runs with the mutex locked. After this lock it has either ended or will never start.
+    // Wait until the work has ended, because it runs with this mutex locked. If it has not started yet, it never will.
     std::lock_guard<std::mutex> lock(server->works_mutex);
     server->works.erase(name);
     return is_done;
@@ -360,7 +365,8 @@ size_t moe_edge_server_work(const char * path, const moe_edge_slot & slot) {
     return 1;
 }
 
-// A cancel may have come while another request decoded on the sequence.
+// Records which request decodes on a slot from now on. If that request was cancelled while another request decoded on
+// the slot, its sequence is marked as cancelled now.
 void moe_edge_server_launched(int32_t slot, int32_t task) {
     std::lock_guard<std::mutex> lock(running->tasks_mutex);
     const auto found = running->tasks.find(task);
@@ -443,8 +449,9 @@ llama_context * moe_edge_server_context(llama_model *, llama_context_params) {
     return given_context;
 }
 
-// Returns the token named by `key` in the model's file, or LLAMA_TOKEN_NULL. Upstream has a default id for each kind of
-// tokenizer, which may be any token in a file that does not name one.
+// Returns a special token if the model's file names it with this key, and LLAMA_TOKEN_NULL otherwise. found: the token
+// that upstream returns. For a file that does not name the token, upstream returns a default, which may be any token in
+// this file.
 static llama_token named_token(const char * key, llama_token found) {
     char text[32] = "";
     const bool is_named = given_model && llama_model_meta_val_str(given_model, key, text, sizeof text) > 0;
@@ -462,10 +469,12 @@ llama_token moe_edge_template_eos(const llama_vocab * vocab) {
 void moe_edge_server_model_free(llama_model *) {}
 void moe_edge_server_context_free(llama_context *) {}
 
-// Called by upstream instead of llama_memory_seq_pos_min. Upstream reads a whole prompt again if the memory of its
-// sequence starts after the position to which it would return. For sliding windows it asks for two more positions than
-// the window has, which no saved state contains. A prompt that starts with everything in the sequence continues at the
-// end of the sequence and needs none of these positions, so this returns a position before any window.
+// Called by upstream instead of llama_memory_seq_pos_min. Returns the first position in the memory of a sequence, or a
+// position before all windows if the prompt continues everything that the sequence contains.
+//
+// Upstream reads a whole prompt again if the memory starts after the position to which it would return. For sliding
+// windows it asks for two more positions than the window has, which no saved state contains. A prompt that continues at
+// the end of the sequence needs none of these positions.
 llama_pos moe_edge_server_pos_min(llama_memory_t memory, llama_seq_id sequence) {
     const llama_pos first = llama_memory_seq_pos_min(memory, sequence);
     return running && running->prompts.take_continues(sequence) && first >= 0 ? BEFORE_ALL : first;

@@ -1,5 +1,5 @@
-// llama.cpp's server without HTTP, as a plain C interface. A request consists of a route and a body; its answer is
-// returned in parts while it is generated. The caller provides a loaded model and a context, and implements HTTP.
+// The C interface of llama.cpp's server without HTTP. A request consists of a route and a body; its answer is returned
+// in parts while it is generated. The caller provides a loaded model and a context, and implements HTTP.
 //
 // Threads: only one thread at a time may call functions of the same request, with two exceptions. Another thread may
 // call moe_edge_request_take while moe_edge_request_run is running, and any thread may call moe_edge_request_cancel.
@@ -11,7 +11,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-// The ABI version. It increases with every change of a struct or function in this file.
+// The version of this interface. It increases with every change of a struct or a function in this file.
 #define MOE_EDGE_SERVER_ABI_VERSION 10
 
 #if defined(_WIN32)
@@ -30,7 +30,7 @@ struct llama_context;
 typedef struct moe_edge_server  moe_edge_server;
 typedef struct moe_edge_request moe_edge_request;
 
-// Settings of a server: defaults for requests, and limits. Texts may be NULL.
+// The settings of a server: limits, and defaults for requests. Texts may be NULL.
 typedef struct moe_edge_server_config {
     const char * model_name;     // the name reported by /v1/models
     const char * chat_template;  // replaces the model's own template
@@ -40,8 +40,8 @@ typedef struct moe_edge_server_config {
     int32_t      n_threads;
     int32_t      max_tokens;     // maximum length of an answer, in tokens; -1: the rest of the context
     int32_t      cache_mib;      // memory for KV copies of earlier conversations, in MiB; 0: no copies
-    int32_t      n_checkpoints;  // checkpoints per conversation if the memory cannot be cut (see
-                                 // moe_edge_server_has_part); 0: none
+    // The number of checkpoints kept for each conversation if moe_edge_server_has_part() is 1. 0: keep none.
+    int32_t      n_checkpoints;
     uint32_t     seed;           // UINT32_MAX: a new seed for each request
     int32_t      top_k;          // this and the following three: defaults of the sampler
     float        temp;
@@ -51,82 +51,85 @@ typedef struct moe_edge_server_config {
     int32_t      most_ahead;     // maximum size of the part of a stream that was not taken yet, in bytes
 } moe_edge_server_config;
 
-// Returns the MOE_EDGE_SERVER_ABI_VERSION that the library was compiled with.
+// Returns the MOE_EDGE_SERVER_ABI_VERSION with which the library was compiled.
 MOE_EDGE_SERVER_API int moe_edge_server_abi_version(void);
 
-// Creates a server for a loaded model and a context with n_parallel sequences in one unified KV cache. The caller owns
-// both and must keep them until the server is freed. Decodes two tokens on the calling thread to find out whether the
-// memory can drop the last tokens of a sequence. Returns NULL on failure and writes the reason to error.
+// Creates a server for a loaded model and a context. The context must have n_parallel sequences in one unified KV
+// cache. The caller owns the model and the context and must keep them until the server is freed. To find out whether
+// the memory can drop the last tokens of a sequence, two tokens are decoded on the calling thread. Returns NULL on
+// failure and writes the reason to `error`.
 MOE_EDGE_SERVER_API moe_edge_server * moe_edge_server_create(
     struct llama_model * model, struct llama_context * context, const moe_edge_server_config * config,
     char * error, size_t error_size);
 
-// Called on the decode thread before each step. is_answer is 1 if no token of the step belongs to a prompt. If the
-// callback does not return 0, the step fails.
+// The type of a callback before each step, on the decode thread. is_answer: 1 if no token of the step belongs to a
+// prompt. If the callback does not return 0, the step fails.
 typedef int (*moe_edge_server_before_step)(void * user, int is_answer);
 
-// Sets the callback before steps. Must be called before moe_edge_server_run. Without a callback, steps follow each other
-// directly.
+// Sets the callback that is called before each step. Must be called before moe_edge_server_run. Without a callback,
+// steps follow each other directly.
 MOE_EDGE_SERVER_API void moe_edge_server_set_before_step(
     moe_edge_server * server, moe_edge_server_before_step callback, void * user);
 
-// Called on the thread that runs a request, once for each of its sequences, before any prompt is read into the sequence
-// and before the request decodes there. tokens is the prompt that will be read into the sequence; it is empty if the
-// request has no single known prompt for this sequence.
+// The type of a callback on the thread that runs a request. It is called once for each sequence of the request, before
+// any prompt is read into the sequence and before the request decodes there. tokens: the prompt that will be read into
+// the sequence. It is empty if the request has no single known prompt for this sequence.
 typedef void (*moe_edge_server_before_prompt)(void * user, int32_t sequence, const int32_t * tokens, int32_t n_tokens);
 
-// Sets the callback before prompts. Must be called before moe_edge_server_run.
+// Sets the callback that is called before the prompts of a request are read. Must be called before moe_edge_server_run.
 MOE_EDGE_SERVER_API void moe_edge_server_set_before_prompt(
     moe_edge_server * server, moe_edge_server_before_prompt callback, void * user);
 
-// Callbacks for external state that belongs to a sequence, such as a policy's state. The server saves it at certain
-// positions of the sequence as a note. It recalls the note if the sequence returns to that position, or if a copy with
-// the note is restored. Called on the decode thread; drop is also called by moe_edge_server_free.
+// Callbacks for external state that belongs to a sequence, such as the state of a policy. At certain positions of the
+// sequence, the server saves this state as a note. The server recalls the note if the sequence returns to that
+// position, or if a copy with the note is restored. Called on the decode thread; drop is also called by
+// moe_edge_server_free.
 typedef struct moe_edge_server_notes {
-    int64_t (*note)(void * user, int32_t sequence);               // saves the current state of a sequence; returns a
-                                                                  // number, or -1 for nothing
+    // Saves the current external state of a sequence as a note. Returns the note's number, or -1 if nothing was saved.
+    int64_t (*note)(void * user, int32_t sequence);
     void    (*recall)(void * user, int32_t sequence, int64_t note);
     void    (*drop)(void * user, int64_t note);                   // the note will not be recalled again
     void *  user;
 } moe_edge_server_notes;
 
-// Sets the callbacks for notes. Must be called before moe_edge_server_run.
+// Sets the callbacks for external state. Must be called before moe_edge_server_run.
 MOE_EDGE_SERVER_API void moe_edge_server_set_notes(moe_edge_server * server, const moe_edge_server_notes * notes);
 
-// Limits the copies of earlier conversations to this many bytes from now on, and drops the least recently used ones.
-// Has no effect if cache_mib is 0. Must be called on the decode thread before a step is computed. Returns the size of
-// the copies in bytes.
+// Limits the copies of earlier conversations to this many bytes from now on, and drops the least recently used copies
+// above the limit. Returns the size of all copies in bytes. Has no effect if cache_mib is 0. Must be called on the
+// decode thread, before a step is computed.
 MOE_EDGE_SERVER_API uint64_t moe_edge_server_keep_prompts(moe_edge_server * server, uint64_t bytes);
 
-// Answers requests until moe_edge_server_stop. Every step is computed on the calling thread, the decode thread.
+// Computes the answers to all requests until moe_edge_server_stop is called. Every step is computed on the calling
+// thread, which is the decode thread.
 MOE_EDGE_SERVER_API void moe_edge_server_run(moe_edge_server * server);
 
-// Returns 1 if the memory of a sequence cannot be cut at any position, so that it can only return to checkpoints. May
-// be called from any thread.
+// Returns 1 if the memory of a sequence cannot be cut at every position, so that the sequence can return only to
+// checkpoints. Returns 0 otherwise. May be called from any thread.
 MOE_EDGE_SERVER_API int moe_edge_server_has_part(const moe_edge_server * server);
 
-// The following functions about sequences wait until no request decodes on the sequence, and run between two steps on
-// the decode thread. After moe_edge_server_run has returned and all requests are freed, they run on the calling thread.
-// They must not be called from the decode thread. They fail while the server is stopping.
+// The functions from moe_edge_server_settle to moe_edge_server_restore wait until no request decodes on their sequence.
+// They run on the decode thread between two steps, but must be called from another thread. They fail while the server
+// is stopping. After moe_edge_server_run has returned and all requests are freed, they run on the calling thread.
 
-// Waits until every request that has ended, in whatever way, has stopped computing. Returns 0, or -1 on failure.
+// Waits until every request that has ended, for whatever reason, has stopped computing. Returns 0, or -1 on failure.
 MOE_EDGE_SERVER_API int moe_edge_server_settle(moe_edge_server * server);
 
-// Removes all tokens from a sequence. If no request decodes on any sequence, the caller may use the context afterwards
-// until its next request. Returns 0, or -1 on failure.
+// Removes all tokens from a sequence. Returns 0, or -1 on failure. Afterwards the caller may use the context until its
+// next request, if no request decodes on any sequence.
 MOE_EDGE_SERVER_API int moe_edge_server_forget(moe_edge_server * server, int32_t sequence);
 
-// Copies the first n_most tokens of a sequence to tokens. Returns the number of tokens in the sequence, or -1 on
+// Copies the first n_most tokens of a sequence to `tokens`. Returns the number of tokens in the sequence, or -1 on
 // failure.
 MOE_EDGE_SERVER_API int64_t moe_edge_server_tokens(
     moe_edge_server * server, int32_t sequence, int32_t * tokens, size_t n_most);
 
-// Returns how many tokens of a prompt would be reused from the sequence or from a copy in memory, or -1 on failure.
-// is_another receives 1 if reading the prompt would remove tokens of another conversation from the sequence.
+// Returns how many tokens of a prompt would be reused from this sequence, or from a copy in memory. Returns -1 on
+// failure. is_another receives 1 if reading the prompt would remove tokens of another conversation from the sequence.
 MOE_EDGE_SERVER_API int64_t moe_edge_server_match(
     moe_edge_server * server, int32_t sequence, const int32_t * prompt, size_t n_prompt, int * is_another);
 
-// A checkpoint of a sequence in a file: a position to which its memory can return.
+// A checkpoint of a sequence in a file. A checkpoint is a position to which the memory of the sequence can return.
 typedef struct moe_edge_server_mark {
     uint64_t offset;    // position of the data in the file, in bytes
     uint64_t n_bytes;
@@ -136,75 +139,78 @@ typedef struct moe_edge_server_mark {
 } moe_edge_server_mark;
 
 // Writes the tokens and the llama.cpp state of a sequence to a file, followed by the data of its checkpoints. Returns
-// the size of the first part in bytes, or -1 on failure. n_tokens receives the number of tokens. n_marks is the
-// capacity of `marks`, and receives the number of checkpoints.
+// the size of the part before the checkpoints in bytes, or -1 on failure. n_tokens receives the number of tokens.
+// n_marks is the capacity of `marks`, and receives the number of checkpoints.
 MOE_EDGE_SERVER_API int64_t moe_edge_server_save(
     moe_edge_server * server, int32_t sequence, const char * path, int32_t * n_tokens, moe_edge_server_mark * marks,
     int32_t * n_marks);
 
-// Replaces the contents of a sequence with those of a file. The latest checkpoints are restored, at most n_checkpoints
-// of the configuration. The file may contain more data after them. Returns 0, or -1 on failure; the sequence is then
-// empty.
+// Replaces the contents of a sequence with the contents of a file. At most n_checkpoints of the configuration are
+// restored, the latest ones. The file may contain more data after the checkpoints. Returns 0, or -1 on failure; the
+// sequence is then empty.
 MOE_EDGE_SERVER_API int moe_edge_server_restore(
     moe_edge_server * server, int32_t sequence, const char * path, const moe_edge_server_mark * marks, int32_t n_marks);
 
-// Returns how the last answer on a sequence ended: 0 if it did not end by itself, 1 at an end-of-generation token, 2 at
-// a stop word, 3 at a limit. at_context receives 1 if that limit was the context. May be called from any thread.
+// Returns how the last answer on a sequence ended: 1 at an end-of-generation token, 2 at a stop word, 3 at a limit, or
+// 0 if it did not end by itself. at_context receives 1 if the limit was the size of the context. May be called from any
+// thread.
 MOE_EDGE_SERVER_API int moe_edge_server_ending(moe_edge_server * server, int32_t sequence, int * at_context);
 
-// Rewrites a prompt to use the tokens of `held` wherever both stand for the same text between control tokens. Copies
-// the first n_most tokens to tokens and returns the total number. May be called from any thread.
+// Replaces tokens of a prompt by the tokens of `held` wherever both stand for the same text between control tokens.
+// Copies the first n_most tokens of the result to `tokens` and returns the total number. May be called from any thread.
 MOE_EDGE_SERVER_API size_t moe_edge_server_as_held(
     moe_edge_server * server, const int32_t * prompt, size_t n_prompt, const int32_t * held, size_t n_held,
     int32_t * tokens, size_t n_most);
 
-// Aborts the running step, ends every request, and makes moe_edge_server_run return. May be called from any thread at
-// any time.
+// Ends the running step early, ends every request, and makes moe_edge_server_run return. May be called from any thread
+// at any time.
 MOE_EDGE_SERVER_API void moe_edge_server_stop(moe_edge_server * server);
 
-// Frees the server. Must be called after moe_edge_server_run has returned and every request is freed.
+// Frees a server. Must be called after moe_edge_server_run has returned and every request is freed.
 MOE_EDGE_SERVER_API void moe_edge_server_free(moe_edge_server * server);
 
-// Creates a request and copies its body. route is a path of moe_edge_server_route. sequences are the sequences on which
-// the request decodes: its prompts are assigned to them in turn, and additional answers to a prompt use any free
-// sequence. If n_sequences is 0, llama.cpp chooses. Returns NULL if the route is unknown or there is no memory.
+// Creates a request and copies its body. route: one of the paths of moe_edge_server_route. sequences: the sequences on
+// which the request decodes. Its prompts are assigned to them in turn, and additional answers to a prompt use any free
+// sequence. If n_sequences is 0, llama.cpp chooses the sequences. Returns NULL if the route is unknown or there is no
+// memory.
 MOE_EDGE_SERVER_API moe_edge_request * moe_edge_request_create(
     moe_edge_server * server, const char * route, const char * body, size_t body_size,
     const int32_t * sequences, size_t n_sequences);
 
-// Runs the request until it ends. ready is a file descriptor, or -1: one byte is written to it when new output is
-// available after moe_edge_request_take returned nothing. Returns 0 if the request was answered; -1 if there was no
-// memory; -2 if the output of a stream that was not taken exceeded most_ahead bytes.
+// Runs a request until it ends. Returns 0 if the request was answered, -1 if there was no memory, or -2 if more than
+// most_ahead bytes of a stream were not taken. ready: a file descriptor, or -1. One byte is written to it when new
+// output is available, if the last moe_edge_request_take returned nothing.
 MOE_EDGE_SERVER_API int moe_edge_request_run(moe_edge_request * request, int ready);
 
-// Returns the output since the last call, valid until the next call. May be called while moe_edge_request_run is
-// running. For a stream (is_stream is 1), the output consists of complete events; otherwise it is the whole answer or
-// nothing. The function returns the HTTP status, or 0 if it is not known yet.
+// Returns the output of a request since the last call, valid until the next call. May be called while
+// moe_edge_request_run is running. For a stream (is_stream is 1), the output consists of complete events; otherwise it
+// is the whole answer or nothing. The function returns the HTTP status, or 0 if it is not known yet.
 MOE_EDGE_SERVER_API int moe_edge_request_take(
     moe_edge_request * request, const char ** data, size_t * size, int * is_stream);
 
-// Returns a sentence for the server's log about how the answer was made, or NULL. Must be called after
+// Returns a sentence about the answer of a request for the server's log, or NULL. Must be called after
 // moe_edge_request_run. Valid until the request is freed.
 MOE_EDGE_SERVER_API const char * moe_edge_request_note(const moe_edge_request * request);
 
-// Returns the number of tokens of the first answer. times receives the time at which each of them was known, in
-// microseconds since the start of moe_edge_request_run, and is valid until the request is freed. Must be called after
+// Returns the number of tokens of a request's first answer. times receives the time at which each token was known, in
+// microseconds since the start of moe_edge_request_run. It is valid until the request is freed. Must be called after
 // moe_edge_request_run.
 MOE_EDGE_SERVER_API size_t moe_edge_request_token_times(moe_edge_request * request, const int64_t ** times);
 
-// Ends the request and its computation soon. May be called from any thread.
+// Cancels a request: its answer and its computation end soon. May be called from any thread.
 MOE_EDGE_SERVER_API void moe_edge_request_cancel(moe_edge_request * request);
 
-// Frees the request, and ends its work if it has not ended. Must not be called while moe_edge_request_run is running.
+// Frees a request, and ends its work if it has not ended. Must not be called while moe_edge_request_run is running.
 MOE_EDGE_SERVER_API void moe_edge_request_free(moe_edge_request * request);
 
-// Returns the path of a route by number, starting with 0, or NULL after the last one.
+// Returns the path of the route with this number, starting with 0, or NULL after the last route.
 MOE_EDGE_SERVER_API const char * moe_edge_server_route(int number);
 
-// Tests a chat template without a model. question is a JSON object with `template`, `bos_token`, `eos_token` and
-// `cases`, a list of objects with a `request` for /v1/chat/completions and the texts that a model answers (`answers`).
-// Returns a JSON list, valid until the thread's next call. Each case has an object with `prompt`, `grammar` and the
-// messages that a client would receive (`answers`), or with `error`.
+// Tests a chat template without a model, and returns a JSON list with one result for each case. The list is valid until
+// the thread's next call. question: a JSON object with `template`, `bos_token`, `eos_token` and `cases`. A case is an
+// object with a `request` for /v1/chat/completions, and with `answers`, the texts that a model might answer. A result
+// is an object with `prompt`, `grammar` and `answers`, the messages that a client would receive. After an error, the
+// result is an object with `error`.
 MOE_EDGE_SERVER_API const char * moe_edge_server_try_template(const char * question);
 
 #ifdef __cplusplus

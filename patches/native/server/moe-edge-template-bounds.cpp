@@ -1,5 +1,5 @@
-// Upstream's template engine with its steps counted. A chat template comes with a model or from a file. It is a
-// program, and upstream runs it without limits.
+// Compiles upstream's template engine so that its work is counted and limited. A chat template comes with a model or
+// from a file. It is a program, and upstream would run it without limits.
 
 #include "moe-edge-template-bounds.h"
 
@@ -15,7 +15,8 @@
 namespace {
 
 const size_t MOST_TEMPLATE_BYTES = 512 << 10;
-// Tokens of one {{ }} or {% %}. Upstream parses an expression in a loop, but runs and frees it recursively.
+// The most tokens in one {{ }} or {% %} of a template. Upstream parses an expression in a loop, but runs and frees it
+// recursively.
 const size_t MOST_TOKENS = 4096;
 const int64_t MOST_DEPTH = 100;
 // The largest indentation and field width.
@@ -43,8 +44,8 @@ int64_t size_of(const jinja::value & value) {
     return jinja::is_val<jinja::value_int>(value) ? value->val_int : 1;
 }
 
-// Counts the work of a call before it starts. A function that repeats one argument for each part of another creates a
-// text of about the product of their sizes.
+// Counts the work of a call of a built-in function before the call starts. If the function inserts one argument in many
+// places of another, the created text is about as long as the product of their sizes.
 void count_call(const std::string & name, const std::vector<jinja::value> & given) {
     const bool is_wide = name == "indent" || name == "tojson";
     const bool repeats = name == "indent" || name == "replace" || name == "join";
@@ -67,12 +68,14 @@ void count_call(const std::string & name, const std::vector<jinja::value> & give
         all += size;
         (i == 0 ? first : largest) = std::max(i == 0 ? int64_t(0) : largest, size);
     }
-    // Assume that the argument is inserted for at most one in eight bytes of the text.
+    // Estimate the size of the created text: an argument of size `largest` is inserted for at most one in eight bytes
+    // of the first argument.
     const int64_t made = repeats ? first * std::min<int64_t>(largest, INT32_MAX) / 8 : 0;
     moe_edge_template_step(1 + all / 64, made);
 }
 
-// Reduces upstream's message, which quotes the source around an error, to one line with the reason and the position.
+// Returns one line with the reason and the position of an error. Upstream's message also quotes the source around the
+// error.
 std::string one_line(const std::string & said) {
     const std::string mark = "Error: ";
     const size_t reason = said.rfind(mark), place = said.find(" at line ");
@@ -132,8 +135,8 @@ void check_text(const std::string & text) {
 void moe_edge_template_made(jinja::value_t & made) {
     size_t parts = made.val_arr.size() + made.val_obj.size();
     if (dynamic_cast<jinja::value_tuple_t *>(&made)) {
-        // A tuple never changes, so its depth is known here and stored in its field for integers. Upstream compares
-        // tuples recursively, in functions that must not throw.
+        // Store the depth of a tuple in its field for integers. The depth is known here, because a tuple never changes.
+        // Depth is limited because upstream compares tuples recursively, in functions that must not throw.
         made.val_int = 1;
         for (const auto & each : made.val_arr) {
             if (jinja::is_val<jinja::value_tuple>(each)) {
@@ -193,21 +196,21 @@ void moe_edge_check_template(const llama_model * model, const std::string & give
     }
 }
 
-// Each pass through a loop, condition or try block is a step, and each recursive function contains one of them before
-// it calls itself. std::sort would read out of bounds if the comparison is not a strict weak order, as with mixed types
-// here.
+// These macros count each pass through a loop, condition or try block as a step. Every recursive function contains one
+// of them before it calls itself. std::sort is replaced because it would read out of bounds if the comparison is not a
+// strict weak order, as with values of mixed types.
 #define for(...) for (__VA_ARGS__) if (moe_edge_template_step()) {} else
 #define while(...) while (moe_edge_template_step() == 0 && (__VA_ARGS__))
 #define if(...) if (moe_edge_template_step() == 0 && (__VA_ARGS__))
 #define try if (moe_edge_template_step()) {} else try
 #define sort(...) stable_sort(__VA_ARGS__)
-// Indentation grows with the depth of a value.
+// Count the bytes of indentation that the engine writes, which grow with the depth of a value.
 #define indent_str() indent_str().substr(moe_edge_template_step(1, indent > 0 ? int64_t(curr_lvl) * indent : 0))
 #include "common/jinja/lexer.cpp"
 #undef FILENAME
 #include "common/jinja/parser.cpp"
 #undef FILENAME
-// These functions move the rest of a text.
+// Count more steps for functions that move the rest of a long text.
 #define erase(...) erase(moe_edge_template_step(1 + str.size() / 256) + __VA_ARGS__)
 #define replace(...) replace(moe_edge_template_step(1 + str.size() / 256) + __VA_ARGS__)
 #include "common/jinja/value.cpp"
@@ -218,8 +221,8 @@ void moe_edge_check_template(const llama_model * model, const std::string & give
 #undef FILENAME
 #include "common/jinja/caps.cpp"
 #undef FILENAME
-// Texts are stored and copied in parts here, each in its own memory. Loops are not counted in this file, because one of
-// them is in a function that must not throw.
+// Count the bytes of each part that is added to a text, because texts are stored and copied in parts. Do not count
+// loops in this file: one of them is in a function that must not throw.
 #undef for
 #undef if
 #undef while

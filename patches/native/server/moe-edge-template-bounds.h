@@ -1,4 +1,4 @@
-// Limits for chat templates, and checks before upstream reads them.
+// Declares limits for chat templates, and checks of a template before upstream reads it.
 
 #pragma once
 
@@ -11,12 +11,13 @@
 
 struct llama_model;
 
-// Returns the limits on the templates that a thread renders, for one request or for the start of a server.
+// Returns an object that limits the templates which this thread renders while it exists: for one request, or for the
+// start of a server. is_given_up and input_bytes: as in moe_edge_bounded.
 moe_edge_bounded moe_edge_template_bounds(std::function<bool()> is_given_up, size_t input_bytes);
 
-// Checks the size and the syntax of a template, or of the model's own templates if `given` is empty. Throws
-// moe_edge_refused with one sentence.
+// Checks the size and the syntax of a chat template. If `given` is empty, checks the templates in the model's file.
+// Throws moe_edge_refused with one sentence if a template is not valid.
 void moe_edge_check_template(const llama_model * model, const std::string & given);
 
-// Throws moe_edge_refused with one line about a template's error.
+// Throws moe_edge_refused with one line that describes the failure of a template.
 [[noreturn]] void moe_edge_template_failed(const std::exception & failure);

@@ -1,4 +1,5 @@
-// Tests a chat template without a model: how the server would convert requests and answers.
+// Tests a chat template without a model: shows how the server would convert requests to prompts and answers to
+// messages.
 
 #include "moe-edge-server.h"
 #include "moe-edge-chat.h"
@@ -33,7 +34,7 @@ server_chat_params chat_params_of(const json & asked) {
     return params;
 }
 
-// Returns the parser of an answer, with the fields that server-schema.cpp reads from a request.
+// Returns the parser for the answers to a converted request, with the fields that upstream's server-schema.cpp reads.
 common_chat_parser_params parser_of(const json & made, const server_chat_params & params) {
     common_chat_parser_params parser;
     parser.format            = static_cast<common_chat_format>(made.at("chat_format").get<int>());
@@ -51,7 +52,7 @@ common_chat_parser_params parser_of(const json & made, const server_chat_params 
     return parser;
 }
 
-// Returns an answer as the client receives it, either whole or as the sum of the parts of a stream.
+// Returns the message that a client receives for an answer of the model: whole, or as the sum of the parts of a stream.
 json message_of(const common_chat_parser_params & parser, const std::string & text, bool is_stream) {
     task_result_state state(parser);
     std::vector<common_chat_msg_diff> diffs;

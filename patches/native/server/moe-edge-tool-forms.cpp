@@ -1,5 +1,6 @@
-// Chat templates that do not show tools or earlier calls to the model. A Jinja prefix in front of such a template
-// rewrites its inputs. The right prefix for a template is found by rendering a probe conversation with each of them.
+// Makes tool calls work with chat templates that do not show tools or earlier calls to the model. A prefix in Jinja is
+// put before such a template and rewrites its inputs. The right prefix for a template is found by rendering a probe
+// conversation with each prefix.
 
 #include "moe-edge-grammar.h"
 #include "moe-edge-template-bounds.h"
@@ -15,15 +16,16 @@
 
 namespace {
 
-// The first line of the prefix for our own form, by which moe_edge_is_own_form recognizes it.
+// The first line of the prefix for our own form of tool calls, by which moe_edge_is_own_form recognizes it.
 const char * const OWN_MARK = "{#- moe-edge: tools in our own form -#}";
 
-// The form of a call as described to the model, and the call of the probe in this form.
+// Our own form of a tool call, for templates without one: as it is described to the model, and as a call of the probe
+// function.
 const char * const OWN_CALL  = "<tool_call>\n{\"name\": NAME, \"arguments\": OBJECT}\n</tool_call>";
 const char * const OWN_PROBE =
     "<tool_call>\n{\"name\": \"FUNCTION_NAME\", \"arguments\": {\"ARGUMENT_NAME\": \"ARGUMENT_VALUE\"}}\n</tool_call>";
 
-// For templates that read `functions`, as a list or as a text.
+// Prefixes for templates that read the tools from the variable `functions`, as a list or as a text.
 const char * const FUNCTIONS_LIST = R"jinja({%- if tools -%}
     {%- set functions = tools | map(attribute="function") -%}
 {%- endif %})jinja";
@@ -31,8 +33,8 @@ const char * const FUNCTIONS_TEXT = R"jinja({%- if tools -%}
     {%- set functions = tools | map(attribute="function") | tojson(indent=4) -%}
 {%- endif %})jinja";
 
-// Prefixes that rewrite messages collect the new messages in a list. Appending to a list and joining it once takes time
-// proportional to the conversation; `+` and `~` would copy everything for each part.
+// The beginning of all prefixes that rewrite messages. They collect the new messages in a list and join it once, which
+// takes time proportional to the conversation. The operators `+` and `~` would copy the whole text for each part.
 const char * const BEGIN = R"jinja({%- set rewritten = namespace(list=[], results=[], told=not tools) -%}
 {%- macro add_results() -%}
     {%- if rewritten.results -%}
@@ -44,8 +46,8 @@ const char * const BEGIN = R"jinja({%- set rewritten = namespace(list=[], result
 {%- for message in messages -%}
     {%- if false -%})jinja";
 
-// In our own form, calls and their results are text. Consecutive results form one message, because some templates
-// refuse two messages of the same role.
+// Part of a prefix: turns tool calls and their results into text, in our own form of calls. Consecutive results become
+// one message, because some templates refuse two messages of the same role.
 const char * const OWN_MESSAGES = R"jinja(
     {%- elif message.role == "tool" -%}
         {%- set _ = rewritten.results.append(message.content) -%}
@@ -60,7 +62,7 @@ const char * const OWN_MESSAGES = R"jinja(
         {%- endfor -%}
         {%- set _ = rewritten.list.append({"role": message.role, "content": parts | join("\n")}) -%})jinja";
 
-// LFM2's form of calls, for its templates that leave formatting to the client.
+// Part of a prefix: writes tool calls in the form of LFM2, for LFM2 templates that expect the client to do so.
 const char * const PYTHON_CALLS = R"jinja(
     {%- elif message.tool_calls -%}
         {%- set calls = [] -%}
@@ -77,12 +79,14 @@ const char * const PYTHON_CALLS = R"jinja(
 const char * const PYTHON_CALL =
     "<|tool_call_start|>[FUNCTION_NAME(ARGUMENT_NAME=\"ARGUMENT_VALUE\")]<|tool_call_end|>";
 
-// A turn with calls only gets no content: some templates render an empty text as a separate turn.
+// Part of a prefix: removes the content of an assistant's turn that has only tool calls. Some templates would render an
+// empty text as a separate turn.
 const char * const CALLS_WITHOUT_TEXT = R"jinja(
     {%- elif message.tool_calls and not message.content -%}
         {%- set _ = rewritten.list.append({"role": message.role, "content": none, "tool_calls": message.tool_calls}) -%})jinja";
 
-// The tools are described before the text of the first user message. CALL stands for the form of a call.
+// Part of a prefix: describes the tools before the text of the first user message. CALL stands for the form of a tool
+// call.
 const char * const DESCRIPTION = R"jinja(
     {%- elif message.role == "user" and not rewritten.told -%}
         {%- set _ = add_results() -%}
@@ -126,8 +130,8 @@ std::string with_described_tools(const std::string & call, const char * messages
     return description(call) + BEGIN + messages + DESCRIPTION + END + TELL_AT_END;
 }
 
-// The probe: a function with one argument, named with words that occur in no template. A description must show the
-// first three to the model.
+// The words of the probe conversation, which has a function with one argument. They occur in no template. A description
+// of the tools must show the first three words to the model.
 const std::string NAME = "FUNCTION_NAME", ARGUMENT = "ARGUMENT_NAME", VALUE = "ARGUMENT_VALUE";
 const std::string DESCRIPTION_TEXT = "PROBE_DESCRIPTION", RESULT = "PROBE_RESULT", TEXT = "PROBE_TEXT", END_TEXT = "PROBE_END";
 
@@ -179,7 +183,8 @@ bool has(const std::string & text, const std::string & part) {
     return text.find(part) != std::string::npos;
 }
 
-// Whether an answer is exactly the probe's call, for both the grammar and the parser of a request.
+// Returns whether an answer is exactly the call of the probe function, for both the grammar and the parser of a
+// request.
 bool is_whole_call(const common_chat_params & params, const std::string & answer) {
     common_chat_parser_params parser(params);
     parser.reasoning_format = COMMON_REASONING_FORMAT_DEEPSEEK;
@@ -196,15 +201,16 @@ bool is_whole_call(const common_chat_params & params, const std::string & answer
     }
 }
 
-// Whether an answer, or its part after reasoning, is the probe's call. Some generation prompts always start reasoning.
+// Returns whether an answer is the call of the probe function, alone or after the end of reasoning. Some generation
+// prompts always start reasoning.
 bool is_call(const common_chat_params & params, const std::string & answer) {
     const auto & ends = params.thinking_end_tags;
     return is_whole_call(params, answer) ||
            (!ends.empty() && is_whole_call(params, ends[0] + answer));
 }
 
-// Returns the form of a call that the template prescribes and its parser reads, or an empty string. It is the
-// difference between a turn with a call and a turn with a text.
+// Returns the call of the probe function in the form that the template uses and its parser reads, or an empty string.
+// The form is found by comparing a rendered turn that has a call with a turn that has a text.
 std::string form_of_calls(const common_chat_templates * templates) {
     try {
         auto inputs = inputs_of({ HELLO, message_of("assistant", TEXT), HELLO }, true);
@@ -226,12 +232,12 @@ std::string form_of_calls(const common_chat_templates * templates) {
             }
         }
     } catch (const std::exception &) {
-        // a template that refuses calls has no form for them
+        // A template that refuses tool calls has no form for them.
     }
     return "";
 }
 
-// The abilities of the model with a template.
+// The abilities that a chat template gives to the model.
 struct abilities {
     bool can_call   = false;  // a required call has a grammar
     bool sees_tools = false;
@@ -246,11 +252,12 @@ abilities abilities_of(const common_chat_templates * templates) {
         found.sees_tools  = has(params.prompt, NAME) && has(params.prompt, DESCRIPTION_TEXT) && has(params.prompt, ARGUMENT);
         const std::string after =
             common_chat_templates_apply(templates, inputs_of({ HELLO, probe_call(), probe_result() }, true)).prompt;
-        // A description may contain a call; the earlier call comes after the user's message.
+        // Search for the earlier call only after the user's message, because the description of the tools may contain
+        // an example of a call.
         const std::string since = after.substr(std::min(after.size(), after.rfind(HELLO.content)));
         found.sees_calls = has(since, NAME) && has(since, VALUE) && has(since, RESULT);
     } catch (const std::exception &) {
-        // a template that refuses the conversation has none of these abilities
+        // A template that refuses the probe conversation has none of these abilities.
     }
     return found;
 }
@@ -260,8 +267,8 @@ struct candidate {
     std::string call;  // the probe's call, in the form that the model is told or was trained with
 };
 
-// Returns the source with an added space that does not change its output. Upstream recognizes some templates, and thus
-// their form of calls, by parts of their source.
+// Returns a template's source with added spaces that do not change its output. Upstream recognizes some templates by
+// parts of their source, and then uses their form of calls. It does not recognize the changed source.
 std::string unrecognized(std::string source) {
     for (size_t at = 0; (at = source.find("{{'", at)) != std::string::npos; at += 4) {
         source.insert(at + 2, " ");
@@ -304,7 +311,8 @@ bool moe_edge_wants_text_apart(const common_chat_templates * templates) {
         }
     };
     const auto call = probe_call(), result = probe_result(), end = message_of("assistant", END_TEXT);
-    // A template that requires alternating turns may refuse two assistant messages only later in the conversation.
+    // A template that requires alternating turns may refuse two assistant messages in a row, but only if the
+    // conversation continues after them. So also try a longer conversation.
     return !shows_in_order({ HELLO, both, result }) && shows_in_order({ HELLO, text, call, result }) &&
            shows_in_order({ HELLO, text, call, result, end, HELLO });
 }

@@ -1,4 +1,4 @@
-// Grammars of tool calls, so that the model makes a call if the request requires one.
+// Changes the grammars of tool calls, so that the model makes a call if the request requires one.
 
 #include "moe-edge-chat.h"
 #include "moe-edge-calls.h"
@@ -16,8 +16,8 @@
 
 namespace {
 
-// Restricts the text of an answer to white space. Text up to a delimiter is a rule of the grammar, named by the number
-// of its parser.
+// Changes the grammar so that an answer contains only white space outside of its tool calls. The rule for other text is
+// found by its name, which contains the number of its parser.
 void leave_text_out(std::string & grammar, const common_json & parser) {
     const common_json & all = parser.at("parsers");
     for (const auto & each : all) {
@@ -30,7 +30,7 @@ void leave_text_out(std::string & grammar, const common_json & parser) {
     }
 }
 
-// Ends an answer after its first call if the grammar allows several calls.
+// Changes the grammar so that an answer ends after its first tool call.
 void allow_one_call(std::string & grammar) {
     moe_edge_change_rule(grammar, "tool-calls", [](std::string rule) {
         if (!rule.empty() && rule.back() == '+') {
@@ -40,19 +40,20 @@ void allow_one_call(std::string & grammar) {
     });
 }
 
-// Whether a prompt contains a name, either as it is or as JSON.
+// Returns whether a prompt contains a name, either as it is or escaped as in JSON.
 bool shows(const std::string & prompt, const std::string & name) {
     const std::string quoted = common_json::make(name).dump_safe();
     return prompt.find(name) != std::string::npos ||
            prompt.find(quoted.substr(1, quoted.size() - 2)) != std::string::npos;
 }
 
-// The markers around the text of an answer. Reasoning may come before them.
+// The markers before and after the text of an answer. Reasoning may come before them.
 struct text_marks {
     std::string begin, end;
 };
 
-// Returns the markers of a template whose parser ignores schemas. Kimi K3 and Functionary have them.
+// Returns the markers around an answer's text for templates of Kimi K3 and Functionary, and empty markers for all
+// others. The parsers of these two ignore schemas.
 text_marks marks_of(const common_chat_params & made) {
     if (made.thinking_start_tag == "<|open|>think<|sep|>") {
         return { "<|open|>response<|sep|>", "<|close|>response<|sep|>" };
@@ -60,12 +61,12 @@ text_marks marks_of(const common_chat_params & made) {
     return { string_ends_with(made.generation_prompt, ">>>") ? "all\n" : "", "" };
 }
 
-// Key in the parameters of a tool for the schema of its calls, if it differs from the schema shown to the model
-// (orchestrator/serve/requests.py).
+// The key in a tool's parameters that holds another schema for the grammar of its calls. The model sees the parameters
+// without this key (orchestrator/serve/requests.py).
 const char * const GRAMMAR_SCHEMA = "x-moe-edge-grammar";
 
-// Removes these schemas from the tools that the model sees. Returns the tools with these schemas, or an empty list if
-// there are none.
+// Removes the grammar schemas from the parameters of tools, so that the model does not see them. Returns the tools with
+// these schemas as parameters, or an empty list if no tool has a grammar schema.
 std::vector<common_chat_tool> take_grammar_schemas(std::vector<common_chat_tool> & tools) {
     std::vector<common_chat_tool> made;
     for (common_chat_tool & tool : tools) {
@@ -88,7 +89,7 @@ std::vector<common_chat_tool> take_grammar_schemas(std::vector<common_chat_tool>
     return made;
 }
 
-// Returns the prompt of a request without making a grammar, because upstream fails to make one for some schemas.
+// Returns only the prompt of a request. No grammar is made, because upstream fails to make one for some schemas.
 std::string prompt_of(const common_chat_templates * templates, common_chat_templates_inputs inputs) {
     inputs.tool_choice = COMMON_CHAT_TOOL_CHOICE_NONE;
     return moe_edge_apply_continued(templates, inputs).prompt;
@@ -98,14 +99,14 @@ bool begins_call(const std::string & tag) {
     return tag == "<tool_call>";
 }
 
-// Whether upstream's grammar enforces a schema. Some of its parsers ignore schemas. Others let reasoning end at a tool
-// call, and their grammar then allows any end.
+// Returns whether upstream's grammar makes the answer conform to the request's schema. Some of its parsers ignore
+// schemas. Others let reasoning end at a tool call, and their grammar then allows any text.
 bool keeps_schema(const common_chat_params & made) {
     const auto & tags = made.thinking_end_tags;
     return made.grammar.find("response-format") != std::string::npos && !std::any_of(tags.begin(), tags.end(), begins_call);
 }
 
-// Returns the tag that ends the reasoning, or an empty string if there is no reasoning.
+// Returns the tag that ends the model's reasoning, or an empty string if the template has no such tag.
 std::string end_of_reasoning(const common_chat_params & made) {
     for (const std::string & tag : made.thinking_end_tags) {
         if (!tag.empty() && !isspace(static_cast<unsigned char>(tag[0])) && !begins_call(tag)) {
@@ -115,7 +116,8 @@ std::string end_of_reasoning(const common_chat_params & made) {
     return "";
 }
 
-// Replaces the parser and the grammar: optional reasoning, followed by a text that conforms to the schema.
+// Replaces the parser and the grammar of a request, so that the answer is a text that conforms to the schema. Reasoning
+// may come before the text.
 void keep_schema(common_chat_params & made, const common_json & schema, bool with_reasoning) {
     const text_marks marks = marks_of(made);
     const std::string start = made.thinking_start_tag, end = end_of_reasoning(made);
@@ -144,13 +146,14 @@ void keep_schema(common_chat_params & made, const common_json & schema, bool wit
 
 }  // namespace
 
-// Upstream's server calls this instead of common_chat_templates_apply. Upstream lets an answer with a required call
-// start with any text and contain several calls. A model that was not trained with tools would never finish either of
-// them.
+// Renders the prompt of a request and makes the grammar of its answer. Upstream's server calls this function instead of
+// common_chat_templates_apply. Upstream's grammar for a required call allows any text before the call, and several
+// calls. A model that was not trained with tools might never finish the text or the calls.
 common_chat_params moe_edge_templates_apply(
         const common_chat_templates * templates, const common_chat_templates_inputs & asked) {
     common_chat_templates_inputs inputs = asked;
-    // Upstream leaves this variable undefined if it is false, and some templates take that for true.
+    // Set this variable explicitly if it is false. Upstream would leave it undefined, which some templates take for
+    // true.
     inputs.chat_template_kwargs.emplace("add_generation_prompt", "false");
     const bool offered  = !inputs.tools.empty() && inputs.tool_choice != COMMON_CHAT_TOOL_CHOICE_NONE;
     const bool required = offered && inputs.tool_choice == COMMON_CHAT_TOOL_CHOICE_REQUIRED;
@@ -189,7 +192,7 @@ common_chat_params moe_edge_templates_apply(
         allow_one_call(made.grammar);
     }
     if (required && made.grammar.empty()) {
-        throw std::invalid_argument("tool calls have no form in this chat template: --chat-template FILE sets another template");
+        throw std::invalid_argument("this chat template has no form for tool calls: --chat-template FILE sets another template");
     }
     const bool thinks_in_text = made.supports_thinking && inputs.reasoning_format == COMMON_REASONING_FORMAT_NONE;
     if (required && !thinks_in_text && !made.parser.empty()) {

@@ -1,4 +1,4 @@
-// Conversations in which a user message directly follows a tool result, for every chat template.
+// Makes conversations in which a user message directly follows a tool result work with every chat template.
 
 #include "chat.h"
 
@@ -11,8 +11,8 @@ common_chat_params moe_edge_templates_apply(
 
 namespace {
 
-// Appends each user message that directly follows a tool result to that result. Returns whether there is such a
-// message.
+// Appends each user message that directly follows a tool result to that result. Returns whether any message was
+// appended.
 bool append_to_results(std::vector<common_chat_msg> & messages) {
     std::vector<common_chat_msg> made;
     for (const common_chat_msg & each : messages) {
@@ -31,9 +31,10 @@ bool append_to_results(std::vector<common_chat_msg> & messages) {
 
 }  // namespace
 
-// Upstream's server calls this instead of common_chat_templates_apply. Some templates (of Mistral and Gemma 2) refuse a
-// conversation unless user and assistant alternate, without counting tool results. Clients of Anthropic's API send tool
-// results and a text in one message.
+// Renders the prompt of a request; if the template refuses it, tries again with user messages appended to tool results.
+// Upstream's server calls this function instead of common_chat_templates_apply. Clients of Anthropic's API send tool
+// results and a text in one message. Some templates (of Mistral and Gemma 2) refuse such conversations, because user
+// and assistant do not alternate.
 common_chat_params moe_edge_templates_apply_in_turns(
         const common_chat_templates * templates, const common_chat_templates_inputs & inputs) {
     try {

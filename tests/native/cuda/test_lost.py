@@ -9,7 +9,7 @@ LOST = (
     "The GPU has failed (an illegal memory access was encountered): "
     "start the program again, or use --device cpu."
 )
-FULL = "The GPU's memory is full: end what else uses it, or give a smaller --vram."
+FULL = "The GPU's memory is full: end other programs that use it, or give a smaller --vram."
 
 
 @pytest.fixture

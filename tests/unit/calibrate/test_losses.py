@@ -249,7 +249,7 @@ def test_a_run_interrupted_in_its_first_pass_restarts(files, text, tmp_path, mon
 
     method, out = Method(calib=text, tokens=600, threads=1), tmp_path / "t.json"
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(tables._Run, "_say", stopped)
+        patched.setattr(tables._Run, "_save_log_probabilities", stopped)
         measure(files[0], text, out)
     notes: list[str] = []
     measure_losses(method, files[0], None, [], out, lambda *_: None, notes.append)

@@ -127,7 +127,7 @@ def test_a_later_layer_is_named(tiny_model, tmp_path):
 
 
 def as_run(config):
-    """What a check's process asks for to run these settings."""
+    """Return the request of a check's process for these settings."""
     return budgets.CheckJob(budgets.settings_of(config), os.devnull, None, 0).request()
 
 

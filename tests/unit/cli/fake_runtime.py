@@ -163,7 +163,7 @@ class FakeRuntime:
         self.config = config
         self.about = types.SimpleNamespace(n_ctx=config.ctx or 4096)
         if config.model.name == "odd.gguf":
-            self.note = "The hotness of earlier runs is not used"
+            self.note = "The expert usage of earlier runs is not used"
         self.model = types.SimpleNamespace(
             name=f"fake {config.model.stem}" if config.model.is_absolute() else "fake",
             hparams=types.SimpleNamespace(arch="qwen3moe"),

@@ -44,7 +44,7 @@ NAMES = "lru, dymoe, dynaexq, firm, context, floor, mixed or plain"
     ([], "hello\n", 0, "Hi there!\n", ""),
     (["-p", "what is it?"], "a text\n", 0, "<a text\n\nwhat is it?>\n", ""),
     (["-p", "hello"], " \n", 0, "Hi there!\n", ""),
-    (["-p", "x", "--stop", ""], None, 2, "", "'--stop': must be texts that are not empty"),
+    (["-p", "x", "--stop", ""], None, 2, "", "'--stop': must be a sequence of texts that"),
     (["-p", "sampling", "--stop", "a", "--stop", "b"], None, 0, "0.7 ('a', 'b')\n", ""),
     (["-p", "hello", "--threads", "1000"], None, 0, "Hi there!\n", "1000 is capped at"),
     (["-p", "two\nlines"], None, 0, "<two\nlines>\n", ""),
@@ -154,7 +154,7 @@ def test_options_reach_the_config(opened):
 def test_a_note_of_the_runtime_is_shown(opened):
     result = run("chat", "-m", "odd.gguf", "-p", "x")
     assert result.exit_code == 0
-    assert "The hotness of earlier runs is not used" in result.stderr
+    assert "The expert usage of earlier runs is not used" in result.stderr
     assert result.stdout == "<x>\n"
 
 

@@ -48,8 +48,8 @@ EITHER = "give either --text FILE or -p TEXT"
     ],
     ("chat -m https://huggingface.co/a/b -p x", "hf:OWNER/NAME"),
     ("pack in out --tiers q4_k --calib-tokens 5", "--calib-tokens needs a text"),
-    ("calibrate in --calib T --save-imatrix M --out T.json", "is for the loss table"),
-    ("calibrate in --calib T --save-imatrix M --method rtn", "is for the loss table"),
+    ("calibrate in --calib T --save-imatrix M --out T.json", "which writes no loss table"),
+    ("calibrate in --calib T --save-imatrix M --method rtn", "which writes no loss table"),
     # A trained model has its own routing.
     ("bench --shape demo --routing uniform", "--routing has no effect with --shape demo"),
 )

@@ -96,9 +96,9 @@ def test_the_order_of_the_table():
 
 @cases(
     "args, said",
-    (["--low-tier", "skip"], "--low-tier is of one model"),
-    (["--max-loss", "0.1"], "--max-loss is of one model"),
-    (["--vram", "1GiB"], "predicted for the CPU alone"),
+    (["--low-tier", "skip"], "--low-tier needs a model"),
+    (["--max-loss", "0.1"], "--max-loss needs a model"),
+    (["--vram", "1GiB"], "covers only the CPU"),
     (["--plot", "x.png"], "--plot draws the plans of one model"),
     (["x.gguf", "-m", "y.gguf"], "the model is given twice"),
 )

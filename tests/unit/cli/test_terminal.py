@@ -160,7 +160,7 @@ COMMANDS = [
     ("/policy", ["dymoe 4/2"]),
     ("/policy lru", ["managed: lru"]),
     ("/policy lur", ["Error: unknown policy 'lur'; known: dymoe, lru"]),
-    ("/retention 0.5", ["It has no effect under this policy", "managed: lru"]),
+    ("/retention 0.5", ["retention has no effect under this policy", "managed: lru"]),
     ("/policy dymoe", ["managed: dymoe"]),
     ("/retention 0.25", ["managed: dymoe r=0.25"]),
     ("/retention much", ["must be a number from 0 to 1, not 'much'"]),
@@ -216,7 +216,7 @@ def test_read_adds_a_file_to_the_next_message(start, tmp_path):
     terminal = start(columns=400)
     text = tmp_path / "a text.txt"
     text.write_text("Grüße\n")
-    assert f"5 characters of {text} stand" in terminal.ask(f"/read {text}")
+    assert f"The 5 characters of {text} will" in terminal.ask(f"/read {text}")
     assert "<Grüße\n\nwhat is it?>" in terminal.ask("what is it?")
     assert "<what is it?>" in terminal.ask("what is it?")
     text.write_bytes(b"ab\xff")

@@ -67,7 +67,7 @@ def test_options_reach_the_replay(recorded):
 
     options = ("--retention=0.5", "--low-tier=skip", "--schedule=flat", "--prefetch=off")
     found = json.loads(done("replay", recorded, "--json", *options))
-    assert found["policy"].startswith("dymoe q4_k/skip r=0.5")
+    assert found["policy"].startswith("dymoe q4_k/skip retention=0.5")
     assert found["n_ahead"] == 0
     assert found["runs"]["dymoe"]["decode"]["mix"]["skip"] == 0.5
 
@@ -96,7 +96,7 @@ def test_refused_in_one_sentence(model, recorded, tmp_path):
         ((*trace, "-p", "x", "--out", tmp_path), "cannot be written"),
         ((*trace, "--text", tmp_path / "no.txt", *out), "No such file"),
         ((*trace, "--text", odd, *out), "is not a text in UTF-8"),
-        ((*trace, "-p", "x", "--policy=plain", *out), "llama.cpp's own path has no routing hook"),
+        ((*trace, "-p", "x", "--policy=plain", *out), "the model runs without an expert store"),
         ((*trace, "--text", text, "--tokens=999", *out), "--tokens 999 is larger than the context"),
         ((*trace, "--text", text, "--prefill=99", *out), "--prefill 99 is larger than the"),
         (("replay", model), "not a trace"),

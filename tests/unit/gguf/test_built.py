@@ -38,13 +38,13 @@ def test_the_best_set_that_the_processor_has_whole(features, chosen, prebuilt, m
     there = {
         where for each in built.SETS.values() for name, where in each.items() if name in features
     }
-    monkeypatch.setattr(built, "_has", lambda *where: where in there)
+    monkeypatch.setattr(built, "_has_cpu_feature", lambda *where: where in there)
     assert built.instruction_set() == chosen
 
 
 def test_a_processor_below_the_minimum_is_refused(prebuilt, monkeypatch):
     lacking = {built.SETS["avx2"][name] for name in ("avx2", "fma")}
-    monkeypatch.setattr(built, "_has", lambda *where: where not in lacking)
+    monkeypatch.setattr(built, "_has_cpu_feature", lambda *where: where not in lacking)
     with pytest.raises(built.NotBuilt, match=r"lacks fma, avx2, .*`make build`$"):
         built.instruction_set()
 
@@ -55,14 +55,19 @@ def test_features_are_those_that_the_kernel_lists():
         pytest.skip("the kernel lists no features")
     flags = {"lzcnt" if each == "abm" else each for each in listed[0].split()}
     found = {
-        name for each in built.SETS.values() for name, where in each.items() if built._has(*where)
+        name
+        for each in built.SETS.values()
+        for name, where in each.items()
+        if built._has_cpu_feature(*where)
     }
     assert found == ALL & flags
 
 
 def test_hidden_processor_features_are_not_used():
     """A feature that the system hides, for example in a virtual machine, counts as missing."""
-    code = "from gguf_tools import built; print(built._has(*built.SETS['avx2']['avx2']))"
+    code = (
+        "from gguf_tools import built; print(built._has_cpu_feature(*built.SETS['avx2']['avx2']))"
+    )
     assert python("-c", code, GLIBC_TUNABLES="glibc.cpu.hwcaps=-AVX2").stdout == "False\n"
 
 

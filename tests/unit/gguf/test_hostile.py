@@ -142,7 +142,7 @@ HEADERS = {
         "dim-overflow": (of(tensor("a", (1 << 32, 1 << 32))), "impossible shape"),
         "dim-negative": (of(tensor("a", (HUGE,))), str(HUGE)),
         "dim-wraps-to-small": (of(tensor("a", (1 << 33, 1 << 31, 2)), n_bytes=64), "tensor a"),
-        "row-not-a-block": (of(tensor("a", (32, 2), GGMLType.Q4_K)), "256, the block of q4_k"),
+        "row-not-a-block": (of(tensor("a", (32, 2), GGMLType.Q4_K)), "256, the block size of q4_k"),
     },
     errors.TensorTypeError: {
         "type-unknown": (of(tensor("a", ggml_type=999)), "999"),

@@ -80,9 +80,14 @@ FIRST = "m-00001-of-00003.gguf"
 # replacement is a part of this or another model, or a whole model.
 SWAPPED = {
     "a later part is opened": ({}, 3, 3, f"this is part 3 of 3: open the first part, {FIRST}"),
-    "another order": ({2: "part 3", 3: "part 2"}, 1, 2, "key split.no: 2, expected 1"),
-    "the first under another's name": ({2: "part 1"}, 2, 2, "named part 2 of 3, but it is part 1"),
-    "of another split": ({2: "halves"}, 1, 2, "key split.count: 2, expected 3"),
+    "another order": ({2: "part 3", 3: "part 2"}, 1, 2, "key split.no is 2, expected 1"),
+    "the first under another's name": (
+        {2: "part 1"},
+        2,
+        2,
+        "named part 2 of 3, but this is part 1",
+    ),
+    "of another split": ({2: "halves"}, 1, 2, "key split.count is 2, expected 3"),
     "of another model": (
         {2: "larger"},
         1,

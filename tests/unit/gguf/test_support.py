@@ -54,7 +54,7 @@ def test_a_graph_with_unknown_uses_of_experts_runs_plain(packed, monkeypatch):
     ({"meta": {"general.architecture": "qwen3moe2"}}, ["unknown model architecture: 'qwen3moe2'"]),
     (
         {"meta": {"qwen3moe.expert_used_count": 99}},
-        ["llama.cpp ends the process over its header (", "GGML_ASSERT("],
+        ["llama.cpp aborts when it reads the header of the file (", "GGML_ASSERT("],
     ),
 )
 def test_models_that_llama_cpp_does_not_load_cannot_run(packed, tmp_path, changes, reasons):
@@ -81,7 +81,7 @@ def test_a_good_file_that_cannot_run_has_its_own_exit_status(lacking):
     result = run("verify", lacking)
     assert result.exit_code == CANNOT_RUN
     assert ": good: " in result.stdout
-    assert "it cannot run: " in result.stderr and QUERIES in result.stderr
+    assert "the model cannot run: " in result.stderr and QUERIES in result.stderr
     assert json.loads(run("verify", lacking, "--json").stdout)["support"]["runs"] == NOT
     assert run("inspect", lacking).exit_code == 0
 

@@ -104,7 +104,7 @@ def test_a_gap_between_tensors(packed, tmp_path, ggml):
     moved = whole[:at] + struct.pack("<Q", offset + 4096) + whole[at + 8 : last.offset]
     path = write_bytes(tmp_path / "m.gguf", moved + bytes(4096) + whole[last.offset :])
     assert texts(path, ggml) == [
-        f"{path}: tensor {last.name}: offset {last.offset + 4096}: expected at offset"
+        f"{path}: tensor {last.name}: offset {last.offset + 4096}: the data is expected at offset"
         f" {last.offset}, after {before.name}"
     ]
 
@@ -126,7 +126,7 @@ def test_a_good_dense_model_is_not_damaged(tmp_path, ggml):
     assert report.problems == [] and "not a Mixture-of-Experts model" in report.no_experts
     done = run("verify", path)
     assert (done.exit_code, done.stdout) == (3, f"{path}: good: 1 tensors, 768 B, no experts\n")
-    assert f"{path}: it cannot run: no expert tensors" in done.stderr
+    assert f"{path}: the model cannot run: no expert tensors" in done.stderr
 
 
 def test_a_pair_of_files(two_files, packed, tmp_path, ggml):

@@ -71,7 +71,7 @@ def test_an_exception_leaves_the_previous_file(tmp_path, error, old):
     assert not old or path.read_bytes() == old
 
 
-@cases("at, said", (0, "only 34 of 102 bytes were"), (69, "34 bytes at 69 do not fit"))
+@cases("at, said", (0, "only 34 of 102 bytes were"), (69, "34 bytes at position 69 do not fit"))
 def test_missing_and_too_many_bytes_are_an_error(tmp_path, at, said):
     writer = begun(tmp_path / "ours.gguf")
     with pytest.raises(errors.WriteError, match=f"tensor b: {said}"), writer:

@@ -28,7 +28,7 @@ def test_a_repository_with_one_model(server, tmp_path):
     assert Path(path).name == "m.gguf" and path.startswith(str(tmp_path / "hf/hub"))
     assert shlex.split(line) == ["moe-edge", "chat", "-m", path]
     assert result.stderr.startswith("o/n at c0ffeec0: 1 file, 293 KiB, 293 KiB to download into ")
-    assert " free there\n" in result.stderr
+    assert " free on its disk\n" in result.stderr
     assert not [name for name in blobs(tmp_path) if "incomplete" in name]
     # huggingface_hub finds the file in its own cache
     from huggingface_hub import try_to_load_from_cache
@@ -69,7 +69,7 @@ def test_parts_come_together(server, tmp_path):
     assert shlex.split(line)[-1] == paths[0]
     del server.repos["o/n"].files[names[1]]
     assert refused("o/n", "--include", "*Q4*") == (
-        f"o/n: {names[1]} is missing in the repository: a part of {names[0]}"
+        f"o/n: the repository lacks {names[1]}, a part of {names[0]}"
     )
 
 

@@ -79,7 +79,7 @@ def test_a_stream_that_is_left(llm):
     with pytest.raises(StopIteration):
         next(stream)
     left = llm.chat(PARIS, stream=True, max_tokens=40)
-    assert llm.chat(PARIS, max_tokens=4).tokens == 4  # waits for the one that nobody reads
+    assert llm.chat(PARIS, max_tokens=4).tokens == 4  # waits for the unread answer
     assert "".join(each.text for each in left)
 
 
@@ -164,7 +164,7 @@ def test_what_is_known(llm):
     (lambda m: LLM("hf:only-one-word", RAM), HubError, "write it as hf:OWNER/NAME"),
 )
 def test_errors(llm, call, kind, said):
-    """Each is one sentence of a class that says what the caller can do, and nothing is broken."""
+    """Each error is one sentence, its class tells what to do, and the model still works."""
     with pytest.raises(kind) as found:
         call(llm)
     assert isinstance(found.value, MoeEdgeError)
@@ -303,7 +303,7 @@ print(next(stream).openai["object"])
     (LEFT, "chat.completion.chunk\n"),
 )
 def test_in_a_process_of_its_own(library, program, said):
-    """Interrupts stop what runs; a fork raises one sentence and ends; an open model is closed."""
+    """Interrupts stop native work; a fork raises one sentence and ends; an open model is closed."""
     done = python("-c", PROGRAM + program)
     assert (done.returncode, done.stderr, done.stdout) == (0, "", said)
 

@@ -70,7 +70,7 @@ def test_a_broken_policy_is_named_once_and_left_out(installed, moe_edge, module,
 
 
 def test_a_policy_that_imports_the_library_is_no_problem(installed, moe_edge):
-    """Whoever comes first: the package, or the command."""
+    """Either the package or the command is imported first."""
     before = "from orchestrator import LLM\nfrom orchestrator.config import Config"
     folder = installed(tiny_package=policy(before=before))
     done = moe_edge(folder, "chat", "--help-all")

@@ -77,7 +77,7 @@ def test_an_interrupted_call_ends_and_its_result_is_discarded(worker):
 
 
 def test_an_interrupt_is_raised_once_in_the_work(worker):
-    """Where a signal would be raised on the main thread; what cleans up after it is not hurt."""
+    """A signal interrupts the work once, as on the main thread. Code that cleans up still runs."""
     began, told = threading.Event(), []
 
     def work():

@@ -57,7 +57,7 @@ def test_core_time_of_reading_is_measured(model, monkeypatch):
         monkeypatch.setattr(disk, "usable_cores", lambda: 2)
         monkeypatch.setattr(process, "default_threads", lambda: 2)
         config = Config.build(model=model.path, threads=threads)
-        assert found.beside(config) == found._replace(core_s_per_byte=taken)
+        assert found.with_compute_threads(config) == found._replace(core_s_per_byte=taken)
 
 
 def test_a_short_pause_of_the_disk_does_not_lower_its_speed(model, monkeypatch):

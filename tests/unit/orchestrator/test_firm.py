@@ -241,16 +241,19 @@ def test_given_or_recalled_votes_are_not_saved():
 
 @cases(
     "settings, said",
-    ({"agree": "rank", "votes": "4,3"}, "asks 3 layers in '4,3', and with rank one votes"),
-    ({"agree": "margin", "votes": "4,1/4,2/4,1"}, "and with margin one votes"),
-    ({"agree": "rank", "n_ahead": 3, "votes": None}, "only the layer before votes"),
-    ({"votes": "4,5"}, "asks 5 layers in '4,5', and 4 can vote"),
-    ({"votes": "4,3", "n_ahead": 1}, "'n_ahead' is 1, and the votes '4,3' are of 3 layers"),
-    ({"votes": "4,1", "n_ahead": 3}, "'n_ahead' is 3, and the votes '4,1' are of 1 layers"),
-    ({"tune": "climb"}, "'tune' is climb, and votes sets the tuned values"),
+    (
+        {"agree": "rank", "votes": "4,3"},
+        "has 3 voting layers in '4,3', but with agree rank only one layer votes",
+    ),
+    ({"agree": "margin", "votes": "4,1/4,2/4,1"}, "but with agree margin only one layer votes"),
+    ({"agree": "rank", "n_ahead": 3, "votes": None}, "only the previous layer votes"),
+    ({"votes": "4,5"}, "has 5 voting layers in '4,5', but at most 4 can vote"),
+    ({"votes": "4,3", "n_ahead": 1}, "'n_ahead' is 1, but the votes '4,3' need 3 layers"),
+    ({"votes": "4,1", "n_ahead": 3}, "'n_ahead' is 3, but the votes '4,1' need 1 layers"),
+    ({"tune": "climb"}, "'tune' is climb, but votes fixes the tuned values"),
     ({"tune": "all"}, "'tune' is all"),
-    ({"prefetch": "off"}, "'votes' is 4,3, and nothing is loaded ahead"),
-    ({"votes": None, "n_ahead": 0, "tune": "climb"}, "'tune' is climb, and nothing is loaded"),
+    ({"prefetch": "off"}, "'votes' is 4,3, but nothing is prefetched"),
+    ({"votes": None, "n_ahead": 0, "tune": "climb"}, "'tune' is climb, but nothing is prefetched"),
     ({"votes": "5,1"}, "have 5 candidates, and this model's routers choose 4 experts"),
 )
 def test_settings_without_effect_are_refused(settings, said):
@@ -289,7 +292,9 @@ def test_a_recorded_run_with_other_votes():
     assert Settings.changed(recorded, {"waste_weight": 2.0}).votes == "4,3"
     assert Settings.of(recorded).limited(0, ()).votes is None
     assert Settings.of(recorded).limited(3, ("votes",)).votes == "4,3"
-    with pytest.raises(ConfigError, match="looks 1 layers ahead, and the votes '4,3' are of 3"):
+    with pytest.raises(
+        ConfigError, match="predicts experts 1 layers ahead, and the votes '4,3' need 3"
+    ):
         Settings.of(recorded).limited(1, ("votes",))
 
 

@@ -167,7 +167,7 @@ def test_a_damaged_profile_is_ignored_with_a_note(model):
         path.write_text(json.dumps(good | wrong))
         left = keeper(model)
         assert left.recall() is None
-        assert "is recorded from scratch" in str(left.note) and said in str(left.note)
+        assert "usage starts again" in str(left.note) and said in str(left.note)
 
 
 def test_stored_usage_is_limited_so_that_old_use_counts_less(model):

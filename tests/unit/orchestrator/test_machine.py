@@ -50,7 +50,10 @@ def test_copies_to_a_device_are_timed(model):
     assert health["gpu"] is not None and health["copies"]["pageable"] > 0
     assert f"on {health['gpu']['name']}; " in health["plan"]
     text = render(health)
-    assert "there and back" in text and "copied to the GPU: host memory cannot be pinned" in text
+    assert (
+        "there and back" in text
+        and "experts are copied to the GPU: host memory cannot be pinned" in text
+    )
 
 
 def test_the_fastest_way_to_handle_a_miss_is_named():

@@ -119,8 +119,8 @@ def test_too_little_memory_is_managed(models):
     assert plan.slots.total_bytes <= plan.budget_bytes <= model.tier_bytes[0] // 2
     assert plan.total_bytes <= plan.ram_bytes
     for settings in ({"low_tier": "skip"}, {"low_tier": "q2_k"}):
-        assert "r=0.75" in plan_for(models["three"], **settings).reason
-    assert "r=0.5" in plan_for(models["three"], policy="dymoe", retention=0.5).reason
+        assert "retention=0.75" in plan_for(models["three"], **settings).reason
+    assert "retention=0.5" in plan_for(models["three"], policy="dymoe", retention=0.5).reason
 
 
 def named(size_bytes):

@@ -240,7 +240,9 @@ def test_equally_fast_plans_are_ordered_by_loss():
     assert choose([fast, near, far], 0.1) is near
     assert choose([fast, near, far], 0.001) is far
     unknown = made("d", 0.1, None)
-    with pytest.raises(ConfigError, match=r"no plan in this memory keeps to 0.001 nats.* 0.01"):
+    with pytest.raises(
+        ConfigError, match=r"no plan in this memory loses at most 0.001 nats.* 0.01"
+    ):
         choose([unknown, fast], 0.001)
 
 
@@ -356,8 +358,8 @@ def taken_plans(model, **asked):
     ({"max_loss": 0.01, "conversations": True}, False),
     ({"max_loss": 0.01, "sequences": 4}, False),
     ({"max_loss": 0.01, "scored": 4}, False),
-    ({"max_loss": 0.01, "beside": 1 << 20}, False),
-    ({"max_loss": 0.01, "beside_token": 8}, False),
+    ({"max_loss": 0.01, "extra_bytes": 1 << 20}, False),
+    ({"max_loss": 0.01, "extra_token_bytes": 8}, False),
     ({"max_loss": 0.01, "cache_ram": 0}, False),
     ({"max_loss": 0.01, "logits_all": True}, False),
     ({"max_loss": 0.02}, False),

@@ -122,9 +122,9 @@ def test_damaged_profiles_are_named(model, tmp_path):
     profile.save(path, model, scores(model))
     for damaged in broken(path.read_text()):
         path.write_bytes(damaged)
-        with pytest.raises(ProfileError, match=r"hot\.json: "):
+        with pytest.raises(ProfileError, match=r"hot\.json is "):
             profile.load(path, model)
-        with pytest.raises(ProfileError, match=r"hot\.json: "):
+        with pytest.raises(ProfileError, match=r"hot\.json is "):
             remember(model, profile=path)
 
 

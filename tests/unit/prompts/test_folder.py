@@ -170,7 +170,7 @@ def test_a_file_that_does_not_fit_the_context_is_kept(tmp_path):
     (listed,) = folder.of(KEY)
     assert folder.load(listed, ROOMY, lambda _path: False) is None
     assert folder.notes == [
-        f"{listed.path}: no memory for this kept conversation: it is read again."
+        f"{listed.path}: no memory for this kept conversation, so its tokens are computed again."
     ]
     assert folder.of(KEY) == []  # it would be tried again for each request
     (again,) = PromptFolder(tmp_path, ROOMY).of(KEY)
@@ -179,8 +179,8 @@ def test_a_file_that_does_not_fit_the_context_is_kept(tmp_path):
 
 @cases(
     "name, said",
-    ("file", "file: it is a file, or in one: name a folder"),
-    ("file/below", "below: it is a file, or in one: name a folder"),
+    ("file", "file is a file, or is inside a file: name a folder"),
+    ("file/below", "below is a file, or is inside a file: name a folder"),
     ("x" * 300, "File name too long: name a folder that can be made and written"),
 )
 def test_a_path_that_is_not_a_folder_is_refused(name, said, tmp_path):
@@ -211,7 +211,7 @@ def test_a_failed_write_of_llama_cpp_is_reported(tmp_path):
     assert folder.notes == []
     folder.save(KEY, [1, 2, 3], False, (), lambda _path: 0)
     (note,) = folder.notes
-    assert "llama.cpp cannot write it" in note
+    assert "llama.cpp cannot write the file" in note
     assert list(tmp_path.iterdir()) == []
 
 

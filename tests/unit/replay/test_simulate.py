@@ -249,7 +249,7 @@ def test_report(library):
         (
             {"policy": "dymoe", "settings": {"n_ahead": 2}},
             ConfigError,
-            "looks 1 layers ahead, not 2",
+            "predicts experts 1 layers ahead, not 2",
         ),
         (
             {"policy": "dymoe", "settings": {"retention": 0.5}},

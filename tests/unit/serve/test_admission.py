@@ -295,7 +295,7 @@ def test_the_plan_includes_memory_for_bodies_and_answers():
 
     def planned(parallel, longest, kind="gpt2"):
         settings = ServeSettings(parallel=parallel, body_limit=longest)
-        return answering(config, settings, Words(kind, ""), "").request(config).needs.beside
+        return answering(config, settings, Words(kind, ""), "").request(config).needs.extra_bytes
 
     one, longer = planned(1, 1000), planned(1, 2000)
     more, joined = planned(4, 1000), planned(1, 1000, "llama")

@@ -95,7 +95,10 @@ LOST = {
         "s.properties.p.minLength: ",
     ),
     "a long minimum": ({**TEXT, "maxLength": 5000}, "s.maxLength: only numbers up to 2000"),
-    "numbers": ({"type": "number", "maximum": 1}, "s.maximum: it is enforced for integers"),
+    "numbers": (
+        {"type": "number", "maximum": 1},
+        "s.maximum: the keyword is enforced for integers",
+    ),
     "multiples": ({**WHOLE, "multipleOf": 5}, "s.multipleOf: "),
     "not": (of(p={"not": TEXT}), "s.properties.p.not: "),
     "a condition": ({**of(p=TEXT), "if": {"required": ["p"]}, "then": {}}, "s.if: "),
@@ -107,7 +110,10 @@ LOST = {
     "one of two that overlap": ({"oneOf": [TEXT, {**TEXT, "maxLength": 2}]}, "s.oneOf: "),
     "parts that differ": ({"allOf": [{**TEXT, "pattern": "^a$"}, {"pattern": "^b$"}]}, "s.allOf: "),
     "a look-ahead": ({**TEXT, "pattern": "^(?=a)a$"}, "s.pattern: "),
-    "alternatives in themselves": ({"type": "object", "anyOf": [{"$ref": "#"}]}, "s: it is nested"),
+    "alternatives in themselves": (
+        {"type": "object", "anyOf": [{"$ref": "#"}]},
+        "s: the schema is nested",
+    ),
     "required as in draft 3": ({**of(p=TEXT), "required": True}, "s.required: "),
 }
 

@@ -172,7 +172,7 @@ def test_the_body_limit_follows_the_context():
     assert longest == [2**17, 2**17, 2**19, 99]
 
 
-ROOM = ": send less, or start the server with --body-limit 512KiB, the context's size"
+ROOM = ": send less, or start the server with --body-limit 512KiB"
 
 
 @pytest.mark.parametrize(("n_ctx", "says"), [(512, "128 KiB"), (2**15, ROOM)])

@@ -193,7 +193,8 @@ def test_scored_tokens_are_limited_by_the_plan():
     assert [most_scored(each) for each in (config, longer)] == [SCORED_MOST, SCORED_MOST + 100]
     settings, words = ServeSettings(body_limit=1000), Words("gpt2", "")
     planned = [
-        answering(each, settings, words, "").request(each).needs.beside for each in (config, longer)
+        answering(each, settings, words, "").request(each).needs.extra_bytes
+        for each in (config, longer)
     ]
     assert planned[1] - planned[0] == 100 * SCORE_BYTES
     served = ScoringServed()

@@ -1,5 +1,5 @@
-// The device's attributes exclude launches over the whole grid. This file only lets the code
-// compile.
+// Lets upstream's code with cooperative groups compile. It is never run, because the emulated
+// device claims not to support launches over the whole grid.
 
 #pragma once
 

@@ -1,4 +1,5 @@
-// Simple loops instead of cuBLAS, on the handle's stream.
+// Implements the functions of cuBLAS that ggml-cuda calls with simple loops, which run on the
+// stream of the handle.
 
 #pragma once
 

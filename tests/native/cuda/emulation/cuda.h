@@ -1,4 +1,5 @@
-// The driver interface is not used: ggml is built without virtual memory management.
+// Replaces the header of CUDA's driver interface, which is not used: ggml is built without virtual
+// memory management.
 
 #pragma once
 

@@ -1,5 +1,5 @@
-// Half precision of the emulation: float arithmetic, rounded to nearest even, as the hardware's
-// half instructions do for one operation.
+// Implements half precision with float arithmetic. Each operation is rounded to nearest even, as by
+// the hardware's half instructions.
 
 #pragma once
 

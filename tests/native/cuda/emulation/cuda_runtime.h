@@ -1,6 +1,6 @@
-// CUDA's runtime for tests without a GPU. Kernels are compiled by g++, the threads of a block run
-// as fibers, and each stream is a thread. emulation.cpp describes its checks. Only the functions
-// that ggml-cuda and our executor use are implemented.
+// Implements CUDA's runtime for tests without a GPU. Kernels are compiled by g++, the threads of a
+// block run as fibers, and each stream is a thread. emulation.cpp describes its checks. Only the
+// functions that ggml-cuda and our executor use exist.
 
 #pragma once
 
@@ -17,7 +17,8 @@
 #include <type_traits>
 #include <utility>
 
-// A version for which ggml does not use cub, fp8 and programmatic launches.
+// The emulated CUDA version. For this version, ggml does not use cub, fp8 and programmatic
+// launches.
 #define CUDART_VERSION 11040
 
 #define __host__
@@ -288,10 +289,11 @@ template <typename F> cudaError_t cudaLaunchCooperativeKernel(F *, dim3, dim3, v
 
 namespace moe_emu {
 
-// Runs a kernel on the stream's thread. `thread` is called once for each thread of the grid.
+// Runs a kernel on the stream's thread. The function `thread` is called once for each thread of the
+// grid.
 void launch(const char * kernel, dim3 grid, dim3 block, size_t shared, cudaStream_t stream, std::function<void()> thread);
 
-// Aborts if a kernel could not follow this pointer on a GPU.
+// Aborts the process if a kernel on a real GPU could not follow this pointer.
 void check_pointer(const char * kernel, const void * p);
 
 template <typename T> void check_argument(const char * kernel, const T & argument) {
@@ -344,7 +346,8 @@ struct shared_place {
 };
 void * named_shared(shared_place & place, size_t bytes, size_t align);
 
-// Returns the running block's variable. Each variable has its own type, see preprocess.py.
+// Returns a shared variable of the running block. Each shared variable has its own type T (see
+// preprocess.py).
 template <typename T> T & of_block() {
     static shared_place place;
     return *static_cast<T *>(named_shared(place, sizeof(T), alignof(T)));
@@ -356,8 +359,9 @@ void pause();
 void   barrier();
 int    barrier_count(int predicate);
 
-// Synchronizes with the lanes in `mask`. The returned values of all lanes stay valid until this
-// lane calls `meet` again. Lanes that have exited give a NaN pattern.
+// Synchronizes with the lanes of the warp in `mask`, and exchanges a value with them. The returned
+// values of all lanes stay valid until this lane calls `meet` again. Lanes that have exited give a
+// NaN pattern.
 constexpr size_t WARP_VALUE = 16;
 using warp_values = const unsigned char (*)[WARP_VALUE];
 warp_values meet(int kind, unsigned int mask, const void * value, size_t bytes);
@@ -428,7 +432,8 @@ inline unsigned int __ballot_sync(unsigned int mask, int predicate) {
 inline int __any_sync(unsigned int mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
 inline int __all_sync(unsigned int mask, int predicate) { return __ballot_sync(mask, !predicate) == 0; }
 
-// Between two points where fibers switch, plain operations are atomic.
+// Plain operations are enough for atomic functions, because fibers switch only at certain points. A
+// switch may come before the operation.
 template <typename T, typename U> T atomicAdd(T * p, U v) { moe_emu::pause(); const T old = *p; *p = old + static_cast<T>(v); return old; }
 template <typename T, typename U> T atomicMax(T * p, U v) { moe_emu::pause(); const T old = *p; *p = std::max(old, static_cast<T>(v)); return old; }
 template <typename T, typename U> T atomicMin(T * p, U v) { moe_emu::pause(); const T old = *p; *p = std::min(old, static_cast<T>(v)); return old; }

@@ -38,9 +38,10 @@
 //   MOE_EMU_COUNT=1   count the host's calls (moe_emu_counts), see below (default 0)
 //   MOE_EMU_CC=NNN    compute capability (default MOE_EMU_DEFAULT_CC)
 
-// With MOE_EMU_COUNT=1, every run has the same counts. A kernel completes before its launch
-// returns. A copy completes only when the host waits for it, when moe_emu_counts() is called, or
-// when a kernel is launched. The kernel's stream must be the copy's, or wait for its event.
+// Only with MOE_EMU_COUNT=1: makes every run count the same calls. A kernel completes before its
+// launch returns. A copy completes only when the host waits for it, when moe_emu_counts() is
+// called, or when a kernel is launched. The kernel's stream must be the copy's, or wait for its
+// event.
 
 #include "cublas_v2.h"
 #include "cuda_bf16.h"
@@ -139,7 +140,7 @@ int device_key() {
     return key;
 }
 
-// While an object exists, its thread may access device memory.
+// An object that lets its thread access device memory while the object exists.
 struct on_device {
     on_device() {
         if (device_key() >= 0 && depth++ == 0) {
@@ -326,7 +327,7 @@ void begin_block(uint3 index, size_t shared, const std::vector<uint3> & threads)
     }
 }
 
-// Runs each ready thread of the block once. Sometimes only some of them.
+// Runs each ready thread of the block once, or sometimes only some of the threads.
 void run_round(std::mt19937_64 & random) {
     const uint64_t chance = random();
     const int  start    = static_cast<int>((chance >> 32) % n_threads);
@@ -635,7 +636,7 @@ struct stream {
         }
     }
 
-    // Called after a kernel or a graph was launched.
+    // Must be called after a kernel or a graph was launched.
     void computes() {
         if (counting && !capturing()) {
             drain();
@@ -670,7 +671,8 @@ void moment::wait(uint64_t n) {
 
 namespace {
 
-// Never destroyed, because a backend may free its memory at the end of the process.
+// The state of the whole emulation. It is never destroyed, because a backend may free its memory at
+// the end of the process.
 struct world {
     std::mutex lock;
     std::set<stream *> streams;
@@ -739,7 +741,8 @@ void drain_all() {
 
 enum where { PAGEABLE, PINNED, ON_DEVICE, OUTSIDE };
 
-// OUTSIDE: starts in an allocation or in a piece of pinned memory, and ends outside of it.
+// Returns in which kind of memory a range of bytes is. OUTSIDE means that it starts in an
+// allocation or in a piece of pinned memory, and ends outside of it.
 where locate(const void * p, size_t bytes) {
     world & w = the();
     const auto at = reinterpret_cast<uintptr_t>(p);
@@ -761,7 +764,7 @@ where locate(const void * p, size_t bytes) {
     return PAGEABLE;
 }
 
-// Takes the device memory of a kernel's module.
+// Takes the device memory that a kernel's module needs at the first launch (MOE_EMU_MODULE).
 void load_module() {
     static const size_t bytes = setting("MOE_EMU_MODULE", 0);
     world & w = the();
@@ -844,7 +847,7 @@ void on_fault(int signal, siginfo_t * info, void *) {
 }
 
 [[maybe_unused]] const bool watching = [] {
-    // The stack that overflowed may be a fiber's.
+    // The signal handler has a stack of its own, because the stack of a fiber may have overflowed.
     static char stack[64 << 10];
     (void) stack;
     struct sigaction action = {};
@@ -911,7 +914,8 @@ void no_ptx() {
 }  // namespace moe_emu
 
 extern "C" {
-// The linker puts this in place of a function that was not compiled.
+// Aborts the process with the name of a function that was not compiled. The linker uses this
+// instead of the missing function.
 [[noreturn]] void moe_emu_missing(const char * name) {
     fprintf(stderr, "emulated GPU: %s was not compiled\n", name);
     abort();
@@ -941,7 +945,8 @@ __attribute__((visibility("default"))) void moe_emu_counts(uint64_t * out) {
 __attribute__((visibility("default"))) uint64_t moe_emu_peak_bytes() { return moe_emu::the().most_used; }
 }
 
-// Our library has no flash attention either, and upstream's source does not compile here.
+// Stubs for upstream's flash attention: our library is built without it, and upstream's source does
+// not compile here.
 struct ggml_tensor;
 bool ggml_cuda_flash_attn_ext_supported(int, const ggml_tensor *) { return false; }
 
@@ -1173,7 +1178,8 @@ cudaError_t cudaMemcpyAsync(void * to, const void * from, size_t bytes, cudaMemc
 cudaError_t cudaMemcpy(void * to, const void * from, size_t bytes, cudaMemcpyKind kind) {
     not_while_strict("a blocking copy while a stream is captured");
     constexpr uint64_t LATE = 50;  // times the longest delay: a graph has begun by then
-    // from pageable memory: the bytes have been read at return, but may not have arrived
+    // A copy from pageable memory to the device returns when its bytes have been read, although
+    // they may not have arrived.
     const bool returns = locate(from, bytes) == PAGEABLE && locate(to, bytes) == ON_DEVICE;
     if (returns) {
         resolve(nullptr)->add([] { std::this_thread::sleep_for(std::chrono::microseconds(LATE * delay_us)); });
@@ -1488,7 +1494,8 @@ cublasStatus_t cublasGemmBatchedEx(cublasHandle_t h, cublasOperation_t op_a, cub
     const void * const a[], cudaDataType_t type_a, int lda, const void * const b[], cudaDataType_t type_b, int ldb, const void * beta,
     void * const c[], cudaDataType_t type_c, int ldc, int count, cublasComputeType_t compute, cublasGemmAlgo_t) {
     const gemm g{ op_a, op_b, m, n, k, lda, ldb, ldc, type_a, type_b, type_c, scale(alpha, compute), scale(beta, compute) };
-    // The arrays of pointers are in device memory.
+    // Follow the arrays of pointers on the stream's thread, because the arrays are in device
+    // memory.
     resolve(h->stream)->add([=] {
         counted.kernels++;
         for (int i = 0; i < count; i++) {
