@@ -151,7 +151,7 @@ def figure_4(on: Measured) -> Made:
             f"correlation {mean['correlation']:.2f}, of as many random tokens "
             f"{mean['random']:.2f}; {share(mean['hot'])} of the hot quarter is the same "
             f"(means over layers)",
-            f"one prompt of {PROMPT} tokens; heavy hitters are {HEAVY:.0%} of the tokens by the "
+            f"one prompt of {PROMPT} tokens; heavy hitters are {share(HEAVY)} of the tokens by the "
             f"attention of the last 32 queries, because the paper gives no share; the random "
             f"tokens are our baseline",
         ),
@@ -238,7 +238,7 @@ def figure_6(on: Measured) -> Made:
             "cosine of neighbouring layers",
             "consistently high; no number in the text",
             f"{min(cosines):.2f} to {max(cosines):.2f}",
-            WEIGHTS,
+            "another model and text",
         ),
         Compared(
             "prediction of the next layer's experts",
