@@ -201,7 +201,7 @@ class Score:
         return replace(self, text=text, usage=usage)
 
 
-def _usual_high(tiers: Sequence[str]) -> str:
+def usual_high(tiers: Sequence[str]) -> str:
     """Return q4_k or another tier of 4 bits above the lowest tier, or else the best tier."""
     four_bits = [tier for tier in tiers[:-1] if tier.removeprefix("i").startswith("q4")]
     return "q4_k" if "q4_k" in four_bits else (four_bits or [*tiers])[0]
@@ -250,7 +250,7 @@ class Subject:
             self.n_expert = evaluator.inside.model.n_expert
             self.windows = options.windows(evaluator, documents)
         self.uniform_types = UniformTypes(config)
-        self.high = config.high_tier or _usual_high(self.tiers)
+        self.high = config.high_tier or usual_high(self.tiers)
         self.low = config.low_tier or self.tiers[-1]
 
     @property

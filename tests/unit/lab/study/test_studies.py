@@ -1,6 +1,7 @@
 """Policies of the studies, recall and cosine, and recorded logits."""
 
 import numpy as np
+import pytest
 
 from orchestrator.config import Config
 from orchestrator.events import SKIP, DecisionBuffer, Phase, RouteEvent, StoreView
@@ -12,7 +13,7 @@ from orchestrator.lab.study.activations import (
     recall,
     top,
 )
-from orchestrator.lab.study.subject import random_critical
+from orchestrator.lab.study.subject import random_critical, usual_high
 from orchestrator.runtime.runtime import Runtime
 
 K, N = 4, 16
@@ -106,3 +107,18 @@ def test_recorded_logits_choose_the_experts_that_the_store_sees(model):
     assert router is not None
     x = found["ffn_norm", layer_ids[0]]
     assert np.allclose(x @ router.T, found[ROUTER_LOGITS, layer_ids[0]], atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("tiers", "high"),
+    [
+        (("q8_0", "q4_k", "q2_k"), "q4_k"),
+        (("f16", "q4_1", "q2_0"), "q4_1"),
+        (("q8_0", "iq4_nl", "q2_k"), "iq4_nl"),
+        (("q4_k", "q2_k"), "q4_k"),
+        (("q8_0", "q4_k"), "q8_0"),  # the lowest tier is not the high one
+        (("q8_0",), "q8_0"),
+    ],
+)
+def test_the_usual_high_tier_has_4_bits(tiers, high):
+    assert usual_high(tiers) == high
