@@ -54,7 +54,7 @@ def test_speedups_refer_to_load_on_demand_under_the_same_cap():
 
 
 class Told:
-    """A model that writes down what it is told."""
+    """A model that records the calls it receives."""
 
     def __init__(self):
         self.calls = []
