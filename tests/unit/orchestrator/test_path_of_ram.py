@@ -44,6 +44,7 @@ class Way:
 @pytest.mark.parametrize("policy", [None, "lru"])
 def test_ram_becomes_slots_in_few_files_and_without_returns(policy):
     """From the settings of a chat to the slots of the default policy, and of the baseline."""
+    Config.declared()  # declarations are read once in a process
     of, way = model("24 layers"), Way()
     sys.setprofile(way)
     try:
