@@ -14,11 +14,11 @@ from orchestrator.errors import ConfigError
 
 
 class Place(NamedTuple):
-    """The location of an experiment's class, with a help text or the paper it reproduces.
+    """The location of the class of an experiment, which is a benchmark or a study.
 
     - where: "module:Class", relative to this package.
-    - help: help text of a benchmark's command.
-    - paper: the paper that a study reproduces.
+    - help: help text of the command, for a benchmark.
+    - paper: the paper that is reproduced, for a study.
     """
 
     where: str
