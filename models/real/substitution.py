@@ -56,11 +56,11 @@ _NODE = re.compile(r"ffn_moe_(logits|topk|weights_norm|weights_scaled)-(\d+)")
 class Layer:
     """Properties of one MoE layer with E experts, measured on a text.
 
-    - resident: bool [E], the experts that are in memory.
-    - factors [E, E]: if expert f replaces expert e, the best multiple of e's weight.
+    - resident: bool [E], the experts that are in memory. The other experts are called missing.
+    - factors [E, E]: if expert f replaces expert e, f gets e's gate weight times factors[e, f].
     - correlations [E, E]: squared correlations of the outputs of two experts.
-    - scores: sorted weights of missing experts.
-    - spread: standard deviation of a router logit.
+    - scores: gate weights that tokens gave to missing experts, without each token's first expert.
+    - spread: mean standard deviation of a token's router logits.
     """
 
     resident: Bools
@@ -72,10 +72,11 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A way to replace or skip missing experts, with its level.
+    """A configuration to measure: a way to replace or skip missing experts, and its level.
 
-    The level is the share of missing experts that are left out, or the bias. An empty way means the
-    whole model.
+    For BIAS, the level is the bias of the experts in memory, in standard deviations of a logit. For
+    all other ways, the level is the share of missing experts that are replaced or skipped. If `way`
+    is empty, all experts are used.
     """
 
     way: str = ""
@@ -146,8 +147,9 @@ def weights_of(logits: Floats, ids: Ints, scale: float) -> npt.NDArray[np.float6
 def left_out(weights: Floats, missing: Bools, layer: Layer, level: float) -> Bools:
     """Return which of each token's k experts are left out, bool [T, k].
 
-    They are the share `level` of the missing experts with the smallest weights, by the weights in
-    `layer`. The expert with the largest weight is never left out.
+    A missing expert is left out if its weight is small: at most the quantile `level` of
+    layer.scores. With level 1, every missing expert is left out. The first expert of a token,
+    which has the largest weight, is never left out.
     """
     found: Bools = missing.copy()
     if level < 1 and len(layer.scores):
@@ -214,7 +216,8 @@ class Decider:
     def on_topk(self, at: int, ids_view: npt.NDArray[np.int32]) -> None:
         """Replace missing experts in ids_view [T, k], a view of a layer's chosen experts.
 
-        The new gate weights are kept for a later node.
+        The new gate weights are stored in this object, until the graph node of the weights is
+        computed and `seen` can replace them.
         """
         assert self._logits is not None and self._x is not None
         layer, logits, scale = self.layers[at], self._logits, self.experts.scale

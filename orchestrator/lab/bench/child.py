@@ -73,8 +73,9 @@ def decode(n: int, seconds: float) -> Part:
 def longest_context(parts: Sequence[Part], shared: bool = True) -> int:
     """Return the context length that a measurement needs, rounded up to a multiple of 256.
 
-    With `shared`, it is for all sequences of a batch, which share the context. Otherwise it is for
-    one of the sequences.
+    Several sequences that decode in one batch share one context. With shared=True, the result is
+    the length for all of them together. With shared=False, it is the length that one sequence
+    needs.
     """
     longest = length = 0
     for part in parts:
@@ -164,12 +165,14 @@ def play(
 ) -> list[Any]:
     """Run and time the parts of a measurement in order.
 
-    Returns a dict per part with its name, the number of tokens, and the "ms" of each prompt or
-    decode step. With `store`, the dict also has the store's counters. `model` is an Evaluator or a
-    PlainModel. `draw` returns the next tokens. `counter` returns running totals of a GPU, and
-    "counts" has their increase.
+    Returns one dict per part. It has the "name" of the part, the number of "tokens", and "ms", the
+    time of each prompt or decode step.
 
-    Tokens are drawn for whole parts, so a part that ends early does not change the next parts.
+    - model: an Evaluator or a PlainModel.
+    - draw: returns the next tokens. It is called once per part, so a part that ends early does not
+      change the tokens of the next parts.
+    - store: the expert store, whose counters are added to the dict; None if the model has none.
+    - counter: returns the totals of a GPU's counters. Their increase is added as "counts".
     """
     results = []
     shared = any(part.sequences for part in parts)

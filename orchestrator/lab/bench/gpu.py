@@ -114,9 +114,9 @@ def add_over_demand(rows: Sequence[Result]) -> None:
 class FixedMemory:
     """GPU memory that a model needs in addition to its experts, in bytes.
 
-    - ours: with our engine.
-    - theirs: with upstream llama.cpp, all of whose experts are on the CPU.
-    - layers: size of each layer's experts.
+    - ours: the memory that our engine needs.
+    - theirs: the memory that upstream llama.cpp needs if all experts are on the CPU.
+    - layers: the size of each layer's experts, which is not part of the other values.
     """
 
     ours: int
@@ -141,7 +141,7 @@ class FixedMemory:
 
 
 def getting(case: Case, how: str) -> Case:
-    """Return a copy of a case with another setting `misses`, which says how to handle misses."""
+    """Return a copy of a case that handles cache misses in the way `how`, such as "copy"."""
     return replace(case, settings=case.settings | {"misses": how})
 
 
@@ -267,8 +267,9 @@ class Gpu(Benchmark):
 
         Each engine computes a prompt and a few tokens. Kernels allocate memory when they are first
         launched, so our engine uses two precisions and prefetching, which need the most kernels.
-        `gpu` is the number of the device. With None, main memory is estimated instead. Raises
-        MoeEdgeError if an engine fails.
+        `gpu` is the number of the GPU. None stands for a device in main memory that holds only
+        expert slots. Its memory is then estimated, not measured. Raises MoeEdgeError if an engine
+        fails.
         """
         options, model = self.on, self.model
         rows = {case.name: case for case in paper_rows(1.0, options.retention)}
