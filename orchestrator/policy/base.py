@@ -67,10 +67,10 @@ class Precisions:
     """The number of precisions (tiers) that a policy uses, and its default choice of tiers.
 
     - least, most: the minimum and maximum number of tiers.
-    - keeps: words for the tiers in error messages, such as "two precisions". Only a policy that
-      never skips an expert sets this field; other policies have None.
-    - skips: whether the policy may skip experts even if it has a lower tier. Such a policy uses a
-      lower tier only if the user names one.
+    - keeps: a phrase for the tiers in error messages, such as "two precisions". Only a policy that
+      never skips an expert sets this field. None for other policies.
+    - skips: whether the policy may skip experts unless the user asks for exact results. Such a
+      policy uses a lower tier only if the user names one.
     - lossless: the settings with which every expert is computed in the best tier. {} means that
       this is always the case. None means that no settings achieve it.
     """
@@ -285,7 +285,9 @@ class About:
 
 
 class Policy:
-    """A rule that chooses the tiers of experts, prefetches, and changes of tier (transitions).
+    """A rule that chooses tiers of experts, requests prefetches, and starts transitions.
+
+    A transition is a change of an expert's tier in the background.
 
     This table lists all members that a policy may define:
 
@@ -367,12 +369,12 @@ class Policy:
 
         The runtime calls this method before the first token of the run, without arguments. If
         `wants.waits` is set, the runtime also calls this method before the first token of each
-        answer. The arguments are then the tiers of all experts in memory (`resident`) and after
-        their transitions (`target`). The call is repeated each time the returned transitions
-        finish.
+        answer. `resident` then has the tiers of all experts in memory. `target` has their tiers
+        after the changes of tier (transitions) that are under way.
 
-        Return () to wait for transitions under way without starting new ones. Return None if the
-        answer need not wait any longer.
+        Before an answer, the runtime starts the returned transitions, waits until all transitions
+        have finished, and repeats the call. The result () starts no transition. The answer begins
+        when the method returns None, or when no transition is left to wait for.
         """
         return self.placement.first()
 
