@@ -100,7 +100,7 @@ class PolicyRequirements:
 
     - asked_in: the phases (prefill, decode) in which the runtime calls `decide` for each MoE layer.
       In other phases the store requests every routed expert in default_tier without calling Python.
-      It uses a better copy if that is in memory.
+      The store uses a better copy of the expert if that is in memory.
     - default_tier: the tier of those requests.
     - n_ahead: the number of following layers whose routers are evaluated early to predict experts.
       0 means no prediction.
@@ -158,10 +158,10 @@ class History:
         return None
 
     def estimate(self, tiers: Sequence[str]) -> KlEstimate | None:
-        """Return an estimate of the KL divergence of these tiers from the first of them.
+        """Return an estimator of the quality loss of these tiers, relative to the first of them.
 
-        Return None if there is no estimate. A subclass may raise ConfigError instead, for a policy
-        that cannot work without an estimate.
+        The quality loss is the KL divergence in nats. Return None if it cannot be estimated. A
+        subclass may raise ConfigError instead, for a policy that needs the estimator.
         """
         return None
 
@@ -269,8 +269,8 @@ class About:
     - name: the name that users type.
     - summary: one sentence for the tables of the documentation.
     - Settings: the dataclass of the policy's own settings.
-    - reason: the end of the sentence "NAME, which ...". Messages use this sentence to explain why
-      an option of another policy has no effect.
+    - reason: the end of the sentence "NAME, which ...", such as "runs one precision". Messages use
+      this sentence to explain why an option of another policy has no effect.
     - precisions: the number of tiers that the policy uses, and its default choice.
     - wants: the requirements of the policy before its slots are known. They are the union of the
       requirements with all possible slots and settings.

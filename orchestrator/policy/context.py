@@ -529,7 +529,7 @@ class ContextAware(Policy):
         return self._moves(resident, target)
 
     def _place(self) -> np.ndarray:
-        """Return the tier that each expert should have by its use, uint8 [n_layers, n_expert]."""
+        """Return the tier that each expert should have for its use, uint8 [n_layers, n_expert]."""
         use = self.use
         counts, gates = use.sums
         self._scores, tiers = self.placement.of_use(counts, gates, self._before() + use.past)

@@ -256,8 +256,8 @@ class DyMoEPlacement(Placement):
     def fractions(self, uses: np.ndarray) -> np.ndarray:
         """Return the fraction of each expert's uses that is requested in each tier.
 
-        The fraction in the high tier is the mean share of critical experts, for every expert. The
-        rest is low or skipped.
+        For every expert, the fraction in the high tier is the mean share of critical experts. The
+        remaining uses request the low tier, or skip the expert.
         """
         high = self.depth.realised
         mix = (high, 1.0 - high)[: len(self.shape.tiers)]
