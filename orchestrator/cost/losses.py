@@ -583,9 +583,9 @@ class LossModel:
 
     @cached_property
     def of_file(self) -> tuple[KlEstimate | None, str]:
-        """An estimator of the quality loss of all tiers of the file, and an empty text.
+        """A pair: an estimator of the quality loss of all tiers of the file, and an empty text.
 
-        If the losses are unknown, None and the reason are returned instead.
+        If the losses are unknown, the pair is None and the reason.
         """
         names = [tier.name for tier in self._model.tiers]
         return self._of_all, self.unknown(names)

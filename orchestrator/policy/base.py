@@ -370,11 +370,11 @@ class Policy:
         The runtime calls this method before the first token of the run, without arguments. If
         `wants.waits` is set, the runtime also calls this method before the first token of each
         answer. `resident` then has the tiers of all experts in memory. `target` has their tiers
-        after the changes of tier (transitions) that are under way.
+        after the changes of tier (transitions) under way.
 
-        Before an answer, the runtime starts the returned transitions, waits until all transitions
-        have finished, and repeats the call. The result () starts no transition. The answer begins
-        when the method returns None, or when no transition is left to wait for.
+        Before an answer, the runtime waits until all transitions have finished, and repeats the
+        call. The answer begins when the method returns None, or when no transition is left to wait
+        for. The result () starts no transition.
         """
         return self.placement.first()
 
