@@ -42,7 +42,10 @@ class Upstream:
 
     @property
     def base(self) -> str:
-        """The name of the source distribution's top folder. Each patch has it as Upstream-Base."""
+        """The name of the source distribution's top folder, such as `llama_cpp_python-0.3.36`.
+
+        The header of each patch has this name in the field Upstream-Base.
+        """
         return f"{self.name}-{self.version}"
 
     @property

@@ -193,7 +193,7 @@ class CheckpointFile(GGUFFile):
     def _rows(self, info: TensorInfo, first: int, last: int) -> Bytes:
         """Return the encoded bytes of the rows `first` to `last - 1` of a tensor.
 
-        Rows are numbered through all dimensions of the tensor after the first.
+        The rows of all matrices of a three-dimensional tensor are numbered consecutively.
         """
         values = self._values[info.name]
         if not lazy.divisible(values):

@@ -190,10 +190,10 @@ def run_converter(
 
 
 def _with_output(tensors: list[LazyTensor], architecture: str) -> list[LazyTensor]:
-    """Return the tensors with an output matrix, which some architectures need in llama.cpp.
+    """Return a model's tensors, and add an output matrix if llama.cpp needs one and there is none.
 
-    If such a model has none, because the output matrix is tied to the embeddings, a copy of the
-    embeddings is added.
+    llama.cpp needs an output matrix for some architectures, even if a model uses its embeddings as
+    the output matrix (tied embeddings). A copy of the embeddings is added in this case.
     """
     named = {each.name: each for each in tensors}
     embeddings = named.get(EMBEDDINGS)
@@ -203,11 +203,11 @@ def _with_output(tensors: list[LazyTensor], architecture: str) -> list[LazyTenso
 
 
 def _dense_layers(config: dict[str, Any]) -> dict[str, int]:
-    """Return the setting `first_k_dense_replace`, derived from the list of layer types.
+    """Return the setting `first_k_dense_replace` as a dict, derived from the list of layer types.
 
     The setting is the number of dense layers before the first layer with experts. llama.cpp's
-    converter reads it, but config.json files written by transformers only have the list. Return an
-    empty dict if there is no list.
+    converter reads this setting, but config.json files written by transformers only have the list.
+    The result is an empty dict if the list is missing or names no layer with experts.
     """
     kinds = config.get("mlp_layer_types")
     if not isinstance(kinds, list) or "sparse" not in kinds:

@@ -546,9 +546,9 @@ class Runtime(Closing):
     def set(self, **changes: Any) -> bool:
         """Change settings of the loaded model, by their names in Config.
 
-        Some settings of policies can change while the model is loaded, and take effect at the next
-        token. Returns False if the current policy has none of them; a policy that is chosen later
-        uses them.
+        Live settings of policies change while the model stays loaded, and take effect at the next
+        token. Returns False if only live settings change, and the current policy has none of them.
+        They are then stored for a policy that is chosen later. In all other cases, returns True.
 
         For other settings, the model is loaded again after the running answers, and the sequences
         are emptied. If loading fails, the model is loaded with the former settings. The error is
