@@ -112,7 +112,7 @@ def say(line: str) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[int]:
-    """Hold an exclusive lock on a file during the block, and yield its descriptor.
+    """Hold an exclusive lock on a file during the `with` block, and yield its descriptor.
 
     Child processes that inherit the descriptor keep the lock. Therefore the compilers of a killed
     build never write to the same folder as a new build.

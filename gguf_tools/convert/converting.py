@@ -167,7 +167,7 @@ class CheckpointFile(GGUFFile):
     def header_alone(self) -> Iterator[Path]:
         """Create a temporary file with this file's header and size, but without data.
 
-        The file exists during the block. It is sparse, so it takes almost no disk space.
+        The file exists during the `with` block. It is sparse, so it takes almost no disk space.
         """
         with tempfile.NamedTemporaryFile(suffix=".gguf") as file:
             file.write(self._header_bytes)

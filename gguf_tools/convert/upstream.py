@@ -118,7 +118,7 @@ def archive() -> Path:
 
 @contextmanager
 def one_torch_thread() -> Iterator[None]:
-    """Let torch compute on the calling thread only, during the block.
+    """Let torch compute on the calling thread only, during the `with` block.
 
     Raises ConvertError if torch is not installed.
     """
@@ -190,10 +190,10 @@ def run_converter(
 
 
 def _with_output(tensors: list[LazyTensor], architecture: str) -> list[LazyTensor]:
-    """Return a model's tensors, and add an output matrix if llama.cpp needs one and there is none.
+    """Return a model's tensors, with an output matrix added if llama.cpp needs one.
 
     llama.cpp needs an output matrix for some architectures, even if a model uses its embeddings as
-    the output matrix (tied embeddings). A copy of the embeddings is added in this case.
+    the output matrix (tied embeddings). In this case, a copy of the embeddings is added.
     """
     named = {each.name: each for each in tensors}
     embeddings = named.get(EMBEDDINGS)
@@ -414,7 +414,7 @@ class _Kept(logging.Handler):
 
 @contextmanager
 def _kept_warnings() -> Iterator[list[str]]:
-    """Collect warnings of llama.cpp's converter during the block instead of printing them.
+    """Collect warnings of llama.cpp's converter in the `with` block, without printing them.
 
     Yields the list to which each warning is added.
     """
@@ -434,7 +434,7 @@ def _kept_warnings() -> Iterator[list[str]]:
 
 @contextmanager
 def _converter_errors(checkpoint: Checkpoint) -> Iterator[list[str]]:
-    """Convert exceptions of llama.cpp's converter in the block to ConvertError with one sentence.
+    """Convert the converter's exceptions in the `with` block to ConvertError with one sentence.
 
     Yields the list of the converter's warnings so far.
     """

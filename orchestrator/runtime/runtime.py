@@ -624,9 +624,9 @@ class Runtime(Closing):
         return memory_now(library, self._loaded, self._loaded.driver.prompts)
 
     def fault(self) -> str:
-        """Return a sentence if a model file was written to, because answers are wrong from then on.
+        """Return a sentence that names a model file which was written to while it is in use, or "".
 
-        Return "" otherwise. The user gets a sentence about each change once.
+        Answers are wrong after such a change. The user is told about each change of a file once.
         """
         sentence, is_fault = self._loader.files.look()
         if sentence and sentence != self._said:
