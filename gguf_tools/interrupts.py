@@ -130,10 +130,10 @@ def check() -> None:
 
 
 def hand_over(error: BaseException) -> None:
-    """Keep an exception of a function called from C, which cannot propagate through C code.
+    """Store an exception of a Python function that C code called, to raise it after the C call.
 
-    The exception is raised on this thread later, at the end of the outermost `held` block around
-    the C call.
+    An exception cannot propagate through C code. This thread raises it at the end of the outermost
+    `held` block around the C call.
     """
     _thread.raised = error
 

@@ -27,10 +27,10 @@ class History:
         return placement.make(self._planner.history)
 
     def learn(self, driver: BaseDriver) -> None:
-        """Add the uses of experts in this run, and the knowledge that the policy learned.
+        """Add a run to the history: the uses of each expert, and the records of the policy.
 
-        The counted uses are those of all tokens. A policy can learn which fraction of the tokens
-        use each expert, and values for its settings. driver: the driver of the model that has run.
+        A policy can record which fraction of the tokens use each expert, and values to which it has
+        tuned its settings. driver: the driver of the model that has run.
         """
         name, learned, used = driver.policy_name, driver.learned(), driver.used()
         if learned.hotness is not None:
