@@ -92,8 +92,8 @@ def _fetch_noted(
 def _cached(repo: str, include: Sequence[str]) -> Path | None:
     """Return the path of a repository's model in the cache, without contacting the Hub.
 
-    The cached files of the main branch are used. Return None if the cache has no GGUF file of it.
-    Raises HubError if several models match.
+    Only the files of the main branch count. Return None if none of them is a GGUF file. Raises
+    HubError unless exactly one cached model matches `include`.
 
     include: patterns of file names, such as `*Q4_K_M*`. If empty, every cached model matches.
     """
