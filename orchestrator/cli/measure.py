@@ -169,7 +169,7 @@ for _name, _place in BENCHMARKS.items():
 def evaluate(as_json: bool, **options: Any) -> None:
     """Measure quality: perplexity, KL divergence, multiple-choice accuracy.
 
-    The policy decides for each token alone, never from later tokens.
+    By default, the text is evaluated token by token, so the policy does not know later tokens.
     """
     from dataclasses import fields
 

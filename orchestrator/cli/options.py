@@ -48,8 +48,8 @@ class NamedPath(click.Path):
 class NewPath(NamedPath):
     """The type of an option or argument that names an output file.
 
-    An existing file is refused, unless --force was given. After the output is written, an interrupt
-    (Ctrl-C) ends the program.
+    An existing file is refused, unless --force was given. Once the output is written, the command
+    is complete, and an interrupt (Ctrl-C) has no effect.
     """
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
@@ -409,6 +409,7 @@ def open_runtime(
 ) -> Runtime:
     """Open a model, and show the progress and notes on the console.
 
+    answering: settings of a runtime that answers requests, such as the number of parallel answers.
     more: further parameters of Runtime.open.
     """
     from orchestrator.cache.files import check_target
