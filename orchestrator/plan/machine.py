@@ -196,14 +196,13 @@ def check_misses(gpu: Accelerator | None, config: Config) -> None:
 def serve_misses(bindings: Bindings, gpu: Accelerator | None, config: Config) -> Misses:
     """Return how a GPU obtains experts that are not in its memory.
 
-    This function measures the link to the GPU, which takes some tenths of a second: the speed of
-    the link bounds what is copied ahead, whatever `--misses` says. Raises ConfigError if the GPU
-    does not respond.
+    With `--misses auto`, this function measures the link to the GPU, which takes some tenths of a
+    second. Raises ConfigError if the GPU does not respond.
     """
     if gpu is None:
         return Misses()
     mode, threads = config.misses or AUTO, config.n_threads
-    if gpu.index is None:  # main memory as a device has no link
+    if gpu.index is None or mode != AUTO:  # main memory as a device has no link
         return Misses(mode, threads=threads)
     speeds = measure_device(bindings.library(), gpu.info, threads)
     return Misses(mode, speeds.pinned, speeds.round_trip_us, threads)

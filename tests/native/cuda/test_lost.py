@@ -36,7 +36,7 @@ def test_a_lost_gpu(runs, monkeypatch, name, kernel):
     monkeypatch.setenv("MOE_EMU_FAIL", str(kernel))
     said = last_message(runs.on_gpu(6, **POLICIES[name], misses="copy"), LOST)
     # if our own copies or time measurements failed first, an error was raised and all memory freed
-    assert ("does not respond" if kernel == 1 else "start the program again") in said
+    assert ("does not answer" if kernel == 1 else "start the program again") in said
 
 
 @pytest.mark.parametrize("allocation", [1, 4, 8, 12])
