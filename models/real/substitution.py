@@ -19,7 +19,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from gguf_tools.quantize.ggml import load_ggml
 from models.real.activations import Floats
 from models.real.text import FIT, JUDGED, fit_windows, judged_documents, judged_windows
 from orchestrator.cache.files import write_whole
-from orchestrator.errors import MoeEdgeError
+from orchestrator.errors import ConfigError, MoeEdgeError
 from orchestrator.lab.observe import Node, Observer, observe
 
 Ints = npt.NDArray[np.int64]
@@ -419,6 +419,25 @@ def measure(
     return found
 
 
+def finished_windows(out: Path, options: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the windows that an interrupted run has saved in a file of results.
+
+    The list is empty if there is no such file. options: the options of this run by name. Raises
+    ConfigError if the file has results of other options.
+    """
+    if not out.exists():
+        return []
+    saved = json.loads(out.read_text())
+    others = [name for name, value in options.items() if saved.get(name) != value]
+    if others:
+        raise ConfigError(
+            f"{out}: has results of another run ({', '.join(others)}): give another --out, or "
+            "remove the file"
+        )
+    windows: list[dict[str, Any]] = saved["windows"]
+    return windows
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m models.real.substitution", description=__doc__)
@@ -457,7 +476,17 @@ def main(argv: list[str] | None = None) -> int:
             cut = judged_windows(tokenize, documents, 1 << 30, args.window, 1)
         windows = [window for _, window in cut if len(window) == args.window][: args.documents]
         layers = fit(args.model, experts, fitted, n_resident, args.threads)
-        known = json.loads(args.out.read_text())["windows"] if args.out.exists() else []
+        options = {
+            "model": args.model.name,
+            "text": args.text,
+            "fit": list(args.fit),
+            "fit_tokens": args.fit_tokens,
+            "resident": n_resident,
+            "window": args.window,
+            "levels": list(args.levels),
+            "biases": list(args.biases),
+        }
+        known = finished_windows(args.out, options)
         records = measure(
             args.model,
             experts,
@@ -476,15 +505,10 @@ def main(argv: list[str] | None = None) -> int:
     for layer in layers:
         pairs = np.outer(~layer.resident, layer.resident) & (layer.correlations > 0)
         squared.append(float(layer.correlations[pairs].mean()) if pairs.any() else 0.0)
-    result = {
-        "model": args.model.name,
-        "text": args.text,
-        "resident": n_resident,
+    result = options | {
         "n_expert": experts.n_expert,
         "n_used": experts.n_used,
         "squared_correlation": squared,
-        "levels": args.levels,
-        "biases": args.biases,
         "windows": records,
     }
     write_whole(args.out, json.dumps(result))
