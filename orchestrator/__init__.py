@@ -47,12 +47,14 @@ _PLACES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    """Import a public name of this package when it is first used."""
-    if name not in _PLACES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(import_module(_PLACES[name]), name)
-    return found
+if not TYPE_CHECKING:  # for a type checker, a misspelled name would be an Any
+
+    def __getattr__(name: str) -> Any:
+        """Import a public name of this package when it is first used."""
+        if name not in _PLACES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = globals()[name] = getattr(import_module(_PLACES[name]), name)
+        return found
 
 
 def __dir__() -> list[str]:
