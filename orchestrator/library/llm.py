@@ -31,7 +31,7 @@ from orchestrator.errors import (
 )
 from orchestrator.events import GenerationStats, Phase
 from orchestrator.library.models import config_of, find_model
-from orchestrator.library.process import check_process, closed, loading, opening
+from orchestrator.library.process import check_process, closed, free_memory, loading, opening
 from orchestrator.library.progress import Bars
 from orchestrator.library.results import ChatAnswer, Chunk, Completion, ResolvedPlan, Score
 from orchestrator.library.worker import Worker
@@ -321,6 +321,7 @@ class LLM(Closing):
 
         If `special` is True, it includes the names of control tokens.
         """
+        self._check()
         n_vocab = self._served.about.n_vocab
         wrong = next((each for each in tokens if not 0 <= each < n_vocab), None)
         if wrong is not None:
@@ -346,6 +347,9 @@ class LLM(Closing):
         call.ended.wait()
         self._worker.join()
         atexit.unregister(self._worker.join)
+        self._answer = None
+        del self._runtime, self._served
+        free_memory()
         if call.error is not None:
             raise call.error
 
@@ -471,7 +475,8 @@ class _Parts(Iterator[dict[str, Any]]):
         `ended` is called once, on the worker's thread, when the answer has ended.
         """
         self.answer = answer
-        self._llm, self._shaping, self._ended = llm, shaping, ended
+        self._llm, self._runtime = llm, llm._runtime
+        self._shaping, self._ended = shaping, ended
         self._events = iter(answer)
         self._is_closed = False
 
@@ -480,7 +485,7 @@ class _Parts(Iterator[dict[str, Any]]):
         try:
             found = next(self._events)
         except NativeError as error:
-            cause = self._llm._runtime.policy_error
+            cause = self._runtime.policy_error
             if cause is not None:
                 raise PolicyError(sentence_of(cause)) from cause
             raise error
@@ -500,8 +505,12 @@ class _Parts(Iterator[dict[str, Any]]):
 
     def leave(self) -> None:
         """End the answer soon, without waiting."""
-        if self._begin_to_close():
+        if not self._begin_to_close():
+            return
+        if self._llm._closing.alive:
             self._llm._worker.post(self._close)
+        else:  # the answer has ended, and nothing is left to wait for
+            self.answer.close()
 
     def _begin_to_close(self) -> bool:
         """Cancel the answer, and return whether it still has to be closed.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import weakref
+from contextlib import suppress
 
 from orchestrator.errors import ClosedError, ConfigError
 from orchestrator.library.worker import Worker
@@ -47,3 +50,15 @@ def loading() -> None:
 def closed(worker: Worker) -> None:
     """Record that the model of this worker is closed, or could not be loaded."""
     _open.discard(worker)
+
+
+def free_memory() -> None:
+    """Free the objects of a closed model, and return free memory to the operating system.
+
+    The objects of a model refer to each other. Until the garbage collector frees them, they keep
+    glibc's allocator from using the memory around them again, and the process grows with each
+    model.
+    """
+    gc.collect()
+    with suppress(AttributeError, OSError):  # other C libraries than glibc
+        ctypes.CDLL(None).malloc_trim(0)
