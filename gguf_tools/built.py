@@ -151,10 +151,11 @@ def _has_cpu_feature(*position: int) -> bool:
 
 
 def _preloads() -> list[Path]:
-    """Return the libraries to load before libllama.
+    """Return the paths of the libraries that must be loaded before libllama.
 
-    These are a wheel's libggml-cpu for this processor and the CUDA library of moe-edge-cuda. Raises
-    NotBuilt if moe-edge and moe-edge-cuda have different versions.
+    If moe-edge was installed from a wheel, this is ggml's CPU library for this processor's
+    instruction set. If moe-edge-cuda is installed, its CUDA library follows. Raises NotBuilt if
+    moe-edge and moe-edge-cuda have different versions.
     """
     folder, chosen = libraries(), instruction_set()
     found = [] if chosen == "native" else list((folder / chosen).iterdir())

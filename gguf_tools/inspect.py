@@ -17,11 +17,12 @@ KV_TOKENS = 4096
 def describe(model: ExpertModel, scratch_bytes: int = 0) -> dict[str, Any]:
     """Return facts about an opened model as a JSON-serializable dict. All sizes are in bytes.
 
-    The list `budgets` tells for several memory budgets how many experts they hold. Each budget is a
-    share of the size of all experts in the best precision (tier). `experts_per_layer` gives for
-    each tier the number of experts per layer that fit, if all have this tier. `ram_bytes` is the
-    value of `--ram` for this budget: the dense weights, an F16 KV cache of at most KV_TOKENS
-    tokens, scratch_bytes and the budget itself.
+    The entry `budgets` is a list of examples that tell how many experts fit into how much memory.
+    Each example is a memory budget for experts (`slot_bytes`), given as a share of the size of all
+    experts in the best precision (tier). `experts_per_layer` is the number of experts of each layer
+    that fit if all have the same tier, by the tier's name. `ram_bytes` is the value of `--ram` for
+    this budget: the dense weights, an F16 KV cache of at most KV_TOKENS tokens, scratch_bytes and
+    the budget itself.
 
     scratch_bytes: memory for compute buffers.
     """

@@ -113,9 +113,9 @@ def asked() -> bool:
 def check() -> None:
     """Raise the pending interrupt, such as Ctrl-C, if there is one.
 
-    This works inside a `held` block, too, which otherwise delays interrupts. Raises
-    KeyboardInterrupt after SIGINT, and SystemExit after SIGTERM or SIGHUP. On other threads than
-    the main thread, it raises KeyboardInterrupt if their `cancellable` block is cancelled.
+    This works even inside a `held` block, which otherwise delays interrupts. Raises
+    KeyboardInterrupt after SIGINT, and SystemExit after SIGTERM or SIGHUP. Threads other than the
+    main thread get a KeyboardInterrupt if their `cancellable` block is cancelled.
     """
     cancelled = _thread.cancelled
     if cancelled is not None and cancelled():
@@ -130,10 +130,10 @@ def check() -> None:
 
 
 def hand_over(error: BaseException) -> None:
-    """Keep an exception of a function called from C, which cannot propagate through C code.
+    """Store an exception of a Python function that C code called, to raise it after the C call.
 
-    The exception is raised on this thread later, at the end of the outermost `held` block around
-    the C call.
+    An exception cannot propagate through C code. This thread raises it at the end of the outermost
+    `held` block around the C call.
     """
     _thread.raised = error
 
@@ -274,7 +274,7 @@ _watch = _Watch()
 
 @contextmanager
 def leaving(last_work: Callable[[], None]) -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end the process during the block even if a C call does not return.
+    """Let SIGTERM and SIGHUP end the process in the `with` block even if a C call does not return.
 
     last_work: function that is called on another thread before the process is ended in this way.
         The function must return soon. If blocks are nested, the function of the innermost block is
@@ -289,7 +289,7 @@ def leaving(last_work: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def calling(stop: Callable[[], None], ending: bool = False) -> Iterator[None]:
-    """Call stop on an interrupt during the block, instead of raising KeyboardInterrupt.
+    """Call stop on an interrupt in the `with` block, instead of raising KeyboardInterrupt.
 
     stop: can be called between any two instructions of the main thread. Inside a `held` block with
         its own stop function, another thread calls it as well, before the main thread does.
@@ -320,7 +320,7 @@ def leave_at_once() -> None:
 
 @contextmanager
 def listening() -> Iterator[None]:
-    """Raise KeyboardInterrupt on SIGINT and SystemExit on SIGTERM or SIGHUP during the block.
+    """Raise KeyboardInterrupt on SIGINT and SystemExit on SIGTERM or SIGHUP in a `with` block.
 
     A pending interrupt is raised at the end of the block at the latest. Signals that another
     handler already handles, or that are ignored, keep their handling. After `leave_at_once`, the

@@ -10,7 +10,10 @@ Progress = Callable[[float], None]
 
 @runtime_checkable
 class SizedProgress(Protocol):
-    """A progress callback whose attribute total_bytes is set before the first call."""
+    """A progress callback that needs to know the total number of bytes.
+
+    ProgressMeter sets the attribute total_bytes before it calls the callback.
+    """
 
     total_bytes: int
 

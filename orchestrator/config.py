@@ -593,11 +593,12 @@ class Config(Settings):
     def asks_less(self, policy: type[Policy]) -> bool:
         """Return whether these settings let the policy compute experts below the best precision.
 
-        The result is True if skipping is allowed, or if the policy mixes precisions and is never
-        lossless. For other policies, it depends on the setting that can make them lossless. The
-        result is True if the user gave another value of this setting. If the user gave no value, a
-        low tier or a second file makes the result True. With the setting `exact`, the result is
-        always False.
+        With the setting `exact`, the result is False. Otherwise, the result is True if skipping is
+        allowed, or if the policy mixes precisions and is never lossless.
+
+        Other policies have settings that make them lossless. For them, the result is True if the
+        user gave another value of such a setting. It is also True if the user gave no value, but a
+        low tier or a second file.
         """
         if self.exact:
             return False

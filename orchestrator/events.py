@@ -139,10 +139,10 @@ class RouteEvent:
 
     @property
     def filled(self) -> tuple[np.ndarray, np.ndarray]:
-        """The chosen experts and their weights of all tokens, with the width of the widest layer.
+        """The chosen experts and their weights of all tokens, in arrays as wide as the largest k.
 
-        In a layer with fewer experts per token (k), the columns from k on repeat the row's first
-        expert with weight 0.
+        k is the number of experts per token, which may differ between layers. In a layer with a
+        smaller k, the columns from k on repeat the row's first expert with weight 0.
         """
         return self._ids[: self.n_tokens], self._weights[: self.n_tokens]
 

@@ -53,7 +53,7 @@ print(json.dumps(report))
 class Environment:
     """The Python environment into which moe-edge is installed.
 
-    created: true for the repository's `.venv`, which is created if necessary.
+    created: whether this is the repository's `.venv`, which the setup creates if it does not exist.
     python: path of the environment's Python.
     """
 

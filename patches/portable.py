@@ -248,8 +248,9 @@ def write(
 
 
 def portable(path: Path) -> bytes:
-    """Return the contents of a library, with the library names that the wheel uses.
+    """Return the bytes of a built library, after renaming the libraries that it refers to.
 
+    llama.cpp's library names are replaced by the names in the wheel, such as libllama by libllmoe.
     Raises BuildError if the library needs libstdc++, or a newer glibc than the wheel's tag allows.
     """
     data = path.read_bytes()
@@ -368,8 +369,10 @@ def entry_points() -> bytes:
 def prebuilt(upstream: Upstream, folders: Sequence[Path]) -> tuple[Path, str] | None:
     """Make a wheel of llama.cpp's bindings from the libraries in a prebuilt moe-edge wheel.
 
-    Return the new wheel's path and its key. Return None if no moe-edge wheel in the folders was
-    built from the current patches.
+    Return the new wheel's path and its key, a hash that identifies the build. Return None if no
+    moe-edge wheel in the folders was built from the current patches.
+
+    folders: where to look for moe-edge wheels.
     """
     patches = digest_of_patches()
     for path in (path for folder in folders for path in folder.glob(f"moe_edge-*_{MACHINE}.whl")):

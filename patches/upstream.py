@@ -42,7 +42,10 @@ class Upstream:
 
     @property
     def base(self) -> str:
-        """The name of the source distribution's top folder. Each patch has it as Upstream-Base."""
+        """The name of the source distribution's top folder, such as `llama_cpp_python-0.3.36`.
+
+        The header of each patch has this name in the field Upstream-Base.
+        """
         return f"{self.name}-{self.version}"
 
     @property
@@ -109,7 +112,7 @@ def say(line: str) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[int]:
-    """Hold an exclusive lock on a file during the block, and yield its descriptor.
+    """Hold an exclusive lock on a file during the `with` block, and yield its descriptor.
 
     Child processes that inherit the descriptor keep the lock. Therefore the compilers of a killed
     build never write to the same folder as a new build.

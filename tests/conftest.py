@@ -53,6 +53,7 @@ REST = {
         r"tests/unit/lab/bench/test_bench\.py",
         r"tests/unit/lab/bench/test_\w+\.py::.*(end_to_end|test_a_small_run|on_the_host_device)",
         r"tests/unit/lab/study/test_(every_study|placed_rows|recorder|votes_study|uniform_types)\.py",
+        r"tests/unit/lab/papers/test_every_paper\.py",
         r"tests/unit/eval/test_(lm_eval|within_memory)\.py",
     ),
     "how the demo model and the model of real weights are made: nothing that runs needs it": (

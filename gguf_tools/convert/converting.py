@@ -167,7 +167,7 @@ class CheckpointFile(GGUFFile):
     def header_alone(self) -> Iterator[Path]:
         """Create a temporary file with this file's header and size, but without data.
 
-        The file exists during the block. It is sparse, so it takes almost no disk space.
+        The file exists during the `with` block. It is sparse, so it takes almost no disk space.
         """
         with tempfile.NamedTemporaryFile(suffix=".gguf") as file:
             file.write(self._header_bytes)
@@ -193,7 +193,7 @@ class CheckpointFile(GGUFFile):
     def _rows(self, info: TensorInfo, first: int, last: int) -> Bytes:
         """Return the encoded bytes of the rows `first` to `last - 1` of a tensor.
 
-        Rows are numbered through all dimensions of the tensor after the first.
+        The rows of all matrices of a three-dimensional tensor are numbered consecutively.
         """
         values = self._values[info.name]
         if not lazy.divisible(values):

@@ -21,10 +21,12 @@ Cuts = tuple[slice, ...]
 
 
 class _Call(NamedTuple):
-    """A method call on a lazy tensor (`operand`) that leaves the leading dimensions unchanged.
+    """A method call on a lazy tensor that leaves the leading dimensions of the tensor unchanged.
 
-    To compute a slice along the first `n_free` dimensions of the result, it is enough to call the
-    method on this slice of the operand.
+    operand: the lazy tensor.
+    n_free: number of unchanged leading dimensions. A slice of the result along these dimensions can
+        be computed from the same slice of the operand.
+    apply: function that calls the method on the computed operand, or on a slice of it.
     """
 
     operand: Any
@@ -33,11 +35,13 @@ class _Call(NamedTuple):
 
 
 def compute(node: Any, cuts: Cuts = ()) -> Any:
-    """Compute a part of a tensor of llama.cpp's converter that has not been computed yet.
+    """Compute a part of a lazy tensor of llama.cpp's converter.
 
-    The result is `node[cuts]`, with as many dimensions as the node. An array or a torch tensor is
-    just sliced.
+    A lazy tensor is a graph of the operations that will compute its values. Only the needed values
+    are computed, if the operations allow that. Returns `node[cuts]`, with as many dimensions as
+    `node`.
 
+    node: the lazy tensor. An array or a torch tensor is only sliced.
     cuts: one slice with start and stop for each of the leading dimensions. An empty tuple computes
         the whole tensor.
     """

@@ -60,11 +60,12 @@ def _is_bitsandbytes(settings: dict[str, Any]) -> bool:
 def _scales_of(name: str, dtype: str, has_settings: bool) -> list[str]:
     """Return the names that the scale of a quantized tensor can have in a checkpoint.
 
-    The list is empty if the tensor needs no scale. The block scales of NVFP4 are FP8 tensors, which
-    need a scale themselves. Its name is `weight_scale_2` in files of ModelOpt and
-    `weight_global_scale` in files of compressed-tensors. llama.cpp's converter would silently use 1
-    for a missing scale.
+    The list is empty if the tensor needs no scale. A missing scale must be found before the
+    conversion, because llama.cpp's converter would silently use 1 instead.
 
+    name: name of the tensor. A name that ends in `weight_scale` belongs to the block scales of an
+        NVFP4 weight. Block scales are FP8 tensors, so they need a second scale. ModelOpt calls it
+        `weight_scale_2`, and compressed-tensors calls it `weight_global_scale`.
     dtype: safetensors type of the tensor.
     has_settings: whether config.json says how the checkpoint is quantized.
     """

@@ -118,7 +118,7 @@ def archive() -> Path:
 
 @contextmanager
 def one_torch_thread() -> Iterator[None]:
-    """Let torch compute on the calling thread only, during the block.
+    """Let torch compute on the calling thread only, during the `with` block.
 
     Raises ConvertError if torch is not installed.
     """
@@ -190,10 +190,10 @@ def run_converter(
 
 
 def _with_output(tensors: list[LazyTensor], architecture: str) -> list[LazyTensor]:
-    """Return the tensors with an output matrix, which some architectures need in llama.cpp.
+    """Return a model's tensors, with an output matrix added if llama.cpp needs one.
 
-    If such a model has none, because the output matrix is tied to the embeddings, a copy of the
-    embeddings is added.
+    llama.cpp needs an output matrix for some architectures, even if a model uses its embeddings as
+    the output matrix (tied embeddings). In this case, a copy of the embeddings is added.
     """
     named = {each.name: each for each in tensors}
     embeddings = named.get(EMBEDDINGS)
@@ -203,11 +203,11 @@ def _with_output(tensors: list[LazyTensor], architecture: str) -> list[LazyTenso
 
 
 def _dense_layers(config: dict[str, Any]) -> dict[str, int]:
-    """Return the setting `first_k_dense_replace`, derived from the list of layer types.
+    """Return the setting `first_k_dense_replace` as a dict, derived from the list of layer types.
 
     The setting is the number of dense layers before the first layer with experts. llama.cpp's
-    converter reads it, but config.json files written by transformers only have the list. Return an
-    empty dict if there is no list.
+    converter reads this setting, but config.json files written by transformers only have the list.
+    The result is an empty dict if the list is missing or names no layer with experts.
     """
     kinds = config.get("mlp_layer_types")
     if not isinstance(kinds, list) or "sparse" not in kinds:
@@ -414,7 +414,7 @@ class _Kept(logging.Handler):
 
 @contextmanager
 def _kept_warnings() -> Iterator[list[str]]:
-    """Collect warnings of llama.cpp's converter during the block instead of printing them.
+    """Collect warnings of llama.cpp's converter in the `with` block, without printing them.
 
     Yields the list to which each warning is added.
     """
@@ -434,7 +434,7 @@ def _kept_warnings() -> Iterator[list[str]]:
 
 @contextmanager
 def _converter_errors(checkpoint: Checkpoint) -> Iterator[list[str]]:
-    """Convert exceptions of llama.cpp's converter in the block to ConvertError with one sentence.
+    """Convert the converter's exceptions in the `with` block to ConvertError with one sentence.
 
     Yields the list of the converter's warnings so far.
     """

@@ -129,10 +129,11 @@ def listed_tiers(file: GGUFFile) -> list[str]:
 
 
 class _Keys:
-    """Reads metadata values of a model's architecture, with checks of their range.
+    """Reads metadata values of a model's architecture, and checks that they are in range.
 
-    A key of the file consists of the architecture's name, a dot, and the name given to the methods.
-    A value out of range raises MetadataError.
+    The methods get the part of a metadata key after the architecture's name. For example,
+    "block_count" stands for `llama.block_count` in a model of the architecture llama. A value out
+    of range raises MetadataError.
     """
 
     def __init__(self, file: GGUFFile) -> None:

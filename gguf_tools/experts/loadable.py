@@ -44,7 +44,8 @@ def check_loadable(parts: list[GGUFFile], hparams: Hyperparameters) -> None:
 class _Keys:
     """Reads metadata values of a model's architecture.
 
-    A key of the file consists of the architecture's name, a dot, and the name given to the methods.
+    The methods get the part of a metadata key after the architecture's name. For example,
+    "block_count" stands for `llama.block_count` in a model of the architecture llama.
     """
 
     def __init__(self, file: GGUFFile, arch: str) -> None:

@@ -101,10 +101,10 @@ class ExpertModel(Closing):
 
     @property
     def split_files(self) -> list[list[GGUFFile]]:
-        """The opened files of the model, as a list that contains one list of files in their order.
+        """The opened files, as one list of files for each of the models that were opened together.
 
-        If `open` was given a second model of lower precision, the files of that model are a second
-        list.
+        Usually there is only one model. A second model, of lower precision, can be given to `open`.
+        The files of a split model are in the order of its parts.
         """
         found: list[list[GGUFFile]] = []
         for part in self.parts:

@@ -26,8 +26,8 @@ _ONE = 1 << 31
 def n_slices(shape: Sequence[int]) -> int:
     """Return the number of checksums that a file stores for a tensor of this shape.
 
-    An expert tensor has three dimensions and one checksum for each expert, the last dimension. Any
-    other tensor has one checksum.
+    A tensor with three dimensions contains experts, and has one checksum for each expert. The last
+    dimension is the number of experts. Any other tensor has one checksum.
     """
     return shape[2] if len(shape) == 3 else 1
 

@@ -155,10 +155,10 @@ class GGUFFile(Closing):
         self.alignment = value
 
     def _place(self, infos: list[TensorInfo]) -> None:
-        """Store the tensors with offsets from the start of the file instead of the data section.
+        """Store the tensors, after converting their offsets to offsets from the start of the file.
 
-        Raises GGUFError if a tensor is misaligned, extends past the end of the file, overlaps
-        another tensor, or has the same name.
+        The given offsets count from the start of the data section. Raises GGUFError if a tensor is
+        misaligned, extends past the end of the file, overlaps another tensor, or has the same name.
         """
         for info in infos:
             offset = self.data_offset + info.offset

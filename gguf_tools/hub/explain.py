@@ -19,7 +19,7 @@ def storage_folder(repo: str) -> Path:
 
 @contextmanager
 def translated_errors(repo: str, revision: str | None) -> Iterator[None]:
-    """Convert exceptions of huggingface_hub in the block to HubError with one clear sentence.
+    """Convert huggingface_hub's exceptions in the `with` block to HubError with one sentence.
 
     During the block, huggingface_hub logs only errors.
     """

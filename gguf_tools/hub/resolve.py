@@ -92,9 +92,10 @@ def _fetch_noted(
 def _cached(repo: str, include: Sequence[str]) -> Path | None:
     """Return the path of a repository's model in the cache, without contacting the Hub.
 
-    The model is that of the main branch. Return None if the cache has none.
+    Only the files of the main branch count. Return None if none of them is a GGUF file. Raises
+    HubError unless exactly one cached model matches `include`.
 
-    include: patterns of file names. If empty, the repository's only model is meant.
+    include: patterns of file names, such as `*Q4_K_M*`. If empty, every cached model matches.
     """
     snapshot = _snapshot(repo, "main")
     if snapshot is None:

@@ -142,7 +142,7 @@ def _quantize_run(
 
 @contextmanager
 def _named(file: GGUFFile, name: str) -> Iterator[None]:
-    """Add the names of the file and the tensor to the message of a QuantizeError in the block."""
+    """Add the names of the file and the tensor to a QuantizeError of the `with` block."""
     try:
         yield
     except QuantizeError as error:

@@ -62,7 +62,8 @@ def method_and_calibration(
 ) -> tuple[str, str]:
     """Return the texts that describe quantization method and calibration in a packed file.
 
-    If lower tiers are copied from the source, the texts include what the source records.
+    If lower tiers are copied from the source file, the texts include the method and the calibration
+    that the source file's metadata names for them.
     """
     by = quantizer or Rtn
     lower = [each.copy_from is None for matrix in matrices for each in matrix.targets[1:]]

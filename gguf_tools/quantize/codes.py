@@ -21,10 +21,11 @@ Decode = Callable[[Blocks], Floats]
 class Plane(NamedTuple):
     """The place of the bits `low` to `low + width - 1` of all codes in a quantization block.
 
-    A code is the integer that stands for a weight. The plane starts at byte `start` of the block. A
-    byte contains 8 / width codes, whose numbers differ by `group`. The lowest bits belong to the
-    first of these codes. For example, Plane(2, 4, 16) stores 4 bits of 32 codes in the bytes 2 to
-    17: codes 0 to 15 in the low halves of the bytes, and codes 16 to 31 in the high halves.
+    A code is the integer that stands for a weight. Code number i belongs to weight i of the block.
+    The plane starts at byte `start` of the block. A byte contains bits of 8 / width codes. The
+    numbers of these codes are `group` apart, and the first of them has the lowest bits of the byte.
+    For example, Plane(2, 4, 16) stores 4 bits of 32 codes in the bytes 2 to 17: codes 0 to 15 in
+    the low halves of the bytes, and codes 16 to 31 in the high halves.
     """
 
     start: int
@@ -94,11 +95,12 @@ def put_codes(ggml_type: GGMLType, blocks: Blocks, codes: Blocks) -> None:
 
 
 def code_values(ggml_type: GGMLType, blocks: Blocks, decode: Decode) -> Floats:
-    """Return the values of one or two codes at every position of the given blocks.
+    """Return the values that weights in the given blocks would have with certain codes.
 
-    The values of all other codes follow from the returned ones. If the values of a type's codes are
-    equally spaced, its first and last code are used. Otherwise, the code whose value is the block's
-    scale is used.
+    A code is the integer that stands for a weight. Its value depends on the scales of the block. If
+    the values of a type's codes are equally spaced, the results are for the first and the last
+    code. Otherwise, the result is for the code whose value equals the block's scale. The values of
+    all other codes can be computed from these.
 
     blocks: uint8 [number of blocks, bytes per block].
     decode: function that decodes the bytes of blocks to float32 values.

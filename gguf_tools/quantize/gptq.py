@@ -168,10 +168,10 @@ def quantize(ggml: Ggml, ggml_type: GGMLType, values: Floats, factor: Factor) ->
 
 
 class _Grid:
-    """The values that a ggml type can represent in a group of columns whose scales are chosen.
+    """The values to which a ggml type can round a group of columns, after its scales are chosen.
 
-    values: [k, columns, rows], the values of one or two codes of the type, from which all others
-        follow.
+    values: [k, columns, rows], the values of k codes of the type, with k = 1 or 2. A code is the
+        integer that stands for a weight. The values of all other codes are computed from these.
     """
 
     def __init__(self, values: Tensor, ggml_type: GGMLType) -> None:
@@ -277,10 +277,12 @@ class _Rounding:
         return self._ggml.dequantize(self._type, blocks, self._block.weights)
 
     def _error_of_span(self, start: int, stop: int) -> Tensor:
-        """Return the errors E of a group of columns that ggml rounded together.
+        """Return the errors of a group of columns that ggml rounded all at once.
 
-        E is the solution of U^T E = wanted - chosen within the group. Updating later columns with E
-        compensates for the whole difference.
+        The errors can be used like those of columns that were rounded one by one: later columns
+        that are updated with them compensate for the rounding of the whole group. They are the
+        solution E of U^T E = wanted - rounded, where U is the group's part of the Cholesky factor
+        of the inverse Hessian.
 
         start, stop: the group's range of columns, in rounding order.
         """
@@ -291,7 +293,8 @@ class _Rounding:
     def _round_span(self, start: int, stop: int) -> Tensor:
         """Round a group of columns one by one. Each column compensates for errors of earlier ones.
 
-        Return the error of each column j divided by U[j, j].
+        Return the error of each column j divided by U[j, j], where U is the Cholesky factor of the
+        inverse Hessian.
 
         start, stop: the group's range of columns, in rounding order.
         """

@@ -131,10 +131,10 @@ def zipf_usage(n_expert: int, n_used: int, s: float) -> npt.NDArray[np.float64]:
 
 
 def router_bias(use: npt.NDArray[np.float64], n_used: int) -> npt.NDArray[np.float64]:
-    """Return biases b [n_expert] with which a random router uses each expert as often as given.
+    """Return biases b [n_expert] that make a random router use experts with given probabilities.
 
-    A token uses the n_used experts with the largest b + N(0, 1). The biases are found by iteration
-    on a fixed sample of 4096 tokens.
+    For each token, the router adds noise from N(0, 1) to the biases, and uses the n_used experts
+    with the largest sums. The biases are found by iteration on a fixed sample of 4096 tokens.
 
     use: wanted probability [n_expert] that a token uses each expert.
     """
@@ -152,9 +152,10 @@ def router_bias(use: npt.NDArray[np.float64], n_used: int) -> npt.NDArray[np.flo
 def gate_power(bias: npt.NDArray[np.float64], n_used: int, spread: float, normed: bool) -> float:
     """Return the sum of the squared routing weights of a token's experts, averaged over tokens.
 
-    The routing weights are the n_used largest values of softmax(spread * (b + N(0, 1))).
+    The router is random. It adds noise from N(0, 1) to the bias of each expert, multiplies the sum
+    by `spread`, and applies softmax. The routing weights of a token are the n_used largest results.
 
-    bias: bias b of each expert.
+    bias: bias of each expert.
     normed: whether the weights of a token are scaled to sum to 1.
     """
     noise = np.random.default_rng(20_27).standard_normal((2048, len(bias)))

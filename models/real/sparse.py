@@ -73,7 +73,7 @@ def _write_layer(
 ) -> None:
     """Write the expert matrices, the shared matrices and the router of a layer.
 
-    `group` has the numbers of their neurons.
+    `group` says which neurons of the dense layer each expert has, and which neurons are shared.
     """
     writer.write_tensor(f"blk.{layer}.ffn_gate_inp.weight", router)
     for kind in ("gate", "up", "down"):

@@ -4,7 +4,7 @@
 `hitters` compares the critical experts of heavy hitters with those of all tokens (Figure 3).
 `mixes` combines the high precision with the low one and with skipping (part of Tables 1 and 2).
 
-`moe-edge eval --study` runs the complete studies. These are shorter, because 30 layers take long.
+`moe-edge paper dymoe` runs the complete studies. These are shorter, because 30 layers take long.
 `depth` and `hitters` read the text as prompts. In `depth`, no choice depends on a token, so
 decoding would give the same. `mixes` decodes.
 """
@@ -53,11 +53,15 @@ class DepthOfPrompts(Depth):
 class Hitters(Critical):
     """A part of the study Critical: Figure 3 of the DyMoE paper for prompts.
 
-    It has the cosine schedule and two retention ratios.
+    It is measured only with the cosine schedule, and with the retention ratios in RETENTIONS.
     """
 
     def cases(self, on: Subject) -> list[Case]:
-        """Return the two reference cases, and a case for each way to rank experts and ratio."""
+        """Return the cases of the study Critical that are measured for prompts.
+
+        These are the references with all experts in the high tier, and one case for each ranking of
+        the experts, low tier and retention ratio.
+        """
         return [
             replace(case, prefill=True)
             for case in super().cases(on)
@@ -70,7 +74,11 @@ class Mixes(Accuracy):
     """A part of the study Accuracy: the high tier, the low tier, and two mixtures of both."""
 
     def cases(self, on: Subject) -> list[Case]:
-        """Return the cases of Accuracy with the high or low tier or one of two retention ratios."""
+        """Return the cases of the study Accuracy that are measured here.
+
+        These are the high tier alone, the low tier alone, and the mixtures whose retention ratio is
+        in RETENTIONS.
+        """
         return [
             case
             for case in super().cases(on)

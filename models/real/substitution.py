@@ -19,7 +19,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from gguf_tools.quantize.ggml import load_ggml
 from models.real.activations import Floats
 from models.real.text import FIT, JUDGED, fit_windows, judged_documents, judged_windows
 from orchestrator.cache.files import write_whole
-from orchestrator.errors import MoeEdgeError
+from orchestrator.errors import ConfigError, MoeEdgeError
 from orchestrator.lab.observe import Node, Observer, observe
 
 Ints = npt.NDArray[np.int64]
@@ -56,11 +56,11 @@ _NODE = re.compile(r"ffn_moe_(logits|topk|weights_norm|weights_scaled)-(\d+)")
 class Layer:
     """Properties of one MoE layer with E experts, measured on a text.
 
-    - resident: bool [E], the experts that are in memory.
-    - factors [E, E]: if expert f replaces expert e, the best multiple of e's weight.
+    - resident: bool [E], the experts that are in memory. The other experts are called missing.
+    - factors [E, E]: if expert f replaces expert e, f gets e's gate weight times factors[e, f].
     - correlations [E, E]: squared correlations of the outputs of two experts.
-    - scores: sorted weights of missing experts.
-    - spread: standard deviation of a router logit.
+    - scores: gate weights that tokens gave to missing experts, without each token's first expert.
+    - spread: mean standard deviation of a token's router logits.
     """
 
     resident: Bools
@@ -72,10 +72,11 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A way to replace or skip missing experts, with its level.
+    """A configuration to measure: a way to replace or skip missing experts, and its level.
 
-    The level is the share of missing experts that are left out, or the bias. An empty way means the
-    whole model.
+    For BIAS, the level is the bias of the experts in memory, in standard deviations of a logit. For
+    all other ways, the level is the share of missing experts that are replaced or skipped. If `way`
+    is empty, all experts are used.
     """
 
     way: str = ""
@@ -146,8 +147,9 @@ def weights_of(logits: Floats, ids: Ints, scale: float) -> npt.NDArray[np.float6
 def left_out(weights: Floats, missing: Bools, layer: Layer, level: float) -> Bools:
     """Return which of each token's k experts are left out, bool [T, k].
 
-    They are the share `level` of the missing experts with the smallest weights, by the weights in
-    `layer`. The expert with the largest weight is never left out.
+    A missing expert is left out if its weight is small: at most the quantile `level` of
+    layer.scores. With level 1, every missing expert is left out. The first expert of a token,
+    which has the largest weight, is never left out.
     """
     found: Bools = missing.copy()
     if level < 1 and len(layer.scores):
@@ -214,7 +216,8 @@ class Decider:
     def on_topk(self, at: int, ids_view: npt.NDArray[np.int32]) -> None:
         """Replace missing experts in ids_view [T, k], a view of a layer's chosen experts.
 
-        The new gate weights are kept for a later node.
+        The new gate weights are stored in this object, until the graph node of the weights is
+        computed and `seen` can replace them.
         """
         assert self._logits is not None and self._x is not None
         layer, logits, scale = self.layers[at], self._logits, self.experts.scale
@@ -416,6 +419,25 @@ def measure(
     return found
 
 
+def finished_windows(out: Path, options: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the windows that an interrupted run has saved in a file of results.
+
+    The list is empty if there is no such file. options: the options of this run by name. Raises
+    ConfigError if the file has results of other options.
+    """
+    if not out.exists():
+        return []
+    saved = json.loads(out.read_text())
+    others = [name for name, value in options.items() if saved.get(name) != value]
+    if others:
+        raise ConfigError(
+            f"{out}: has results of another run ({', '.join(others)}): give another --out, or "
+            "remove the file"
+        )
+    windows: list[dict[str, Any]] = saved["windows"]
+    return windows
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m models.real.substitution", description=__doc__)
@@ -454,7 +476,17 @@ def main(argv: list[str] | None = None) -> int:
             cut = judged_windows(tokenize, documents, 1 << 30, args.window, 1)
         windows = [window for _, window in cut if len(window) == args.window][: args.documents]
         layers = fit(args.model, experts, fitted, n_resident, args.threads)
-        known = json.loads(args.out.read_text())["windows"] if args.out.exists() else []
+        options = {
+            "model": args.model.name,
+            "text": args.text,
+            "fit": list(args.fit),
+            "fit_tokens": args.fit_tokens,
+            "resident": n_resident,
+            "window": args.window,
+            "levels": list(args.levels),
+            "biases": list(args.biases),
+        }
+        known = finished_windows(args.out, options)
         records = measure(
             args.model,
             experts,
@@ -473,15 +505,10 @@ def main(argv: list[str] | None = None) -> int:
     for layer in layers:
         pairs = np.outer(~layer.resident, layer.resident) & (layer.correlations > 0)
         squared.append(float(layer.correlations[pairs].mean()) if pairs.any() else 0.0)
-    result = {
-        "model": args.model.name,
-        "text": args.text,
-        "resident": n_resident,
+    result = options | {
         "n_expert": experts.n_expert,
         "n_used": experts.n_used,
         "squared_correlation": squared,
-        "levels": args.levels,
-        "biases": args.biases,
         "windows": records,
     }
     write_whole(args.out, json.dumps(result))

@@ -62,8 +62,9 @@ class Results:
     def over_skip(self, choice: Choice) -> Values:
         """Return the KL divergence of a configuration, divided by that of skipping experts.
 
-        There is one value for each bootstrap draw. Both waited for the same number of experts.
-        Skipping is interpolated between its measured levels.
+        There is one value for each bootstrap draw. Skipping is compared at the level at which the
+        same number of missing experts is used. Its KL divergence there is interpolated between the
+        measured levels.
         """
         skips = [Choice(SKIP, level) for level in sorted(self.levels, reverse=True)]
         waited = np.stack(
@@ -128,7 +129,10 @@ def table(results: Results) -> str:
 
 
 def panel(results: Results) -> Panel:
-    """Return a plot of the KL divergences over the share of missing experts that were used."""
+    """Return a plot of the KL divergence of each configuration.
+
+    The x axis is the share of missing experts that were used nevertheless.
+    """
     lines = []
     drawn = [*((way, results.levels) for way in WAYS), (BIAS, results.biases)]
     for way, levels in drawn:

@@ -66,8 +66,8 @@ class KlEstimate:
       tier.
     - gates: the mean squared gate weight of each expert when the router chose it, float64
       [n_layers, n_expert].
-    - spread: the fraction of nats that the least sensitive tenth of the texts does not exceed. nats
-      itself is for sensitive texts: nine tenths of the measured windows lose less.
+    - spread: the least sensitive tenth of the texts loses at most this fraction of nats. The values
+      of nats are for sensitive texts: nine tenths of the measured windows of text lose less.
     - routing: how often the measured texts use each expert; None if unknown.
     """
 

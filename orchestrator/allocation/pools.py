@@ -37,10 +37,10 @@ class Pool:
 
 
 def pools_by_size(shape: ModelShape, *tiers: int) -> list[Pool]:
-    """Group the layers whose experts need slots of about the same size, and return one pool each.
+    """Return one pool of slots for each group of layers with about the same slot size.
 
-    Each slot can hold every one of the given tiers. Large pools are better, because each pool needs
-    reserve slots through which experts move.
+    Each slot can hold an expert in any of the given tiers. Layers share pools, because experts move
+    through a few reserve slots of each pool. Fewer pools need fewer reserve slots.
     """
     pools: list[Pool] = []
     largest = [
@@ -96,8 +96,8 @@ def slot_plan(pools: Iterable[tuple[Pool, Sequence[int], bool]]) -> SlotPlan:
 class Tracker:
     """Counts the free slots of each pool while transitions are chosen.
 
-    It starts from one moment and does not see slots that are freed later. DynaExq calls it
-    BudgetTracker.
+    It starts from the slots that are free at one moment, and does not see slots that are freed
+    later. DynaExq calls it BudgetTracker.
     """
 
     def __init__(self, free: list[list[int]], pool_of: list[np.ndarray]) -> None:
@@ -134,7 +134,7 @@ class Tracker:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Slots for experts in certain tiers, with a number of experts for each layer.
+    """The slots of one or several tiers, and how many experts of each layer they hold.
 
     - tiers: each slot can hold an expert in any of these tiers.
     - n_experts: the number of experts, by layer.
@@ -165,12 +165,13 @@ class Places:
 class TierPools:
     """The slots of all experts, divided into pools of one size.
 
-    Each tier belongs to one of several `Places`, which say how many experts it holds.
+    Each tier belongs to one of several `Places`. A `Places` object says how many experts of each
+    layer its tiers hold together.
 
-    If all places except the first have reserve slots, experts can always reach a wanted assignment,
-    and each expert moves only once. The assignment must have the same number of experts per place.
-    Proof: a move within a place takes a reserve slot and returns one. Suppose that some experts
-    still have to move.
+    If all places except the first have reserve slots, experts can always reach a wanted assignment
+    of tiers, and each expert moves only once. The assignment must keep the number of experts in
+    each of the places. Proof: a move within a place takes a reserve slot and returns one. Suppose
+    that some experts still have to move.
 
     - If the wanted pools are full, each of them holds an expert that must leave. Another pool of
       these places then holds fewer experts than it should.

@@ -38,8 +38,8 @@ def identity(model: ExpertModel) -> str:
     the tensors' bytes. Other weights or another quantization change all of these pieces. A damaged
     byte between two pieces does not change the hash; checksums find such damage.
 
-    The hash is kept after the first call. So it stays that of the opened files even if other files
-    get their names later.
+    The hash is computed once for an opened model. It still describes the opened files if their
+    names later belong to other files.
     """
     return _identity(tuple((part.path, part.data_offset) for part in model.parts), _stamps(model))
 

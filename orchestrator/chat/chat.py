@@ -214,8 +214,8 @@ class Chat:
     def _rest_of(self, line: str) -> str | None:
         """Read the rest of a message of several lines, up to the line that ends with QUOTES.
 
-        `line` is its first line without QUOTES. Returns None at the end of the input. The result
-        begins with a space, so that it is never taken for a command.
+        QUOTES are three double quotes. `line` is the first line without QUOTES. Returns None at the
+        end of the input. The result begins with a space, so that it is never taken for a command.
         """
         lines = [line]
         while not lines[-1].rstrip().endswith(QUOTES):

@@ -33,8 +33,8 @@ _TAB_COLUMNS = 8
 def _folded(line: str, width: int) -> str:
     """Break a line of text into lines of at most `width` columns. Only a single word may be longer.
 
-    The other lines are indented to the second column if the line is a row of a table. If that
-    column is too far right, they are indented by 2.
+    The lines after the first are indented by 2. If the text is a row of a table, they are indented
+    to the second column of the table, unless that column is too far right.
     """
     if len(line) <= width:
         return line
@@ -168,7 +168,10 @@ class Console:
     """
 
     def __init__(self) -> None:
-        """Find out which streams are terminals, and their abilities."""
+        """Find out which of stdin, stdout and stderr are terminals, and whether they show colours.
+
+        Characters that a stream's encoding lacks are replaced from now on.
+        """
         # A character that the terminal's encoding lacks must not end the answer.
         for stream in (sys.stdin, sys.stdout, sys.stderr):
             reconfigure = getattr(stream, "reconfigure", None)

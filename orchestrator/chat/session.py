@@ -135,7 +135,7 @@ class Session(Closing):
 
     `messages` holds all messages. If they become too long for the context, the oldest are left out
     of the prompt, and `left_out` counts them. `last_stats` holds the measurements of the latest
-    answer, or None. `stopped` tells whether `stop` ended it.
+    answer, or None. `stopped` tells whether `stop` ended the latest answer.
     """
 
     def __init__(
@@ -321,9 +321,9 @@ class Session(Closing):
     def _visible(self) -> list[Message]:
         """Return the messages that the model gets, without the oldest if all would be too long.
 
-        If the messages are too long, they are cut to half of the context at once. Leaving out one
-        exchange in each turn would change the prefix in each turn, so all tokens would be evaluated
-        again.
+        If something must be left out, the rest takes at most half of the context, so that the next
+        turns need not leave out more. Each time that messages are left out, the prefix changes and
+        all tokens are evaluated again. The system prompt and the latest message always stay.
         """
         head = self.messages[: 1 if self.system else 0]
         context = self.n_ctx
@@ -371,8 +371,9 @@ def _message_of(pieces: Sequence[Piece]) -> Message:
 
 
 def _read_by_now(answer: Answer, done: int) -> float:
-    """Return how many tokens of a prompt have been read.
+    """Return how many tokens of a prompt have been read, as a number that need not be whole.
 
-    These are the `done` tokens of complete steps, and the tokens of the step that runs.
+    `done` is the number of tokens in complete steps. The tokens that the running step has computed
+    so far are added.
     """
     return done + answer.tokens_done()

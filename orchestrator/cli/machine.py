@@ -30,15 +30,19 @@ def examine(
     begins: Callable[[str], None] = lambda _what: None,
     disk: Bandwidth | None = None,
 ) -> tuple[dict[str, Any], Frontier | None]:
-    """Measure this machine, and plan a model on it. This takes some seconds.
+    """Measure this machine, and predict how a model would run on it. This takes some seconds.
 
     begins: called with the name of each measurement. disk: speed of the disk that would hold the
     model, if its file is not on this machine.
 
-    Returns (facts as JSON values, plans). The plans are None on a GPU, or if no plan fits. In the
-    facts, `gpu_note` says why no GPU is used, or that the machine has several. `plan` describes the
-    plan with which the model would run. If no plan fits, `plan` is None and `plan_note` has the
-    reason. `kl` is the quality loss of the plan. `notes` has further messages for the user.
+    Returns (facts as JSON values, plans). A plan is a policy and its settings, with the predicted
+    speed and quality loss. The plans are None on a GPU, or if no plan fits in memory. Some of the
+    facts:
+    - gpu_note: why no GPU is used, or that the machine has several.
+    - plan: the plan with which the model would run, or None if no plan fits.
+    - plan_note: the reason if no plan fits.
+    - kl: the quality loss of the plan.
+    - notes: further messages for the user.
 
     Raises MoeEdgeError if the model cannot be read, and OSError if the disk cannot be measured.
     """
@@ -97,7 +101,7 @@ def examine(
 
 
 def plan_line(runs: ResolvedPlan) -> str:
-    """Return one line about the plan with which a model runs.
+    """Return one line that says how a model runs: the policy and its settings (the plan).
 
     The line has the reason for the plan, its quality loss, its memory and its context length.
     """
@@ -113,9 +117,9 @@ def _planner(
 ) -> tuple[Planner, str]:
     """Return (planner, note about the GPU) for a model.
 
-    The note says why no GPU is used, or that the machine has several. If the requested device is
-    not available, the planner is for the CPU. disk: speed of the disk, for a model that is not
-    stored here.
+    The planner predicts the memory and the speed with which the model would run. The note says why
+    no GPU is used, or that the machine has several. If the requested device is not available, the
+    planner is for the CPU. disk: speed of the disk, for a model that is not stored here.
     """
     try:
         planner = Planner(request, model, disk)

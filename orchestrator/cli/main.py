@@ -54,7 +54,8 @@ GROUPS = {
     },
     "Research": {
         "bench": Where("measure", "bench", "Compare upstream and all policies on this machine."),
-        "eval": Where("measure", "evaluate", "Measure quality: perplexity, KL, choices; studies."),
+        "paper": Where("paper", "paper", "Measure the tables and figures of a paper."),
+        "eval": Where("measure", "evaluate", "Measure quality: perplexity, KL, choices."),
         "trace": Where("replay", "trace", "Record the routing of a run, for `moe-edge replay`."),
         "replay": Where("replay", "replay", "Replay a trace with another policy, memory or disk."),
         "gpu-check": Where("measure", "gpu_check", "Test everything that needs a GPU."),

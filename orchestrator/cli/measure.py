@@ -21,12 +21,10 @@ from orchestrator.cli.options import (
     JSON,
     NEW_FILE,
     RAM,
-    STUDY_OUT,
     THREADS,
     Number,
     as_options,
     chat_config,
-    check_study,
     chosen_method,
     given,
     make_config,
@@ -40,10 +38,9 @@ from orchestrator.cli.options import (
     refuse_taken,
     say,
     say_result,
-    say_tables,
 )
 from orchestrator.errors import ConfigError
-from orchestrator.lab.registry import BENCHMARKS, STUDIES, load, studies_by_paper
+from orchestrator.lab.registry import BENCHMARKS, load
 from orchestrator.settings import MORE
 
 if TYPE_CHECKING:
@@ -62,7 +59,7 @@ class Measurement(Command):
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         """Return the options of the benchmark. The first call imports the benchmark's module."""
         if not self.params:
-            experiment = load(BENCHMARKS, self.experiment)
+            experiment = load(self.experiment)
             for declared in experiment.options.declared().values():
                 if declared.option:
                     option_of(declared)(self)
@@ -76,7 +73,7 @@ class Measurements(Measurement, Group):
 
 def _measure(name: str, as_json: bool, **options: Any) -> None:
     """Run a benchmark with the given options, and print its report."""
-    experiment = load(BENCHMARKS, name)
+    experiment = load(name)
     with as_options():
         asked = experiment.options.of(options)
     report = experiment.run(asked, note)
@@ -168,30 +165,11 @@ for _name, _place in BENCHMARKS.items():
     type=Number(0, 10**6),
     group=MORE,
 )
-@option(
-    "--study NAME",
-    f"Write the tables and the figure of a study: {'; '.join(studies_by_paper())}.",
-)
-@option(
-    "--uniform TYPES",
-    "Baselines of the studies memory and equal, with all experts in one precision: precisions made "
-    "from the best one, .gguf files of the same model, or none.  "
-    "[default: q2_k,q3_k,q4_k,q5_k,q6_k]",
-    group=MORE,
-)
-@option(
-    "--calib TEXT",
-    "Text for an importance matrix. Each baseline of --uniform is then also made with the matrix.",
-    type=FILE,
-    group=MORE,
-)
-@STUDY_OUT
-@FORCE
 @JSON
-def evaluate(study: str | None, out: Path | None, as_json: bool, **options: Any) -> None:
+def evaluate(as_json: bool, **options: Any) -> None:
     """Measure quality: perplexity, KL divergence, multiple-choice accuracy.
 
-    The policy decides for each token alone, never from later tokens.
+    By default, the text is evaluated token by token, so the policy does not know later tokens.
     """
     from dataclasses import fields
 
@@ -206,21 +184,12 @@ def evaluate(study: str | None, out: Path | None, as_json: bool, **options: Any)
     options["tokens"] = options["tokens"] or as_before
     names = {field.name for field in fields(EvalOptions)}
     chosen = {name: options.pop(name) for name in names & options.keys()}
-    if chosen["uniform"] is not None:
-        chosen["uniform"] = tuple(name.strip() for name in chosen["uniform"].split(","))
     config, wanted = make_config(options), EvalOptions(**given(chosen))
-    check_study(study, out)
     with Console().bars() as console:
-        if study is None:
-            result = run(config, wanted, console.bar)
-        else:
-            tables = load(STUDIES, study).publish(config, wanted, out, console.bar, console.note)
+        result = run(config, wanted, console.bar)
     with ExpertModel.open(config.model, config.low) as model:
         print_notes(notes_of(config, model))
-    if study is None:
-        say_result(result, render, as_json)
-    else:
-        say_tables(study, tables, as_json)
+    say_result(result, render, as_json)
 
 
 @click.command(cls=Command)

@@ -26,7 +26,6 @@ from orchestrator.settings import Setting, flag_of, parse_size
 if TYPE_CHECKING:
     from gguf_tools.quantize.methods import ExpertQuantizer
     from orchestrator.lab.calibrate.methods import Method
-    from orchestrator.lab.table import Table
     from orchestrator.runtime.answering import Answering
     from orchestrator.runtime.runtime import Runtime
 
@@ -49,8 +48,8 @@ class NamedPath(click.Path):
 class NewPath(NamedPath):
     """The type of an option or argument that names an output file.
 
-    An existing file is refused, unless --force was given. After the output is written, an interrupt
-    (Ctrl-C) ends the program.
+    An existing file is refused, unless --force was given. Once the output is written, the command
+    is complete, and an interrupt (Ctrl-C) has no effect.
     """
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
@@ -85,17 +84,6 @@ def refuse_taken(path: Path) -> None:
     complaint = _taken(path, click.get_current_context())
     if complaint:
         raise click.UsageError(complaint)
-
-
-def check_study(study: str | None, out: Path | None) -> None:
-    """Check the options --study and --out, before any work.
-
-    Raises UsageError for --out without --study, and if the study's tables already exist.
-    """
-    if out is not None and study is None:
-        raise click.UsageError("--out is for the output of a study: add --study NAME")
-    if out is not None:
-        refuse_taken(out / f"{study}.md")
 
 
 def _remember_force(ctx: click.Context, _param: click.Parameter, given: bool) -> None:
@@ -220,7 +208,6 @@ THREADS = option(
     "Threads, at most one for each core.  [default: the cores]",
     callback=lambda _ctx, _param, threads: _note_capped(threads),
 )
-STUDY_OUT = option("--out DIR", "Folder for the tables and plots of a study.")
 LOW = option("--low LOW", "Second GGUF of the same model in a lower precision.", type=FILE)
 
 
@@ -422,6 +409,7 @@ def open_runtime(
 ) -> Runtime:
     """Open a model, and show the progress and notes on the console.
 
+    answering: settings of a runtime that answers requests, such as the number of parallel answers.
     more: further parameters of Runtime.open.
     """
     from orchestrator.cache.files import check_target
@@ -445,13 +433,6 @@ def say(text: str) -> None:
 def say_result(found: Any, render: Callable[[Any], str], as_json: bool) -> None:
     """Print a result to stdout: as one JSON object, or as the text that `render` returns."""
     click.echo(json.dumps(found) if as_json else strip_controls(render(found)))
-
-
-def say_tables(study: str, tables: Iterable[Table], as_json: bool) -> None:
-    """Print the tables of a study to stdout, as JSON or as Markdown."""
-    tables = list(tables)
-    found = {"study": study, "tables": [table.as_dict() for table in tables]}
-    say_result(found, lambda _: "\n\n".join(table.markdown() for table in tables), as_json)
 
 
 def print_notes(sentences: Iterable[str]) -> None:

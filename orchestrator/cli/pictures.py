@@ -112,7 +112,7 @@ def draw_layers(facts: dict[str, Any], path: Path) -> None:
 
 
 def draw_plans(found: Frontier, title: str, path: Path) -> None:
-    """Draw the plans of a model as points: milliseconds per token against KL divergence.
+    """Draw the ways to run a model (plans) as points: milliseconds per token against KL divergence.
 
     Plans with an unknown KL divergence are hollow points on a line above the others. Raises OSError
     if the file cannot be written.

@@ -62,9 +62,10 @@ _USUAL = (
 
 
 def render(found: Frontier, best: str) -> str:
-    """Format the plans of a model as a table, the fastest first.
+    """Format the ways to run a model (plans) as a table, the fastest first.
 
-    best: name of the precision against which quality loss (KL) is measured.
+    Each row has the policy, the predicted speed and the quality loss of a plan. best: name of the
+    precision against which quality loss (KL) is measured.
     """
     from orchestrator.cost.plans import behind_text
     from orchestrator.cost.speeds import DISTURBED
@@ -207,7 +208,7 @@ def plan(named: str | None, as_json: bool, picture: Path | None, **options: Any)
 
 
 def _print_plans(asked: str, as_json: bool, picture: Path | None, options: dict[str, Any]) -> None:
-    """Print the plans of one model.
+    """Print the ways to run one model (plans), with their predicted speed and quality loss.
 
     asked: a file, a model on the Hugging Face Hub, or a URL. picture: the file for a plot, or None.
     options: the options of the command `moe-edge plan`.

@@ -17,9 +17,7 @@ from orchestrator.cli.options import (
     FORCE,
     JSON,
     NEW_FILE,
-    STUDY_OUT,
     as_options,
-    check_study,
     given,
     make_config,
     model_options,
@@ -27,21 +25,13 @@ from orchestrator.cli.options import (
     option,
     policy_options,
     say_result,
-    say_tables,
     together,
 )
 from orchestrator.config import policy_name
-from orchestrator.lab.registry import REPLAY_STUDIES, load
 from orchestrator.lab.replay import ReplayOptions, read_trace, render
 from orchestrator.lab.replay import replay as run
-from orchestrator.lab.replay.near_data import NearData, render_near_data, replay_near_data
 from orchestrator.policy import DEFAULT, policy_settings
-from orchestrator.settings import flag_of
 
-# Settings of a replay on near-data memory that are not settings of a policy.
-NEAR_DATA = {
-    name: each for name, each in NearData.declared().items() if name not in policy_settings()
-}
 # The limit of tokens if neither --tokens nor --ctx is given.
 MOST_TOKENS = 1 << 17
 
@@ -106,27 +96,11 @@ def trace(
 
 
 @click.command(cls=Command)
-@click.argument("file", metavar="[FILE]", type=FILE, required=False)
+@click.argument("file", metavar="FILE", type=FILE)
 @together(*ReplayOptions.declared().values())
 @together(*policy_options(recorded=True))
-@option("--study NAME", f"Figure of a paper, from this trace: {', '.join(REPLAY_STUDIES)}.")
-@STUDY_OUT
-@FORCE
-@option(
-    "--near-data",
-    "Replay on a GPU with near-data memory. Layers are repeated up to a large model's shape. "
-    "Without FILE the routing is generated.",
-)
-@together(*(replace(each, group="With --near-data") for each in NEAR_DATA.values()))
 @JSON
-def replay(
-    file: Path | None,
-    near_data: bool,
-    study: str | None,
-    out: Path | None,
-    as_json: bool,
-    **options: Any,
-) -> None:
+def replay(file: Path, as_json: bool, **options: Any) -> None:
     """Replay a trace with another policy, memory size or disk, without a model.
 
     The result is compared with the policy lru, with an upper bound for any cache, and with the
@@ -135,18 +109,6 @@ def replay(
     from orchestrator.native.llama import Bindings
 
     chosen = given(options)
-    if near_data:
-        chosen |= given({"study": study, "out": out})
-        _replay_near_data(file, chosen, as_json)
-        return
-    for name in NEAR_DATA.keys() & chosen.keys():
-        raise click.UsageError(
-            f"{flag_of(name)} needs --near-data: add --near-data, or leave {flag_of(name)} out"
-        )
-    if file is None:
-        raise click.UsageError(
-            "Missing argument 'FILE': give a trace from `moe-edge trace`, or --near-data"
-        )
     # Policies have a setting `losses` too, but a trace does not record it. Here it is replay's own.
     settings = {
         name: chosen.pop(name)
@@ -156,24 +118,5 @@ def replay(
     with as_options():
         chosen["policy"] = policy_name(chosen.get("policy"))
         asked = replace(ReplayOptions.of(chosen), settings=settings)
-    check_study(study, out)
     recorded, library = read_trace(file), Bindings.load().library()
-    if study is None:
-        result = run(library, recorded, asked)
-        say_result(result, render, as_json)
-    else:
-        found = load(REPLAY_STUDIES, study)
-        say_tables(study, found.publish(library, recorded, asked, out), as_json)
-
-
-def _replay_near_data(file: Path | None, chosen: dict[str, Any], as_json: bool) -> None:
-    """Run `moe-edge replay --near-data` with the given options."""
-    for name in chosen:
-        if name not in NearData.declared():
-            raise click.UsageError(
-                f"{flag_of(name)} has no effect with --near-data: leave one of them out"
-            )
-    with as_options():
-        asked = NearData.of(chosen)
-    result = replay_near_data(asked, None if file is None else read_trace(file))
-    say_result(result, render_near_data, as_json)
+    say_result(run(library, recorded, asked), render, as_json)

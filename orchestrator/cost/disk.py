@@ -76,9 +76,9 @@ class Bandwidth(NamedTuple):
     """The measured read speed of a disk.
 
     direct: the reads used O_DIRECT; otherwise they were buffered. slice_bytes: mean size of the
-    reads. core_s_per_byte: processor time per byte read that is taken from compute threads. It is
-    taken from a core on which a compute thread runs, and the other compute threads wait for that
-    thread. latency_s: additional seconds for an expert that is read alone.
+    reads. core_s_per_byte: seconds by which one byte read delays the compute threads. A read takes
+    a core from one compute thread, and the other compute threads wait for that thread. latency_s:
+    additional seconds for an expert that is read alone.
 
     first_bytes_per_s: speed for bytes that have not been read for a long time, or 0 if it is
     unknown. This speed can be lower, because a virtual machine's host may cache bytes that were

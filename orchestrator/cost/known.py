@@ -150,7 +150,10 @@ def known_here(request: PlanRequest, begins: Callable[[str, float | None], None]
 
 
 def _key(request: PlanRequest) -> str:
-    """Return the cache key of a table, which covers everything except free memory."""
+    """Return the name under which the user cache keeps the table of known models.
+
+    The name depends on everything that the table depends on, except free memory.
+    """
     from importlib.metadata import version
 
     machine = processor_name(), default_threads()

@@ -78,9 +78,9 @@ class Fit(NamedTuple):
     of the text used for the fit. error: standard error of the logarithm of all factors together.
     scales: multipliers of the factors for each tier, or empty if all are 1.
 
-    spread: percentiles 10 and 90 of the loss of a window of the text, relative to the factors.
-    routing: the range of the mean surprise of an expert use in these windows, with a margin (see
-    orchestrator.allocation.estimate).
+    spread: percentiles 10 and 90 of the loss of a window of the text, as multiples of its fitted
+    loss. routing: the range of the mean surprise of an expert use in these windows, with a margin
+    (see orchestrator.allocation.estimate).
     """
 
     factors: tuple[float, ...]
@@ -583,9 +583,9 @@ class LossModel:
 
     @cached_property
     def of_file(self) -> tuple[KlEstimate | None, str]:
-        """An estimator of the quality loss of all tiers of the file, and why it is unknown.
+        """A pair: an estimator of the quality loss of all tiers of the file, and an empty text.
 
-        The estimator is None if the losses are unknown. The reason is empty if they are known.
+        If the losses are unknown, the pair is None and the reason.
         """
         names = [tier.name for tier in self._model.tiers]
         return self._of_all, self.unknown(names)

@@ -68,7 +68,11 @@ class ResolvedPlan(NamedTuple):
 
 
 class Planner:
-    """Plans a model on this machine, and uses the records of earlier runs."""
+    """Makes memory plans of a model for this machine, and predicts their speed and quality loss.
+
+    A plan has the policy, the precisions and the sizes of the expert slots, KV cache and scratch.
+    The planner uses the records of earlier runs.
+    """
 
     def __init__(
         self, request: PlanRequest, model: ExpertModel, disk: Bandwidth | None = None
@@ -153,8 +157,8 @@ class Planner:
         """Return whether another lossless policy may replace the default policy.
 
         This is the case in a conversation whose experts are not all in memory, if the options leave
-        the policy open. A seed fixes the policy, because the known speed of this machine would
-        change the choice.
+        the policy open. With a seed, the result is False. The choice depends on measured speeds,
+        and a seed should always give the same answers. With a GPU, the result is also False.
         """
         left_open = config.policy is None and not config.of_policies and config.seed is None
         converses = self.request.needs.conversations
@@ -335,8 +339,9 @@ class Planner:
     def _left(self, allowed: float) -> list[float]:
         """Return how much of the allowed loss is left if all experts are in a tier, in nats.
 
-        The result has one value for each tier of the file. A policy may spend this rest on top of
-        the tier. If the loss table lacks a tier, only the best tier leaves any.
+        The result has one value for each tier of the file. A policy whose best tier is this tier
+        may cause this additional loss. If the loss table lacks a tier, the result is the whole
+        allowed loss for the best tier and 0 for the others.
         """
         estimate = self.losses.of_file[0]
         size, n = self._uses.shape, len(self._model.tiers)

@@ -305,16 +305,16 @@ def recently_used(rates: np.ndarray, n_slots: int) -> np.ndarray:
 
 
 def scanned(share: float, several_layers: bool) -> tuple[float, float]:
-    """Return the shares of experts that passes over a whole prompt find in memory.
+    """Return the shares of experts that the micro-batches of a long prompt find in memory.
 
-    Each pass (micro-batch) uses all experts. The first value is for the first pass, the second for
-    each later pass. share: slots per expert. several_layers: layers share the slots.
+    The first value is for the first micro-batch, the second for each later one. Each micro-batch
+    uses all experts. share: slots per expert. several_layers: layers share the slots.
 
     A layer with its own slots computes the experts in memory before it replaces any. If layers
     share slots, each miss takes a slot that a later layer would have hit. Let y be the share of the
     other layers' residents that is gone after a share t of the layers. Then y' = ((1 - share) /
-    share + y) / (1 - t). So the pass finds share + (1 - share) log(1 - share). The next pass begins
-    with layers that the end of this pass evicted.
+    share + y) / (1 - t). So the first micro-batch finds share + (1 - share) log(1 - share). The
+    next micro-batch begins with layers that the end of this micro-batch evicted.
     """
     if share >= 1.0 or not several_layers:
         return min(1.0, share), min(1.0, share)

@@ -18,15 +18,14 @@ from orchestrator.errors import ConfigError
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000")
 
 
-def require_matplotlib(option: str) -> None:
+def require_matplotlib(option: str | None = None) -> None:
     """Raise ConfigError if matplotlib is not installed.
 
-    `option` is the command-line option that needs it, for the error message.
+    `option` is the option that needs a plot, if a command works without it.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(
-            f"a plot needs matplotlib: run `pip install 'moe-edge[plot]'`, or remove {option}"
-        )
+        advice = f", or remove {option}" if option else ""
+        raise ConfigError(f"a plot needs matplotlib: run `pip install 'moe-edge[plot]'`{advice}")
 
 
 def save_figure(figure: Any, path: Path) -> None:
@@ -67,7 +66,7 @@ class Panel:
     - levels: horizontal lines for comparison, by label.
     - percent: the values are fractions, and are shown in percent.
     - scale, ends: scale ("linear", "log" or "symlog") and limits of the y axis.
-    - bars: draw bars instead of lines, at x positions labeled with `ticks`.
+    - ticks: labels of the x positions 0, 1, 2 and so on. bars: draw bars instead of lines.
     """
 
     x: str
@@ -124,12 +123,12 @@ def _draw_panel(axis: Any, panel: Panel) -> None:
         axis.axhline(at, color=GREY, linestyle=":", linewidth=1.2)
         place = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
         axis.annotate(label, (0.01, at), xytext=(0, 3), color=GREY, fontsize=8, **place)
-    if panel.bars:
+    if panel.ticks:
         places = range(len(panel.ticks))
         names = [str(each) for each in panel.ticks]
         turned = {"rotation": 60, "ha": "right"} if max(map(len, names)) > 3 else {}
         axis.set_xticks(places, names, fontsize=8, **turned)
-    else:
+    if not panel.bars and any(line.label for line in panel.lines):
         axis.legend(fontsize=7)
     axis.set_xlabel(panel.x)
     axis.set_ylabel(panel.y)

@@ -311,8 +311,8 @@ class LLM(Closing):
     def tokenize(self, text: str, special: bool = True) -> list[int]:
         """Return the token ids of a text.
 
-        If `special` is True, names of control tokens become these tokens, and the ids begin with
-        the BOS token if the model uses one.
+        If `special` is True, the name of a control token in the text, such as <|im_end|>, becomes
+        that token. The ids then also begin with the BOS token if the model uses one.
         """
         return self._call(lambda: self._runtime.vocabulary.tokenize(text, special, special))
 

@@ -177,9 +177,9 @@ def bench(
     """
 
     def work() -> Rows:
-        from orchestrator.lab.registry import BENCHMARKS, load
+        from orchestrator.lab.registry import load
 
-        experiment = load(BENCHMARKS, name)
+        experiment = load(name)
         declared = experiment.options.declared()
         given = dict(options)
         if policy is not None:

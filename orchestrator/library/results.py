@@ -130,7 +130,8 @@ class Score:
     """Log-probabilities of the tokens of a text, in nats.
 
     `tokens` are the token ids, and `texts` their texts. `logprobs` has the log-probability of each
-    token, given all tokens before it. It is nan for a first token without a token before it.
+    token, given all tokens before it. The first value is nan if the model read no token, such as
+    BOS, before the text.
     """
 
     tokens: tuple[int, ...]

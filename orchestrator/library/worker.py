@@ -100,12 +100,12 @@ class Worker:
     ) -> T:
         """Run a function on the worker's thread. Return its result or raise its error.
 
-        If Ctrl-C interrupts the wait, the function is cancelled, its end is awaited, and the
-        interrupt is raised. A second interrupt ends that wait too. After the end of the worker,
-        ClosedError is raised.
+        If Ctrl-C interrupts the wait, the function is cancelled. `stop` is then called on the
+        caller's thread, to end native work that cannot see the cancellation. The interrupt is
+        raised when the function has ended, or at a second interrupt. `discard` gets the result of
+        an interrupted function, to free it.
 
-        After an interrupt, `stop` is called on the caller's thread, to end native work that cannot
-        see the cancellation. `discard` then gets the result of the function, to free it.
+        After the end of the worker, ClosedError is raised.
         """
         if self._is_here():
             return function()

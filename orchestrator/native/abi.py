@@ -30,7 +30,7 @@ _I16, _I32, _I64 = ctypes.c_int16, ctypes.c_int32, ctypes.c_int64
 
 
 def fields_of(ctype: Any, *names: str) -> list[tuple[str, Any]]:
-    """Return the declarations of several struct fields that have the same ctypes type."""
+    """Return (name, ctype) declarations of struct fields that have the same ctypes type."""
     return [(name, ctype) for name in names]
 
 
@@ -110,7 +110,7 @@ class CEvent(ctypes.Structure):
 
 
 class CStep(ctypes.Structure):
-    """The report of one computed step (C struct)."""
+    """The report of a computed step: number, duration, phase, tokens and sequences (C struct)."""
 
     _fields_ = [
         ("step", _I64),
@@ -140,7 +140,10 @@ class CDecision(ctypes.Structure):
 
 
 class CStats(ctypes.Structure):
-    """The counters of an expert store (C struct). Arrays of length 2 are by phase."""
+    """The counters of an expert store (C struct).
+
+    Arrays of length 2 have one entry for prefill and one for decode.
+    """
 
     _fields_ = [
         *fields_of(

@@ -61,7 +61,10 @@ class GgmlFunctions:
     """The ggml functions that moe-edge calls, as attributes without the prefix `ggml_`."""
 
     def __init__(self, lib: ctypes.CDLL) -> None:
-        """Look up and declare the functions. lib: llama.cpp's library, which depends on ggml."""
+        """Look up the functions in llama.cpp's library, and declare their types.
+
+        lib: llama.cpp's library, which depends on ggml.
+        """
         for name, (result, arguments) in _FUNCTIONS.items():
             function = lib[name]
             function.restype, function.argtypes = result, arguments

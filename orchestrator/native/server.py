@@ -67,7 +67,10 @@ _DROP = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
 
 
 class CNotes(ctypes.Structure):
-    """Callbacks that attach state to the tokens of a sequence (C struct moe_edge_server_notes)."""
+    """Callbacks that save and restore external state of a sequence, such as a policy's state.
+
+    C struct moe_edge_server_notes.
+    """
 
     _fields_ = [
         ("note", _NOTE),
@@ -422,11 +425,12 @@ class NativeServer:
         return self.match(sequence, prompt)[0]
 
     def as_held(self, prompt: Sequence[int], held: Sequence[int]) -> list[int]:
-        """Return the tokens of a prompt, with the tokenization of `held` for the same texts.
+        """Return the tokens of a prompt, after replacing some by equivalent tokens of a sequence.
 
-        The same text can have several tokenizations, and a sequence reuses only equal tokens. held:
-        the tokens that a sequence holds. Texts are compared between control tokens. Safe on any
-        thread.
+        The tokens of `held` are used wherever they stand for the same text as tokens of the prompt.
+        This matters because the same text can have several tokenizations, and a sequence can reuse
+        only equal tokens. held: the tokens that the sequence holds. Texts are compared between
+        control tokens. Safe on any thread.
         """
         given, known = _array(prompt), _array(held)
         made = (ctypes.c_int32 * (len(prompt) + len(held)))()
@@ -566,7 +570,10 @@ class NativeRequest:
 
     @property
     def n_left(self) -> int:
-        """Number of bytes of the answer that `take` has not returned; 0 before its end."""
+        """Number of bytes of the complete answer that `take` has not returned yet.
+
+        The value is 0 while the answer is still being computed.
+        """
         return len(self._rest)
 
     def _take(self) -> bytes:

@@ -169,10 +169,11 @@ class Store(Closing):
         default_tier: int = 0,
         phases: Collection[Phase] = tuple(Phase),
     ) -> None:
-        """Set the function that decides about every MoE layer of steps in the given phases.
+        """Set the function that chooses the precision (tier) of routed experts in each MoE layer.
 
-        In other steps, every expert is requested in default_tier without calling Python. The same
-        holds for all steps if route is None.
+        The function is called in steps of the given phases. In other steps, every expert is
+        requested in default_tier without calling Python. The same holds for all steps if route is
+        None.
         """
         self._route = route
         self._trampoline = ROUTE_CB(self._on_route) if route is not None else None
@@ -207,7 +208,7 @@ class Store(Closing):
     def sequence_end(self, sequence: int | None = None) -> None:
         """Record that all tokens of a sequence were dropped; None stands for all sequences.
 
-        The report of the next step names the sequence, unless it had no tokens in earlier reports.
+        If an earlier step report had tokens of the sequence, the next report lists it as ended.
         """
         self.library.sequence_end(self.handle, _EVERY_SEQUENCE if sequence is None else sequence)
 
@@ -328,9 +329,9 @@ class Store(Closing):
         return resident, target
 
     def landed(self) -> np.ndarray:
-        """Return which experts are ready to change to a new precision that has been read.
+        """Return which experts have been read in a new precision that the next step will use.
 
-        The result is bool [n_layers, n_expert]. The next step uses the new precision. For tests.
+        The result is bool [n_layers, n_expert]. For tests.
         """
         return self._of_each(self.library.get_landed, ctypes.c_uint8).astype(bool)
 
@@ -406,15 +407,15 @@ class Store(Closing):
         return str(Misses.MODES[self.stats().misses])
 
     def limit(self, n_bytes: int) -> int:
-        """Limit the memory of the expert cache. Return how many bytes above it are still in use.
+        """Limit the memory of the expert cache. Return how many bytes above the limit are in use.
 
         Experts above the limit are evicted, and their memory returns to the operating system. Slots
-        that are being read into cannot be freed yet; the result counts their bytes. n_bytes: the
-        limit, at most the planned size of the cache.
+        into which experts are being read cannot be freed yet; the result counts their bytes.
+        n_bytes: the limit, at most the planned size of the cache.
 
         Call this between steps, on any thread, or in the step callback. Raises NativeError, without
-        any change, during a step or a warm start. Also raises it for slots on a GPU, and for a
-        limit below one slot per group.
+        any change, during a step or a warm start, for slots on a GPU, and for a limit below one
+        slot per group.
         """
         message = ctypes.create_string_buffer(_ERROR_BYTES)
         to_come = self.library.store_limit(self.handle, n_bytes, message, _ERROR_BYTES)

@@ -190,7 +190,7 @@ def exchange_bytes(model: ExpertModel, n_tokens: int) -> int:
 
 
 class Experts(Protocol):
-    """The properties that an ExpertModel and a recorded trace have in common."""
+    """The number, precisions (tiers) and sizes of experts, from a model or a recorded trace."""
 
     @property
     def n_expert(self) -> int: ...

@@ -61,9 +61,10 @@ def unused_option(given: str, policy: str) -> ConfigError:
 def without_effect(config: Config) -> str | None:
     """Return a note if the lower precision that the user gave has no effect.
 
-    It has no effect if another setting computes every expert in the best tier. The note names that
-    setting. The result is None if no lower precision was given, or if the allowed loss chooses the
-    policy.
+    The lower precision has no effect if another setting computes every expert in the best tier. The
+    note names that setting. The result is None if no lower precision was given. The result is also
+    None if the user gave an allowed loss but no policy. The planner then chooses the policy and its
+    precisions by the allowed loss.
     """
     lower = [each for each in ("low", "low_tier") if getattr(config, each) is not None]
     by_loss = config.policy is None and config.given(ALLOWED_LOSS) is not None

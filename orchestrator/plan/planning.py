@@ -63,8 +63,8 @@ _MOST_TRIES = 8
 class _TooSmall(Refusal):
     """A refusal because the memory limit is too small for the slots that the policy needs.
 
-    The smallest limit that works is not known yet. may_divide: a plan with fixed sizes of slots and
-    KV cache may still fit.
+    The smallest limit that works is not known yet. may_divide: whether planning should be tried
+    again with fixed sizes of the slots and the KV cache.
     """
 
     policy: type[Policy]
@@ -466,9 +466,10 @@ class _Layout:
         return plan if isinstance(other, Refusal) else other
 
     def _sharing(self, plan: Plan, most: int, prompts: int = 0) -> SharedMemory:
-        """Return how the slots, KV cache, scratch and prompt copies of a plan share its memory.
+        """Return how the slots, KV cache, scratch and prompt cache of a plan share its memory.
 
-        most: the longest context in tokens. prompts: the maximum bytes of prompt copies.
+        most: the longest context in tokens. prompts: the maximum bytes of the prompt cache in this
+        memory.
         """
         config, placement = self.config, plan.placement
         assert placement is not None
@@ -515,10 +516,12 @@ class _Layout:
         return int(at_short - each * short), each
 
     def _longer(self, least: Plan) -> Plan:
-        """Return the plan without slots for the context that is used if none was requested.
+        """Return the plan without slots for the longest context that costs little memory.
 
-        least: the plan without slots for the minimum context. If everything fits with the minimum
-        context, everything also fits with this one. A conversation gets the longest such context,
+        This context is used if the user requested none. least: the plan without slots for the
+        minimum context. The longer context may take at most the fraction SHARE of the memory of
+        slots and KV cache. If all experts fit with the minimum context, they also fit with the
+        longer context. In that case, a conversation on the CPU gets the longest such context,
         because a context takes no memory until it is used.
         """
         left = least.cap_bytes - least.fixed_bytes
@@ -541,8 +544,8 @@ class _Layout:
 
         room: the plan without slots. The option --cache-ram sets the size. Without the option, only
         conversations get a prompt cache. It has space for one more context and some checkpoints,
-        and is limited to a small share of memory. A model that fits whole without the prompt cache
-        still fits.
+        and is limited to a small share of memory. If all experts fit in memory without the prompt
+        cache, they also fit with it.
         """
         config, model = self.config, self.model
         if config.cache_ram is not None or not self.request.needs.conversations:

@@ -165,7 +165,7 @@ def longest_context(most: int, step: int, too_long: Callable[[int], bool]) -> in
 
 @dataclass(frozen=True, slots=True)
 class SharedMemory:
-    """The memory that expert slots, KV cells, scratch and prompt copies share. Sizes are in bytes.
+    """The memory that expert slots, KV cells, scratch and the prompt cache share, in bytes.
 
     n_bytes: the sum of all parts. least_slots: the smallest size of all slots with which the policy
     works. all_slots: the size of slots for every expert. cell_bytes: the KV cache of one token.
@@ -240,13 +240,13 @@ class SharedMemory:
         n_cells KV cells are in use, and n_tokens tokens of the prompt are left. width: the position
         after the last used cell, if free cells lie before it.
 
-        A micro-batch of hundreds of tokens uses nearly every expert, so each micro-batch reads all
-        experts without a slot. A larger micro-batch needs more scratch, which takes memory from
-        slots. The experts evicted for it are read `again` times after the prompt. With n tokens, u
-        tokens at once, A bytes of all experts and S(u) bytes of slots, the bytes read are, up to a
-        constant
+        A micro-batch of hundreds of tokens uses nearly every expert, so each micro-batch reads
+        every expert that has no slot. A larger micro-batch needs more scratch, which takes memory
+        from slots. The experts evicted for it are read `again` times after the prompt. With n
+        tokens, u tokens at once, A bytes of all experts and S(u) bytes of slots, the bytes read
+        are, up to a constant
 
-            ceil(n / u) (A - S(u)) - again S(u)
+        ceil(n / u) (A - S(u)) - again S(u)
         """
         end, every = n_cells + n_tokens, self.all_slots
 

@@ -67,10 +67,10 @@ class Precisions:
     """The number of precisions (tiers) that a policy uses, and its default choice of tiers.
 
     - least, most: the minimum and maximum number of tiers.
-    - keeps: words for the tiers in error messages, such as "two precisions". Only a policy that
-      never skips an expert sets this field; other policies have None.
-    - skips: whether the policy may skip experts even if it has a lower tier. Such a policy uses a
-      lower tier only if the user names one.
+    - keeps: a phrase for the tiers in error messages, such as "two precisions". Only a policy that
+      never skips an expert sets this field. None for other policies.
+    - skips: whether the policy may skip experts unless the user asks for exact results. Such a
+      policy uses a lower tier only if the user names one.
     - lossless: the settings with which every expert is computed in the best tier. {} means that
       this is always the case. None means that no settings achieve it.
     """
@@ -100,7 +100,7 @@ class PolicyRequirements:
 
     - asked_in: the phases (prefill, decode) in which the runtime calls `decide` for each MoE layer.
       In other phases the store requests every routed expert in default_tier without calling Python.
-      It uses a better copy if that is in memory.
+      The store uses a better copy of the expert if that is in memory.
     - default_tier: the tier of those requests.
     - n_ahead: the number of following layers whose routers are evaluated early to predict experts.
       0 means no prediction.
@@ -158,10 +158,10 @@ class History:
         return None
 
     def estimate(self, tiers: Sequence[str]) -> KlEstimate | None:
-        """Return an estimate of the KL divergence of these tiers from the first of them.
+        """Return an estimator of the quality loss of these tiers, relative to the first of them.
 
-        Return None if there is no estimate. A subclass may raise ConfigError instead, for a policy
-        that cannot work without an estimate.
+        The quality loss is the KL divergence in nats. Return None if it cannot be estimated. A
+        subclass may raise ConfigError instead, for a policy that needs the estimator.
         """
         return None
 
@@ -269,8 +269,8 @@ class About:
     - name: the name that users type.
     - summary: one sentence for the tables of the documentation.
     - Settings: the dataclass of the policy's own settings.
-    - reason: the end of the sentence "NAME, which ...". Messages use this sentence to explain why
-      an option of another policy has no effect.
+    - reason: the end of the sentence "NAME, which ...", such as "runs one precision". Messages use
+      this sentence to explain why an option of another policy has no effect.
     - precisions: the number of tiers that the policy uses, and its default choice.
     - wants: the requirements of the policy before its slots are known. They are the union of the
       requirements with all possible slots and settings.
@@ -285,7 +285,9 @@ class About:
 
 
 class Policy:
-    """A rule that chooses the tiers of experts, prefetches, and changes of tier (transitions).
+    """A rule that chooses tiers of experts, requests prefetches, and starts transitions.
+
+    A transition is a change of an expert's tier in the background.
 
     This table lists all members that a policy may define:
 
@@ -367,12 +369,12 @@ class Policy:
 
         The runtime calls this method before the first token of the run, without arguments. If
         `wants.waits` is set, the runtime also calls this method before the first token of each
-        answer. The arguments are then the tiers of all experts in memory (`resident`) and after
-        their transitions (`target`). The call is repeated each time the returned transitions
-        finish.
+        answer. `resident` then has the tiers of all experts in memory. `target` has their tiers
+        after the changes of tier (transitions) under way.
 
-        Return () to wait for transitions under way without starting new ones. Return None if the
-        answer need not wait any longer.
+        Before an answer, the runtime waits until all transitions have finished, and repeats the
+        call. The answer begins when the method returns None, or when no transition is left to wait
+        for. The result () starts no transition.
         """
         return self.placement.first()
 

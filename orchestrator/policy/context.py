@@ -155,7 +155,10 @@ AUTO, DEVICE, HOST = "auto", "device", "host"
 
 @dataclass(frozen=True)
 class ContextSettings(PlacementSettings, Background):
-    """Settings of the policy `context`, which chooses precisions of experts by the conversation."""
+    """Settings of the policy `context`.
+
+    The policy chooses the precision of each expert by how much the conversation uses the expert.
+    """
 
     hot_experts: int | None = inherit(Shared, "hot_experts")
     near_tiers: str | None = setting(
@@ -421,9 +424,10 @@ class ContextAware(Policy):
 
         K is the setting hot_experts, or the largest number that fits.
 
-        Raises PolicyError if the model has no second tier or not the tiers that the settings name.
-        Also raises PolicyError if the settings name too many tiers, or slots that tiers share in a
-        GPU's memory.
+        Raises PolicyError if the model has no second tier, or lacks a tier that the settings name.
+        Also raises PolicyError if the settings name too many tiers. Slots that several tiers share
+        work only in host memory. So PolicyError is also raised if the setting near_slots asks for
+        shared slots in the memory of a GPU.
         """
         near = NearTiers.of(shape, settings)
         shares_slots = settings.near_slots == SHARED and len(near.tiers) > 1
@@ -525,7 +529,7 @@ class ContextAware(Policy):
         return self._moves(resident, target)
 
     def _place(self) -> np.ndarray:
-        """Return the tier that each expert should have by its use, uint8 [n_layers, n_expert]."""
+        """Return the tier that each expert should have for its use, uint8 [n_layers, n_expert]."""
         use = self.use
         counts, gates = use.sums
         self._scores, tiers = self.placement.of_use(counts, gates, self._before() + use.past)
@@ -587,8 +591,10 @@ class ContextAware(Policy):
     def report(self) -> Mapping[str, Any]:
         """Return figures about the policy's work since the runtime started.
 
-        - placements: how often tiers were chosen; moves: the number of transitions for them.
-        - steps: the decode steps that the transitions of the latest choice took.
+        - placements: how often new tiers were chosen for all experts.
+        - moves: the number of transitions (changes of one expert's tier) that were requested.
+        - steps: the number of decode steps from the latest choice until every expert had its chosen
+          tier.
         - hot_per_layer, near_per_layer: the mean number of experts of a layer in the best tier and
           in each lower (near) tier.
         - near_bits, near_bits_stored: the mean bits per weight of experts in lower tiers, by the

@@ -50,14 +50,16 @@ _NOISE = 1e-9
 
 
 def critical_counts(lam: float, n_layers: int, m: int, schedule: str = COSINE) -> list[int]:
-    """Return t_l, the number of critical experts in each MoE layer (eq. 5).
+    """Return the number of critical experts t_l of each MoE layer l (eq. 5).
 
-    Critical experts are computed in the high tier. t_l is ceil(r(l) * M), at least 1.
+    Critical experts are computed in the high tier. The number t_l is ceil(r(l) * m), but at least
+    1. m is the number of experts to choose from.
 
-    M is the argument m, the number of experts to choose from. r(l) = (1 - lambda) * c(l) + lambda
-    is the fraction of critical experts in layer l. `falling` returns c(l) for a schedule; the
-    cosine schedule is eq. 4. The minimum of 1 differs from the paper. Without it, lambda = 0 would
-    leave the last layer without any expert if the others are skipped.
+    r(l) = (1 - lam) * c(l) + lam is the fraction of critical experts in layer l. The function
+    `falling` computes the factor c(l) from `schedule`. The cosine schedule is eq. 4.
+
+    The paper has no minimum of 1. Without it, lam = 0 would give the last layer no critical expert.
+    If the other experts are skipped, the layer would then compute no expert at all.
     """
     shares = [(1 - lam) * c + lam for c in falling(schedule, n_layers)]
     return [min(m, max(1, math.ceil(share * m - _NOISE))) for share in shares]
@@ -72,11 +74,12 @@ def realised(counts: list[int], m: int) -> float:
 
 
 def solve(retention: float, n_layers: int, m: int, schedule: str = COSINE) -> list[int]:
-    """Return the number of critical experts of each layer for a mean share nearest to retention.
+    """Return the number of critical experts of each layer, for a given mean share of such experts.
 
-    Critical experts are computed in the high tier. The share of a layer is its number divided by M,
-    which is the argument m. In decode, M is the number of experts that a token selects. In prefill,
-    it is the number of experts that the prompt uses in the layer.
+    Critical experts are computed in the high tier. The share of a layer is its number of critical
+    experts divided by m. The mean share over all layers is as near to `retention` as possible. In
+    decode, m is the number of experts that a token selects. In prefill, m is the number of experts
+    that the prompt uses in the layer.
 
     The function searches lambda (see `critical_counts`) in [0, 1]. With the cosine schedule, the
     mean share is about (1 + lambda) / 2. So shares below about one half need the schedule "flat".
@@ -253,8 +256,8 @@ class DyMoEPlacement(Placement):
     def fractions(self, uses: np.ndarray) -> np.ndarray:
         """Return the fraction of each expert's uses that is requested in each tier.
 
-        The fraction in the high tier is the mean share of critical experts, for every expert. The
-        rest is low or skipped.
+        For every expert, the fraction in the high tier is the mean share of critical experts. The
+        remaining uses request the low tier, or skip the expert.
         """
         high = self.depth.realised
         mix = (high, 1.0 - high)[: len(self.shape.tiers)]
@@ -315,14 +318,14 @@ class DyMoE(Policy):
     ) -> DyMoEPlacement:
         """Divide a memory budget into one slot group for each layer, matrix kind and tier.
 
-        First, each layer gets slots for the k experts that one token selects: t_l critical experts
-        in the high tier and k - t_l in the low tier. The rest of the budget is divided by expected
-        use per byte.
+        First, each layer gets slots for the k experts that one token selects. t_l of these slots
+        are high (for the high tier), because the layer has t_l critical experts. The other k - t_l
+        slots are low. The rest of the budget is divided so that the numbers of slots are in
+        proportion to the expected use of a slot.
 
-        A high slot serves requests for the high and for the low tier. Its value is (t_l + (k - t_l)
-        * low_bytes / high_bytes) / k. A low slot serves only requests for the low tier, so its
-        value is (k - t_l) / k. High slots have the larger value unless nearly all experts of a
-        layer are low.
+        The expected use of a low slot is the fraction of requests for the low tier. A high slot
+        serves requests for both tiers. A low request counts less there, because it saves fewer
+        bytes. A layer gets no further low slots if a high slot has at least the same expected use.
         """
         settings = settings.with_usual()
         depth = Depth.of(shape, settings, rules)
@@ -432,12 +435,13 @@ class DyMoE(Policy):
 
         ids, weights: the chosen experts of each token and their routing weights, [T, k].
 
-        With lower_which "gates", each token needs its t experts with the highest weights. t is the
-        number of critical experts of the layer.
+        With the setting lower_which "gates", each token needs its t experts with the highest
+        weights. t is the number of critical experts of the layer.
 
-        With "missing", the mask has all experts that are in memory in the high tier. Each token
-        also needs its first quarter of experts by weight, at least one. Of its missing experts, the
-        k - t with the lowest weights are left out, and the others are needed.
+        With "missing", each token may lower k - t experts that are not in memory in the high tier.
+        These are the missing experts with the lowest weights. The first quarter of the token's
+        experts by weight, at least one, is never lowered. The mask has all experts that some token
+        does not lower, and all experts in memory in the high tier.
         """
         t, k = self.critical[layer], ids.shape[1]
         order = np.argsort(-weights, axis=1, kind="stable")

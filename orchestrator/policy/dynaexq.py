@@ -72,7 +72,7 @@ CACHED_HIGH = 0.5
 
 
 def resident_pools(shape: ModelShape, capacity: Sequence[int]) -> TierPools:
-    """Return slots for every expert in a high or a low tier, capacity[layer] of them high.
+    """Return slots for every expert: capacity[layer] experts in the high tier, the others low.
 
     An exchange of two experts first moves one expert down into a spare low slot, and then the other
     up into the freed high slot. So low slots include a few spare ones, which limit the number of
@@ -86,8 +86,9 @@ def resident_pools(shape: ModelShape, capacity: Sequence[int]) -> TierPools:
 def fewest_high(shape: ModelShape, most: int = 1) -> list[int]:
     """Return the smallest possible number of experts in the high tier, for each layer.
 
-    For each slot size, one layer has one high expert, and the other layers have none. `most` is an
-    upper limit, so `most` 0 means no high experts.
+    Layers with about the same slot sizes share their high slots. The store requires at least one
+    slot of each size. So one layer of each such group has one high expert, and the other layers
+    have none. `most` is an upper limit, so `most` 0 means no high experts.
     """
     first = {pool.layers[0] for pool in pools_by_size(shape, HIGH)}
     return [min(most, int(layer in first)) for layer in range(shape.n_layers)]
@@ -113,10 +114,11 @@ def resident_plan(
 
 
 def _shortlist(swaps: Sequence[Swap], low_pool_of: np.ndarray) -> list[Swap]:
-    """Return the exchanges that wait for a slot: the first MAX_QUEUE of each pool of low slots.
+    """Return the exchanges to keep in the queue: for each pool of low slots, the first MAX_QUEUE.
 
-    Each exchange needs a spare slot of its layer's pool. The limit per pool prevents a slow pool
-    from filling the queue. low_pool_of: the pool of each layer.
+    An exchange swaps the tiers of two experts of a layer. It waits for a spare slot in the layer's
+    pool of low slots. The limit per pool prevents a slow pool from filling the queue. low_pool_of:
+    the pool of low slots that each layer uses.
     """
     listed = Counter[int]()
     kept = []
@@ -131,14 +133,15 @@ def _shortlist(swaps: Sequence[Swap], low_pool_of: np.ndarray) -> list[Swap]:
 def cache_plan(
     shape: ModelShape, budget_bytes: int, most_high: int | None
 ) -> tuple[SlotPlan, int, list[int]]:
-    """Return slots for a part of the experts, for a budget that does not hold all in the low tier.
+    """Return slots for only some experts, because not all experts fit in the low tier.
 
     The result is the slot plan, the number of high experts per layer, and the number of low slots
     of each layer. If the budget is too small, these are the minimum.
 
-    The first part of the budget is for low copies of one token's experts. The fraction CACHED_HIGH
-    of the rest is for high copies, at most most_high per layer. If that is less than one high copy
-    per layer, no expert is high. The store then still requires one high slot of each size.
+    Low copies of one token's experts are paid first. The fraction CACHED_HIGH of the remaining
+    budget is for high copies, at most most_high per layer. If that is less than one high copy per
+    layer, no expert is high. The plan then has one high slot of each size, only because the store
+    requires it.
     """
     layers = range(shape.n_layers)
     low_bytes = [shape.expert_slot_bytes(layer, LOW) for layer in layers]
@@ -206,7 +209,10 @@ class _TwoTiers(Precisions):
 
 
 def _fit(offer: TierOffer, high: FileTier, low: FileTier) -> bool:
-    """Return whether the budget holds every expert in one of these two tiers."""
+    """Return whether all experts fit in the budget, if as few as possible are in the high tier.
+
+    The other experts are in the tier `low`. `fewest_high` returns the minimum of high experts.
+    """
     return resident_plan(offer.shape(high, low), offer.budget_bytes, None) is not None
 
 

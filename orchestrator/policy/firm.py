@@ -65,10 +65,11 @@ def mask_of(experts: Iterable[int]) -> int:
 
 
 def depth_of(way: str, n_ahead: int) -> int:
-    """Return how many earlier layers may vote with this voting method, at most n_ahead.
+    """Return how many earlier layers may predict the experts of a layer, at most n_ahead.
 
-    The method "mol" uses the predictions of all n_ahead layers. The other methods use only those of
-    the nearest layer.
+    `way` is the voting method, which combines these predictions. The method "mol" uses the
+    predictions of the n_ahead nearest layers. The other methods use only those of the nearest
+    layer.
     """
     return n_ahead if way == MOL else min(1, n_ahead)
 
@@ -111,10 +112,12 @@ def agreed(
 def every_set(
     way: str, votes: Sequence[Sequence[int]], depth: int, scores: Sequence[float] = ()
 ) -> list[list[int]]:
-    """Return the experts that are expected in a layer for every choice of K and P, as bit masks.
+    """Return bit masks of the experts that are expected in a layer, for every choice of K and P.
 
-    K is the number of candidates per vote, and P, up to depth, is the number of votes (see
-    `agreed`). The result is indexed [P - 1][K - 1].
+    A vote is the list of experts that an earlier layer predicts, best first. votes: nearest layer
+    first. K is the number of candidates, which are the first experts of a vote. P, up to depth, is
+    the number of votes that are combined. The method `way` combines them (see `agreed`). The result
+    is indexed [P - 1][K - 1].
     """
     numbers = range(1, len(votes[0]) + 1)
     return [
@@ -136,22 +139,27 @@ def group_of(n_layers: int) -> list[int]:
 
 
 def absent_of(missing: Mapping[int, int], kinds: Sequence[int]) -> Absent:
-    """Group the prefetched matrices that are not in memory by the experts that lack them.
+    """Return which experts lack a matrix in memory, for the matrix kinds that are prefetched.
 
-    Return pairs (bit mask of experts, number of matrices that exactly these experts lack).
+    For each kind, the experts that lack this matrix form a bit mask. The result has pairs (bit
+    mask, number of kinds with this bit mask).
 
     - missing: for each expert, the bits of its matrices that are not in memory.
-    - kinds: the bits of the matrices that are prefetched.
+    - kinds: the bit of each matrix kind that is prefetched.
     """
     sets = (mask_of(e for e, bits in missing.items() if bits & kind) for kind in kinds)
     return tuple(Counter(sets).items())
 
 
 def unused_and_missed(expected: int, used: int, absent: Absent) -> tuple[int, int]:
-    """Return two numbers of matrices: those prefetched in vain, and those read on demand.
+    """Return the number of matrices prefetched in vain, and the number read on demand.
 
-    They are n_unused and n_miss - n_hit of eq. 11. Matrices in memory are not read, so they do not
-    count. expected, used: bit masks of experts. absent: the result of `absent_of`.
+    A matrix is prefetched in vain if its expert was expected but is not used. A matrix is read on
+    demand if its expert is used but was not expected. Matrices that were already in memory do not
+    count. The numbers are n_unused and n_miss - n_hit of eq. 11.
+
+    expected, used: bit masks of experts. absent: the matrices that were not in memory, from
+    `absent_of`.
     """
     unused = missed = 0
     for gone, n in absent:
@@ -182,9 +190,11 @@ class Weights(NamedTuple):
     matrices: int
 
     def mean(self, counts: np.ndarray, n: int) -> Any:
-        """Return the mean loss of eq. 11, given sums over n results of `unused_and_missed`.
+        """Return the mean prediction loss (eq. 11) over n results of `unused_and_missed`.
 
-        counts: the sums, [..., 2]. Return 0 if n is 0.
+        The loss of a result is the weighted sum of its two numbers, divided by the number of
+        matrices that are prefetched per expert. counts: the sums of both numbers over all results,
+        [..., 2]. Return 0 if n is 0.
         """
         lost = self.waste * counts[..., 0] + self.miss * counts[..., 1]
         return (lost / self.matrices / max(1, n)).tolist()
@@ -225,7 +235,9 @@ class Climb:
     def update(self, means: Sequence[Sequence[float]]) -> None:
         """At the end of an interval, move to the next pair (K, P) if its mean loss is lower.
 
-        means: the mean losses since the start, indexed [P - 1][K - 1].
+        K is the number of candidates (first experts) per vote, and P is the number of voting
+        layers. The next pair is the neighbour in the current direction of the search. means: the
+        mean prediction loss of each pair since the start, indexed [P - 1][K - 1].
         """
         ahead = self._ahead()
         for _ in range(3):  # try the other three directions at a border
@@ -243,14 +255,20 @@ class Climb:
             self._turn()
 
     def end(self, means: Sequence[Sequence[float]]) -> None:
-        """End the search: choose the pair with the smallest mean loss among the compared pairs.
+        """End the search: choose the pair (K, P) with the smallest mean loss among those compared.
 
-        This is the last step of Algorithm 1. means: the mean losses, indexed [P - 1][K - 1].
+        K is the number of candidates (first experts) per vote, and P is the number of voting
+        layers. This is the last step of Algorithm 1. means: the mean prediction loss of each pair,
+        indexed [P - 1][K - 1].
         """
         self.at = least(means, self.seen)
 
     def _ahead(self) -> Votes | None:
-        """Return the next pair (K, P) in the current direction, or None at the border."""
+        """Return the next pair (K, P) in the current direction, or None at the border.
+
+        K is the number of candidates (first experts) per vote, and P is the number of voting
+        layers.
+        """
         at = [*self.at]
         at[self.axis] += self.delta
         k, p = at
@@ -288,9 +306,13 @@ class Tuner:
         patience: int,
         tokens: int,
     ) -> None:
-        """Start a tuner at the maximum pair `start` = (K, P).
+        """Start a tuner at the pair `start` = (K, P), which is the maximum of both numbers.
 
-        - way: how the pair is found: "climb", "all" or "off".
+        K is the number of candidates (first experts) per vote, and P is the number of voting
+        layers.
+
+        - way: how the pair is tuned. "climb" is hill climbing. "all" compares all pairs on the same
+          tokens. "off" keeps the pair.
         - groups: the group of each layer, from `group_of`.
         - weights: the weights of the loss.
         - steps: the number of tokens between two updates.
@@ -318,7 +340,7 @@ class Tuner:
         ]
 
     def of(self, layer: int) -> Votes:
-        """Return the current choice for a layer: (candidates per vote, voting layers)."""
+        """Return the numbers of candidates per vote and of voting layers now used for a layer."""
         return self.chosen[self.groups[layer]]
 
     @property
@@ -334,8 +356,9 @@ class Tuner:
     ) -> None:
         """Count the wrong and missing predictions of a layer for one token, for every pair (K, P).
 
-        The experts that a pair would expect follow from the ranked votes, so no pair has to be
-        tried. The search is therefore exhaustive, and all pairs are compared on the same tokens.
+        K is the number of candidates (first experts) per vote, and P is the number of voting
+        layers. The experts that a pair would expect follow from the ranked votes, so no pair has to
+        be tried. All pairs are therefore compared on the same tokens.
 
         - sets: the expected experts of every pair, from `every_set`.
         - used: the experts that the token uses.
@@ -346,21 +369,29 @@ class Tuner:
         self._n[group] += 1
 
     def means(self, group: int) -> list[list[float]]:
-        """Return the mean loss per layer and token of every pair (K, P), indexed [P - 1][K - 1]."""
+        """Return the mean prediction loss (eq. 11) of every pair (K, P) in a group of layers.
+
+        The result is indexed [P - 1][K - 1]. K is the number of candidates (first experts) per
+        vote, and P is the number of voting layers. The mean is over the counted layers and tokens.
+        """
         found: list[list[float]] = self._weights.mean(self._sums[group], self._n[group])
         return found
 
     def observe(self, layer: int, unused: int, missed: int) -> None:
-        """Add the matrices that the current choice read in vain and missed in a layer.
+        """Add the matrices that a layer prefetched in vain and those that it read on demand.
 
-        unused, missed: the result of `unused_and_missed`.
+        unused, missed: these two numbers for one token, from `unused_and_missed`.
         """
         group = self.groups[layer]
         self._ran[group] += unused, missed
         self._n_ran[group] += 1
 
     def token(self) -> None:
-        """End a token after its last layer. At the end of an interval, update the choice."""
+        """Count a token after its last layer, and update the choice at the end of an interval.
+
+        The choice is, for each group of layers, the number of candidates per vote and of voting
+        layers. It stays the same once it is final.
+        """
         self.tokens += 1
         if self.tuned or (self.tokens % self._steps and self.tokens < self.until):
             return
@@ -381,7 +412,12 @@ class Tuner:
         return {GROUPS[group]: self.chosen[group] for group in self._used()}
 
     def losses(self) -> dict[str, float | None]:
-        """Return the mean loss per layer and token of the choices used so far, by layer group."""
+        """Return the mean prediction loss (eq. 11) of each group of layers since the start.
+
+        The loss counts matrices that were prefetched in vain or read on demand with the choices in
+        use at the time. The mean is per layer and token. It is None for a group without counted
+        tokens.
+        """
         ran = {group: self._weights.mean(self._ran[group], n) for group, n in self._n_ran.items()}
         return {GROUPS[group]: ran.get(group) for group in self._used()}
 
@@ -512,15 +548,20 @@ class FIRMSettings(LookAhead):
 
     @property
     def deepest(self) -> int | None:
-        """The maximum number of voting layers in `votes`; None if it is tuned.
+        """The maximum number of voting layers in the setting `votes`, or None without this setting.
 
-        Raises ValueError for votes that cannot be parsed.
+        Raises ValueError if `votes` cannot be parsed.
         """
         return None if self.votes is None else max(p for _, p in read_votes(self.votes))
 
     @property
     def way(self) -> str:
-        """How the numbers of candidates and voting layers are found: "climb", "all" or "off"."""
+        """How the numbers of candidates and voting layers are tuned: "climb", "all" or "off".
+
+        "climb" is hill climbing. "all" compares all pairs of the two numbers on the same tokens.
+        "off" keeps the numbers fixed. Without the setting `tune`, the value is "off" if the setting
+        `votes` gives the numbers, and "all" otherwise.
+        """
         return self.tune or (ALL if self.votes is None else OFF)
 
     def with_usual(self) -> FIRMSettings:
@@ -587,7 +628,7 @@ class FIRMPlacement(Placement):
 
     @property
     def text(self) -> str:
-        """The description for the status line, with the initial numbers of candidates and votes."""
+        """The text for the status line, with the first numbers of candidates and voting layers."""
         n_ahead = self.wants.n_ahead
         if not n_ahead:
             return f"firm {self.shape.tiers[0]}, one precision"
@@ -698,9 +739,10 @@ class FIRM(Policy):
             self.tuner.chosen, self.tuner.tuned = read_votes(asked.votes), True
 
     def learned(self) -> Learned:
-        """Return the tuned votes and the settings for which they were tuned.
+        """Return the tuned numbers of candidates and voting layers, for later runs.
 
-        The result is empty until the votes are final.
+        The result also has the settings for which they were tuned. It is empty until the numbers
+        are final.
         """
         asked, tuner = self.settings, self.tuner
         if not (tuner.tuned and tuner.tokens and self.wants.n_ahead) or asked.way == OFF:
@@ -831,7 +873,7 @@ def look_ahead(settings: FIRMSettings, rules: Rules) -> int:
 
 
 def tuned_for(settings: FIRMSettings) -> dict[str, Any]:
-    """Return the settings whose values affect which votes the tuner chooses."""
+    """Return the settings that affect how many candidates and voting layers the tuner chooses."""
     return {name: getattr(settings, name) for name in _TUNED_FOR} | {"tune": settings.way}
 
 

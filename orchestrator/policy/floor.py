@@ -87,7 +87,8 @@ class LayerCosts:
     def dearest(self) -> float:
         """The highest possible cost of lowering or skipping an expert, in nats per saved byte.
 
-        A price above this value has no further effect.
+        To lower an expert means to compute it in the low tier. The policy has a limit for this
+        cost, called price. A price above this value permits no more than this value does.
         """
         saved = (self.high_bytes, self.low_bytes, self.present_bytes)
         return max(self.skip) / min(each for each in saved if each)
@@ -106,9 +107,11 @@ class LayerCosts:
         """Return the possible ways to lower (compute in a lower tier) or skip an expert.
 
         - An expert in memory in the high tier can only be skipped.
-        - An expert in memory in the low tier can be computed in that tier instead of the high one.
-        - An expert that is not in memory can be skipped. If that costs less per saved byte, it can
-          be read in the low tier instead, and skipped as a second way on top of that.
+        - An expert in memory in the low tier can only be computed in that tier instead of the high
+          one.
+        - An expert that is not in memory can be skipped. If reading it in the low tier costs less
+          per saved byte, this is the first way. The second way is then to skip the expert after
+          all.
 
         square: the sum of the expert's squared gate weights over the tokens that need it. resident:
         the expert's tier in memory, or ABSENT.

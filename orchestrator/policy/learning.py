@@ -51,8 +51,9 @@ class Intervals(Background):
 def wants_to_learn(wants: PolicyRequirements, settings: Intervals) -> PolicyRequirements:
     """Return `wants`, extended by the requirements of a policy that learns the usage of experts.
 
-    Such a policy needs the expert counts and the expert states after each step. It also needs a
-    limit for the rate of transitions.
+    Such a policy needs, after each step, the number of tokens routed to each expert. It also needs
+    the tier of each expert in memory and after its transition, and a limit for the rate of
+    transitions.
     """
     rate = USUAL_RATE if settings.transition_rate is None else settings.transition_rate
     return replace(wants, counts=True, states=True, transition_rate=rate, learns=True)
@@ -97,15 +98,19 @@ class Learning(Policy):
         return Learned(hotness=self._scores.copy())
 
     def _choose_reports(self) -> None:
-        """Request expert counts and states only for the phases in which the policy needs them."""
+        """Request reports about experts only for the phases in which the policy needs them.
+
+        The reports have the number of tokens routed to each expert, and the tiers of the experts.
+        """
         phases = tuple(phase for phase in Phase if self._wants_report(phase))
         if phases != self.wants.told_in:
             self.wants = replace(self.wants, told_in=phases)
 
     def _wants_report(self, phase: Phase) -> bool:
-        """Return whether the policy needs expert counts and states after a step of this phase.
+        """Return whether the policy needs a report about experts after a step of this phase.
 
-        It needs them while experts change their tier, and at the end of an interval.
+        The report has the number of tokens routed to each expert, and the tiers of the experts. The
+        policy needs it while experts change their tier, and at the end of an interval.
         """
         return not self._at_rest or self._may_end_interval(phase)
 

@@ -45,14 +45,15 @@ def exchanges(
 ) -> list[tuple[int, int]]:
     """Return pairs (riser, faller) of experts that should exchange their tiers, largest gain first.
 
-    Each expert is in at most one pair. An expert's number is layer * n_expert + index.
+    The riser gets the better tier, and the faller gets the lower tier. Each expert is in at most
+    one pair. An expert's number is layer * n_expert + index.
 
     - losses: the loss of each expert in each tier, weighted with its use, float64 [n_layers,
       n_expert, n_tiers].
     - tiers: the current tier of each expert, uint8 [n_layers, n_expert].
-    - pool_of: the pool of slots that a layer's experts use in each tier, int64 [n_layers, n_tiers].
-      -1 means a tier without experts. Two experts can exchange their tiers only if their layers use
-      the same two pools.
+    - pool_of: the number of the slot pool that holds a layer's experts in each tier, int64
+      [n_layers, n_tiers]. -1 means that the tier has no experts. The layers of a pair must use the
+      same pools in both tiers of the pair.
     - free: which experts may change their tier, bool [n_layers, n_expert].
     - margin: the minimum gain of a pair. The unit is the mean gain of an expert between the two
       tiers.
@@ -99,8 +100,9 @@ def moves(
 ) -> list[Transition]:
     """Return the transitions of experts to their wanted tiers for which slots are free now.
 
-    Only the lowest tier has reserve slots. If no expert moves and no slot is free for a wanted
-    transition, experts that should fall move to the lowest tier first, which frees their slots.
+    Only the lowest tier has reserve slots. Experts may therefore block each other: no expert is
+    moving, and no slot is free for a wanted transition. Then the experts that should get a lower
+    tier first move to the lowest tier, which frees their slots.
 
     - wanted: the wanted tier of each expert.
     - resident, target: the tier of each expert in memory and after its transition, uint8 [n_layers,
@@ -139,10 +141,10 @@ class MixedSettings(Intervals):
 
 class _AnyTiers(Precisions):
     def high(self, offer: TierOffer) -> FileTier:
-        """Return the best tier to use: the tier above the best one in which all experts fit.
+        """Return the best tier to use: usually the tier above the best one that holds all experts.
 
-        The store requires at least one slot of each tier in use. So an even better tier is used if
-        one slot takes a negligible part of the budget.
+        The store requires at least one slot of each tier in use. If one slot of a still better tier
+        takes a negligible part of the budget, that tier is returned.
         """
         tiers = offer.tiers
         fits = next((each for each in tiers if offer.fits_whole(each)), tiers[-1])
@@ -278,10 +280,11 @@ class Mixed(Learning):
         return of[1]
 
     def _wants_report(self, phase: Phase) -> bool:
-        """Return whether the policy needs expert counts and states after a step of this phase.
+        """Return whether the policy needs a report about experts after a step of this phase.
 
-        While experts move, it needs them once per LOOK_US microseconds of steps. It also needs them
-        at the end of an interval.
+        The report has the number of tokens routed to each expert, and the tiers of the experts.
+        While experts move, the policy needs one report per LOOK_US microseconds of steps. The
+        policy also needs a report at the end of an interval.
         """
         looks = not self._at_rest and self._unseen_us >= LOOK_US
         return looks or self._may_end_interval(phase)
@@ -330,8 +333,8 @@ class Mixed(Learning):
         """Return figures about the policy's work since the runtime started.
 
         - updates: the number of intervals after which the usage was updated.
-        - exchanges: the number of exchanges of two experts.
-        - moves: the number of transitions for them.
+        - exchanges: how many pairs of experts exchanged their wanted tiers.
+        - moves: the number of transitions (changes of one expert's tier) that were requested.
         - experts: the number of experts in each tier.
         - loss: the total loss, as a fraction of the loss with every expert in the lowest tier.
         """
@@ -349,8 +352,8 @@ class Mixed(Learning):
 def pools_of(shape: ModelShape, settings: MixedSettings, tiers: np.ndarray) -> TierPools:
     """Return the expert slots for a choice of the tier of each expert.
 
-    A tier without experts shares the slots of the tier before it. This needs experts in that tier,
-    and slots that can hold several tiers.
+    Usually each tier gets its own slots. A tier without experts instead uses the slots of the next
+    better tier, if a slot can hold several tiers and the better tier has experts.
 
     tiers: the tier of each expert, [n_layers, n_expert].
     """

@@ -308,9 +308,10 @@ class Answer:
         )
 
     def _finish(self) -> str:
-        """Return why the answer ended, as a value of GenerationStats.finish.
+        """Return the reason why the answer ended, as a value of GenerationStats.finish.
 
-        The values are "end", "stop", "length", "context" and "cancelled".
+        "end": the model ended the answer. "stop": a stop word occurred. "length": the token limit
+        was reached. "context": the context was full. "cancelled": the answer is not complete.
         """
         if not self._timings:
             return "cancelled"

@@ -99,10 +99,11 @@ class InUse:
         self._checked: object = None  # the stamp of the file that is being compared
 
     def look(self) -> tuple[str, bool]:
-        """Return (sentence about a changed file or "", whether its contents may have changed).
+        """Return (sentence about a changed file or "", whether answers may be wrong now).
 
-        The second value is False if only the path names another file now. The opened file is still
-        the old one then.
+        The second value is True if a file was written to while it is in use, unless its contents
+        are known to match its checksums. It is False if a path now names another file: answers then
+        still come from the old file, which stays open.
         """
         replaced = ""
         for path, known in self._known.items():

@@ -30,9 +30,10 @@ _PAUSE_S = 0.0005
 
 
 class BaseDriver:
-    """The methods that every driver has. They do nothing, for models without an expert store.
+    """A driver that does nothing, for models that run on llama.cpp's own path (`--policy plain`).
 
-    Such a model runs on llama.cpp's own path (`--policy plain`).
+    A driver connects a policy with the expert store. Such a model has neither. The class Driver
+    overrides the methods for models with an expert store.
     """
 
     store: Store | None = None
@@ -284,8 +285,9 @@ class Driver(BaseDriver):
         """Report a computed step to the policy, and return the transitions that the policy wants.
 
         A transition (layer, expert, tier) reads an expert in another precision (tier) in the
-        background. unusual: whether the latest tokens used experts differently from the texts of
-        the loss table; ignored if this driver has a loss meter.
+        background. unusual: whether the latest tokens used experts differently from the texts with
+        which the model's quality loss was measured; ignored if this driver has a loss meter, which
+        finds out itself.
         """
         policy = self.policy
         wants, is_reported = policy.wants, step.phase in policy.wants.told_in
@@ -325,10 +327,11 @@ class Driver(BaseDriver):
     def judge_routing(self, n_tokens: int) -> bool | None:
         """Return whether the latest tokens used experts differently from the loss table's texts.
 
-        If so, a policy with a loss budget uses only half of the allowed quality loss. The
-        comparison is made once every ROUTING_TOKENS tokens. Other calls return None, and so does a
-        call for a policy without a loss budget. n_tokens: number of tokens of the step that has
-        ended.
+        The loss table states the quality loss of lower precisions, as measured with these texts. If
+        the result is True, a policy with a loss budget uses only half of the allowed quality loss.
+        The comparison is made once every ROUTING_TOKENS tokens. Other calls return None, and so
+        does a call for a policy without a loss budget. n_tokens: number of tokens of the step that
+        has ended.
         """
         policy, meter = self.policy, self.meter
         routing = meter.estimate.routing if meter is not None else None

@@ -19,16 +19,18 @@ class History:
         self._planner = planner
 
     def policy(self, placement: Placement) -> Policy:
-        """Make the policy of a placement, which knows the model's history of earlier runs.
+        """Make a policy that knows how often earlier runs of the model used each expert.
 
-        A placement has the settings of the policy and the slots for experts.
+        A policy that does not count the uses of experts ignores this knowledge. placement: the
+        settings of the policy, and its slots for experts.
         """
         return placement.make(self._planner.history)
 
     def learn(self, driver: BaseDriver) -> None:
-        """Add the expert counts of this run, and the usage and settings that its policy learned.
+        """Add a run to the history: the uses of each expert, and the records of the policy.
 
-        driver: the driver of the model that has run.
+        A policy can record which fraction of the tokens use each expert, and values to which it has
+        tuned its settings. driver: the driver of the model that has run.
         """
         name, learned, used = driver.policy_name, driver.learned(), driver.used()
         if learned.hotness is not None:

@@ -72,8 +72,8 @@ class Idle:
     def stop(self) -> None:
         """End the reading thread, and wait until it has ended. Safe on any thread.
 
-        The store completes a running read in the background. Ending the thread also ends a cancel
-        of the store, so later steps run normally.
+        The store completes a running read in the background. The store is cancelled while this
+        method waits. Afterwards, steps run normally, even if the store was cancelled before.
         """
         thread = self._thread
         if thread is not None:

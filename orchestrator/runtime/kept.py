@@ -160,10 +160,11 @@ class KeptConversations:
         self._tell()
 
     def _best(self, prompt: Sequence[int], spared: int) -> tuple[Listed | None, int]:
-        """Return (the file that holds most of a prompt, number of its tokens that can be reused).
+        """Return (the saved file from which a prompt can reuse most tokens, number of tokens).
 
-        Return None instead of a file if no file holds considerably more than memory does. spared:
-        number of prompt tokens that are in memory and need not be computed.
+        A file is returned only if it saves computing more than LEAST_TOKENS tokens beyond those
+        that memory saves. Otherwise, None is returned instead of a file. spared: number of prompt
+        tokens that are in memory and need not be computed.
         """
         best, most = None, spared + LEAST_TOKENS
         if len(prompt) <= most:

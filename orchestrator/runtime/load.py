@@ -112,10 +112,10 @@ class Loader:
         self._can_be_managed = False
 
     def _compare(self) -> DataCheck | None:
-        """Start a thread that compares the weights that llama.cpp reads with their checksums.
+        """Start a thread that verifies the checksums of the tensors that llama.cpp reads.
 
-        Return None if the files have no checksums. The expert store verifies experts itself,
-        whenever it reads them.
+        Return None if a file has no checksums. The expert store verifies experts itself, whenever
+        it reads them.
         """
         checksums = self._specs.checksums
         if len(checksums.headers) < len(self._model.parts):
@@ -165,7 +165,7 @@ class Loader:
 
     @cached_property
     def _free_at_first(self) -> int:
-        """Free GPU memory in bytes before the first model was loaded, measured once.
+        """The number of free bytes of GPU memory before the first model was loaded, measured once.
 
         Memory that kernels take until the process ends is still free at that time.
         """
@@ -239,10 +239,11 @@ class Loader:
 
     @contextmanager
     def _checked(self, plan: Plan) -> Iterator[None]:
-        """Compare the tensors that llama.cpp reads with their checksums during the `with` block.
+        """Verify the checksums of the tensors that llama.cpp reads, while the `with` block runs.
 
-        Raises GGUFError at the end of the block for a damaged file. The comparison is made only
-        once for plans with an expert store, and once for plans without.
+        Raises GGUFError at the end of the block for a damaged file. The tensors are verified once
+        for all plans with an expert store, and once for all plans without. Later blocks verify
+        nothing.
         """
         if plan.managed in self._sound:
             yield

@@ -38,7 +38,8 @@ class LossMeter:
     def decided(self, event: RouteEvent, view: StoreView, decision: DecisionBuffer) -> None:
         """Add the estimated loss of one layer, after the policy has decided on its experts.
 
-        The loss counts after step_done was called for the step. A failed step adds nothing.
+        The totals include this loss only after step_done was called for the step. A failed step
+        adds nothing.
         """
         if event.step != self._step:
             self._step = event.step

@@ -145,9 +145,10 @@ class Listed:
         return usable(len(self.tokens), self.has_part, places, common)
 
     def file_marks(self) -> list[FileMark]:
-        """Return the marks at which the file holds a state of the model, with its position.
+        """Return the saved states of the model in the file, and where the file holds them.
 
-        A mark is a position to which the sequence can be truncated.
+        Each state belongs to a mark, a position to which the sequence can be truncated. Marks
+        without a state of the model are left out.
         """
         found, at = [], self.state_end
         for each in self.marks:

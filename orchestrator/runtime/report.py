@@ -183,9 +183,12 @@ class StoreCosts:
         }
 
     def _lost(self) -> dict[str, Any]:
-        """Return the estimated quality loss, as the fields kl_estimate, kl_low and limit_halved.
+        """Return the estimated quality loss (KL divergence) as three fields of GenerationStats.
 
-        The loss is that of the decoded tokens, or of the prompt if no token was decoded.
+        kl_estimate is the loss for texts that are sensitive to errors, in nats per token. kl_low is
+        the loss for the least sensitive texts. The losses are those of the decoded tokens, or of
+        the prompt if no token was decoded. limit_halved is whether a policy could use only half of
+        the allowed loss for some of the tokens.
         """
         losses = self._losses
         if losses is None or self._mark is None:

@@ -546,9 +546,9 @@ class Runtime(Closing):
     def set(self, **changes: Any) -> bool:
         """Change settings of the loaded model, by their names in Config.
 
-        Some settings of policies can change while the model is loaded, and take effect at the next
-        token. Returns False if the current policy has none of them; a policy that is chosen later
-        uses them.
+        Live settings of policies change while the model stays loaded, and take effect at the next
+        token. Returns False if only live settings change, and the current policy has none of them.
+        They are then stored for a policy that is chosen later. In all other cases, returns True.
 
         For other settings, the model is loaded again after the running answers, and the sequences
         are emptied. If loading fails, the model is loaded with the former settings. The error is
@@ -624,9 +624,9 @@ class Runtime(Closing):
         return memory_now(library, self._loaded, self._loaded.driver.prompts)
 
     def fault(self) -> str:
-        """Return a sentence if a model file was written to, because answers are wrong from then on.
+        """Return a sentence that names a model file which was written to while it is in use, or "".
 
-        Return "" otherwise. The user gets a sentence about each change once.
+        Answers are wrong after such a change. The user is told about each change of a file once.
         """
         sentence, is_fault = self._loader.files.look()
         if sentence and sentence != self._said:

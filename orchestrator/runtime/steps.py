@@ -23,7 +23,7 @@ class Sequences:
         self.lengths = [0] * n
 
     def name_of(self, number: int) -> int:
-        """Return llama.cpp's id of a sequence. Its id 0 belongs to the main sequence."""
+        """Return llama.cpp's id of a sequence: number + 1, because the main sequence has id 0."""
         return number + 1
 
     def check(self, tokens: Sequence[int], sequences: Sequence[int]) -> None:

@@ -32,7 +32,10 @@ class StoreSpecs:
     def __init__(
         self, config: Config, model: ExpertModel, bindings: Bindings, gpu: Accelerator | None
     ) -> None:
-        """Nothing is measured yet. config: the settings with which the model was opened."""
+        """Keep the arguments. The machine is not measured before the first store needs the results.
+
+        config: the settings with which the model was opened.
+        """
         self._config, self._model, self._bindings, self._gpu = config, model, bindings, gpu
         self._product_times: dict[tuple[int, tuple[int, int]], ProductTime | None] = {}
 
@@ -68,8 +71,8 @@ class StoreSpecs:
 def store_spec(config: Config, model: ExpertModel, plan: Plan, misses: Misses) -> StoreSpec:
     """Return the parameters of the expert store for a plan, without checksums.
 
-    The layout of the slots is that of the file. The precisions (tiers) in use are numbered from 0.
-    Raises ConfigError for a plan without a store.
+    The slots hold matrices in the same layout as the file, not repacked. The precisions (tiers) in
+    use are numbered from 0. Raises ConfigError for a plan without a store.
     """
     placement = plan.placement
     if placement is None:

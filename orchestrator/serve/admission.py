@@ -93,8 +93,8 @@ class Gate:
 
     Each request reserves places (one for each of its answers) and KV cells of the shared context.
     Clients take turns: the requests of one client run in order, and after each of them the other
-    waiting clients come first. If the queue is full, a client with fewer waiting requests displaces
-    the last request of the client with the most.
+    waiting clients come first. If the queue is full, the client with the most waiting requests can
+    lose its last waiting request to a client with fewer.
 
     `running` is the number of requests that are being answered. `refused` counts the requests that
     found the queue full since the start.
@@ -143,10 +143,10 @@ class Gate:
         return ticket
 
     def _make_place(self, client: str) -> None:
-        """Drop the last waiting request of the client with the most, to make space for `client`.
+        """Drop the last request of the client with the most waiting requests, to make space.
 
-        Raises Refusal (an error response) unless that client has at least two waiting requests more
-        than `client`.
+        The space is for a request of `client`. Raises Refusal (an error response) unless the other
+        client has at least two more waiting requests than `client`.
         """
         full = Refusal(429, "too many requests wait already (--queue): try again later")
         longest = max(self._lines.values(), key=len, default=deque())
@@ -217,7 +217,8 @@ class UnreadAnswers:
     def __init__(self, most_bytes: int) -> None:
         """Set the limit.
 
-        Above `most_bytes` in total, the oldest answers are dropped, except the last.
+        If the unread answers take more than `most_bytes` in total, the oldest are dropped. The last
+        remaining answer is kept, however long it is.
         """
         self.n_bytes = 0
         self._most_bytes = most_bytes
@@ -245,10 +246,11 @@ class UnreadAnswers:
 
 @dataclass(frozen=True)
 class Conversation:
-    """The text of a request as a list of digests, to find requests that begin with the same text.
+    """The digests of a request's text, to find earlier requests that begin with the same text.
 
-    Each piece is a message, or a fixed number of characters or tokens of a prompt. The first
-    `n_common` pieces hold tools and system messages, which different conversations may share.
+    Each digest in `pieces` stands for a message, or for a fixed number of characters or tokens of a
+    prompt. The first `n_common` digests stand for tools and system messages, which different
+    conversations may share.
     """
 
     pieces: tuple[bytes, ...] = ()
@@ -335,10 +337,11 @@ class SlotManager:
         self._n_taken = 0
 
     def take(self, asked: Iterable[Conversation], cells: int = 0) -> tuple[list[int], int]:
-        """Return a free slot for each conversation, and the number of KV cells they still hold.
+        """Return a free slot for each conversation, and the KV cells in use in these slots.
 
-        The old KV cells stay allocated until a prompt starts in the slot. `cells` is the number of
-        KV cells that the request may leave in its slots.
+        The second value is one number, the sum over the slots. These cells belong to earlier
+        requests, and stay allocated until a new prompt starts in the slot. `cells` is the number of
+        KV cells that the new request may leave in each of its slots.
         """
         taken, held = [], 0
         for each in asked:
@@ -398,7 +401,8 @@ class Bodies:
     """Limits the memory for the bodies of all requests.
 
     A body counts from its first byte until its request may run. Parsing and tokenizing a body takes
-    many times its length, so only one thread does this. Clients take turns on that thread.
+    many times the memory of the body, so only one thread does this. Clients take turns on that
+    thread.
 
     `kept_bytes` is the total length of the bodies that arrive or wait. `refused` counts the bodies
     that found no free memory since the start.

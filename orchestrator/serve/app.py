@@ -93,7 +93,7 @@ class Endpoints:
         return await self._of_body(request, partial(self._answer_to, route))
 
     def _answer_to(self, route: str, served: Served, body: Body) -> ASGIApp:
-        """Return the response for a request, and replace its body with the one for llama.cpp.
+        """Return the response to a request, and set `body.data` to the request for llama.cpp.
 
         Call this on a thread, because it may take seconds. Raises Refusal (an error response) for a
         request that cannot be served.

@@ -21,11 +21,12 @@ _MARKED = range(0x300, 0x1F000)
 
 
 class Words:
-    """Splits a text into the units ("words") within which a tokenizer merges symbols.
+    """Splits a text into "words", to find out how much memory tokenizing the text takes.
 
-    The memory that tokenizing takes depends on the number of tokens and on the longest word. A word
-    is at least as long as the unit that llama.cpp uses. `is_whole` tells whether the tokenizer
-    merges across the whole text.
+    A tokenizer merges symbols (bytes or characters) only within a word. The memory depends on the
+    number of tokens and on the longest word. Words of this class are never shorter than those of
+    llama.cpp, but may be longer. `is_whole` tells whether the tokenizer merges across the whole
+    text, instead of within words.
     """
 
     def __init__(self, kind: str, cut: str) -> None:
@@ -46,14 +47,14 @@ class Words:
 
     @property
     def body_factor(self) -> int:
-        """Peak memory for reading a request body, in bytes per byte of the longest allowed body."""
+        """Peak memory for reading a request body, divided by the longest allowed length."""
         return WHOLE_FACTOR if self.is_whole else BODY_FACTOR
 
     def count_tokens(self, text: str, model: Model) -> tuple[int, int]:
         """Return (approximate number of tokens, length of the longest word) of a text.
 
-        Returns (0, 0) if the memory reserved by `body_factor` is enough for every text. A long text
-        can take seconds.
+        Returns (0, 0) without counting if the tokenizer merges across the whole text. The memory
+        reserved by `body_factor` is then enough for every text. A long text can take seconds.
         """
         if self.is_whole:
             return 0, 0

@@ -52,7 +52,7 @@ _SMALLER = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperti
 
 
 class _Conflict(Exception):
-    """Two schemas cannot be merged. The message names the keyword on which they conflict."""
+    """Raised if two schemas cannot be merged. The message names the keyword with the conflict."""
 
 
 @dataclass
@@ -638,7 +638,8 @@ def _kinds_of(value: Any) -> set[str]:
 def _are_disjoint(schemas: list[Schema]) -> bool:
     """Return whether no value can match two of these rewritten schemas.
 
-    Only types, constants and constant properties are compared.
+    Only types, constants and constant properties are compared. Returns False if this is not
+    enough to decide.
     """
     pairs = ((a, b) for n, a in enumerate(schemas) for b in schemas[n + 1 :])
     return all(_differ(a, b) for a, b in pairs)

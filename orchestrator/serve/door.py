@@ -216,10 +216,10 @@ def _name_of(host: str) -> str:
 
 
 def _without_address(scope: Scope) -> Scope:
-    """Return an ASGI scope whose path does not contain a host.
+    """Return an ASGI scope in which a host in the path is moved to the Host header.
 
     HTTP lets a client send `GET http://localhost/health`. The host in that URL then replaces the
-    Host header (RFC 9112, section 3.2.2).
+    Host header (RFC 9112, section 3.2.2). Any other scope is returned unchanged.
     """
     path = scope["path"]
     scheme, mark, rest = path.partition("://")

@@ -742,8 +742,8 @@ def settle_probs(route: str, data: dict[str, Any], most_tokens: int) -> Shaping 
     conversion is needed. `most_tokens` is the longest possible answer. Raises Refusal (an error
     response) if the memory would be exceeded.
 
-    All prompts of a request share the memory of one answer, because llama.cpp keeps their answers
-    until the last one is complete. Each of `n` answers to one prompt has its own.
+    The limit is PROBS_BYTES for each answer to one prompt. The answers to several prompts share
+    this memory, because llama.cpp keeps them until the last one is complete.
     """
     shaping = Shaping(route, data)  # before the fields change
     name = {CHAT: "top_logprobs", COMPLETIONS: "logprobs"}.get(route, "n_probs")
@@ -799,7 +799,10 @@ def _prompts(prompt: Any) -> int:
 
 
 def _limit(data: dict[str, Any], n_tokens: int) -> None:
-    """Set the limit of generated tokens in a request, and remove the other names of this limit."""
+    """Set the limit of generated tokens in a request to n_tokens, in the field `max_tokens`.
+
+    All other fields for this limit are removed from the request.
+    """
     for name in LIMITS:
         data.pop(name, None)
     data["max_tokens"] = n_tokens
@@ -808,12 +811,15 @@ def _limit(data: dict[str, Any], n_tokens: int) -> None:
 def settle_length(
     route: str, data: dict[str, Any], served: Served, n_answers: int, asker: Body
 ) -> int:
-    """Limit the length of an answer that shares the context with other answers.
+    """Return the number of KV cells that a request reserves in a context shared by requests.
 
-    Returns the number of KV cells to reserve. An answer without a limit may use an even share of
-    the context, and at least RESERVED_TOKENS if the context is that large. `n_answers` is the
-    number of answers to one prompt. Raises Refusal (an error response) if the prompt does not fit
-    in the context.
+    If the request does not limit the generated tokens, this function sets a limit in `data`. The
+    limit is the server's default. Without a default, prompt and answer share an even part of the
+    context, but the answer gets at least RESERVED_TOKENS. The limit never exceeds the context.
+
+    `n_answers` is the number of answers to one prompt. `asker` sends the query that counts the
+    tokens of the prompt. Raises Refusal (an error response) if the prompt does not fit in the
+    context.
     """
     body, most = written(data), served.about.n_ctx
     counted = check_length(route, body, served, asker)

@@ -41,10 +41,10 @@ MOST_PIPELINED_BYTES = 2**16
 class Protocol(H11Protocol):
     """Extends uvicorn's HTTP protocol by timeouts for slow clients.
 
-    It closes a connection on which no complete request head arrives within the time patience_s.
-    After the same time it drops data that the client does not read while the connection is being
-    closed. uvicorn itself only limits the time between two requests, up to the first byte of the
-    next one.
+    A connection is closed if no complete request head arrives within patience_s seconds. When a
+    connection is closed, the client has patience_s seconds to read the remaining data. After that
+    the data is dropped. uvicorn itself only limits the time between two requests, up to the first
+    byte of the next one.
     """
 
     patience_s = 30.0
@@ -149,10 +149,10 @@ class _Server(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen on the sockets, with a backlog of 1 in asyncio and of BACKLOG in the system.
+        """Listen on the sockets, and let asyncio accept one connection at a time.
 
         If accepting fails, asyncio retries as often as its backlog is long, and then pauses for a
-        second. A backlog of 1 avoids the busy retries.
+        second. Its backlog is therefore 1. The system still queues up to BACKLOG connections.
         """
         asyncio.get_running_loop().set_exception_handler(self._failed)
         await super().startup(sockets)

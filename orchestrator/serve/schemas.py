@@ -618,7 +618,7 @@ COUNTING = {
 
 
 def paths(path: str) -> tuple[str, ...]:
-    """Return a path, followed by its second name if it has one."""
+    """Return all paths of the endpoint `path`: the path itself, and its alias if it has one."""
     return (path, ALIASES[path]) if path in ALIASES else (path,)
 
 

@@ -74,7 +74,7 @@ def wants_scores(route: str, data: dict[str, Any]) -> bool:
     """Return whether a request asks for the log-probabilities of its prompt's tokens (`echo`).
 
     `data` was already checked against the schema of the request. Raises Refusal (an error response)
-    if a request with `echo` asks for something else.
+    if a request with `echo` lacks `logprobs`, or has a field that scoring does not support.
     """
     if route != COMPLETIONS or not data.get("echo"):
         return False
@@ -151,10 +151,12 @@ def _scored(
     n_generated: int,
     goes_on: Callable[[], bool],
 ) -> tuple[list[tuple[Scores, Text]], dict[str, Any]]:
-    """Compute the log-probabilities of prompts, and return ((scores, text) of each, timings).
+    """Compute the log-probabilities of prompts, and return (results, timings).
 
-    Call this on a thread. `top` is the number of alternatives for each token, and n_generated is 0
-    or 1. Raises Stopped if `goes_on` returns False, and any exception of the runtime or a policy.
+    The results are (scores, text of the tokens with their offsets) for each prompt. The timings are
+    JSON fields. Call this on a thread. `top` is the number of alternatives for each token.
+    n_generated is the number of generated tokens, 0 or 1. Raises Stopped if `goes_on` returns
+    False, and any exception of the runtime or a policy.
     """
     found = []
     with served.runtime.evaluator() as evaluator:

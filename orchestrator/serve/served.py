@@ -32,9 +32,9 @@ MOST_NOTED = 256
 
 
 def most_scored(config: Config) -> int:
-    """Return the number of prompt tokens whose log-probabilities one request may ask for.
+    """Return how many prompt tokens' log-probabilities one request may ask for at most.
 
-    `config` holds the settings of the model. Its `ctx` is the context of one sequence.
+    The number is the context length of one sequence (`config.ctx`), but at least SCORED_MOST.
     """
     return max(SCORED_MOST, config.ctx or 0)
 
@@ -91,7 +91,7 @@ class Served:
     def count_tokens(self, text: str) -> tuple[int, int]:
         """Return (approximate number of tokens, length of the longest word) of a text.
 
-        Returns (0, 0) if every text of the allowed length fits in the reserved memory.
+        Returns (0, 0) without counting if the memory reserved for a body is enough for every text.
         """
         return self._words.count_tokens(text, self.runtime.vocabulary)
 

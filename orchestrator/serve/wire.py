@@ -120,8 +120,8 @@ async def read_body(
     """Read the whole body of a request from its client, and return it.
 
     `count` is called with the length so far after each piece. Raises Refusal (an error response) as
-    soon as the body or its declared length exceeds most_bytes. The message suggests a limit of
-    useful_bytes, the length that the context could use.
+    soon as the body or its declared length exceeds most_bytes. useful_bytes is the length that the
+    context could use. If it is larger than most_bytes, the message suggests it as --body-limit.
     """
     body, said = bytearray(), request.headers.get("content-length", "")
     try:
@@ -217,7 +217,10 @@ def without_empty_events(events: bytes) -> bytes:
 
 
 def is_whole(last: bytes, is_stream: bool) -> bool:
-    """Return whether an answer is complete, given its last part that is not empty."""
+    """Return whether an answer is complete. `last` is the last part of it that is not empty.
+
+    A stream is complete if `last` contains a final event or an error.
+    """
     return bool(last) and (not is_stream or any(mark in last for mark in _LAST_EVENTS))
 
 
@@ -244,7 +247,7 @@ def failure_at(status: int, text: bytes) -> int:
 def grammar_failure(text: bytes) -> str | None:
     """Return why llama.cpp gave up an answer's grammar, or None for another failure.
 
-    `text` is the answer from the offset on at which `failure_at` found the failure.
+    `text` is the answer, beginning at the offset that `failure_at` returned.
     """
     at = text.find(GRAMMAR_FAILED)
     sentence = text[at:].partition(b": ")[2].partition(b'"')[0]
@@ -341,11 +344,9 @@ def _append_timings(text: bytes, ours: bytes) -> bytes:
 def mapped(part: bytes, is_stream: bool, change: Callable[[Any], Any]) -> bytes:
     """Return a part of an answer after applying `change` to its parsed JSON.
 
-    In a stream, `change` is applied to each event.
-
-    One call of `json` holds Python's lock and so blocks all other threads. Complete answers are
-    short enough: 240 KB with probabilities, the longest that fits in memory, take 12 ms. A text of
-    131,072 tokens takes 5 ms.
+    In a stream, `change` is applied to each event. Parsing holds Python's lock and so blocks all
+    other threads. This takes 12 ms for the longest answer with probabilities (240 KB), and 5 ms for
+    a text of 131,072 tokens.
     """
     return _each(part, is_stream, lambda text: _changed(text, change))
 

@@ -7,10 +7,12 @@ PAGES are whole files. BLOCKS are parts of a document between two marks:
     <!-- end of generated -->
 """
 
+import json
 import re
 import sys
 import textwrap
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import click
@@ -19,6 +21,7 @@ from test_layers import LAYERS, REPO
 if TYPE_CHECKING:
     from orchestrator.settings import Setting
 
+PAPERS = ("dymoe", "dynaexq", "firm", "context")
 MARKED = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end of generated -->)", re.DOTALL)
 WIDTH = 88
 # The default of samplers that are passed to llama.cpp only if they are given.
@@ -80,6 +83,20 @@ def policies_block():
     ]
     rows += [f"| `{name}` | {policy.summary} |" for name, policy in POLICIES.items()]
     return "\n".join(rows) + "\n"
+
+
+def paper_block(name):
+    """Return the comparisons of a paper from docs/papers/NAME.json.
+
+    The file is the one that `moe-edge paper` writes, without the details of each table.
+    """
+    from orchestrator.lab.papers.paper import compared_markdown, heading
+
+    path = REPO / "docs" / "papers" / f"{name}.json"
+    if not path.exists():
+        return "Not measured yet.\n"
+    result = json.loads(path.read_text())
+    return f"{heading(result)}.\n\n{compared_markdown(result)}\n"
 
 
 def settings_page():
@@ -165,6 +182,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "layers": layers_block,
     "architectures": architectures_block,
     "policies": policies_block,
+    **{f"paper-{name}": partial(paper_block, name) for name in PAPERS},
 }
 
 

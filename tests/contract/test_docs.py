@@ -267,8 +267,8 @@ DIFFERENCES = {
         r"idle EPYC.*?\| 1\.18 \|.*?busy EPYC.*?\| 0\.94 \|",
     ),
     "Figure 5 of DyMoE": ("EXPERIMENTS.md", "deep layers are resilient[^\n]*the paper's not shown"),
-    "MoL": ("EXPERIMENTS.md", "negative for MoL with K <= k; K > k not tested"),
-    "MoL, page": ("docs/experiments/firm.md", "K <= k only"),
+    "MoL": ("EXPERIMENTS.md", "negative for MoL, for K <= k and for K > k too"),
+    "MoL, page": ("docs/experiments/firm.md", "These rows have K <= k"),
     "slots of FIRM": ("docs/policies.md", "same number of slots"),
     "W of the last layer": ("docs/policies.md", "gate sums W come from the look-ahead"),
     "routers of the look-ahead": ("docs/policies.md", "copy of it in half precision"),
@@ -278,14 +278,6 @@ DIFFERENCES = {
     "HOBBIT": ("EXPERIMENTS.md", "Ours at 2 bits over HOBBIT[^\n]*1.8 x[^\n]*56 x"),
     "sensitivity": ("EXPERIMENTS.md", "moves from 5.8 to 12.5 with link and memory"),
     "placement at 2 bits": ("EXPERIMENTS.md", "any good placement is slower than none"),
-    "Table 2 of FIRM-MoE": (
-        "orchestrator/lab/study/firm.py",
-        'Table 2[^"]*n = 2 is not measured here',
-    ),
-    "Figure 3, near data": (
-        "orchestrator/lab/study/near_data.py",
-        'Figure 3[^"]*is not reproduced',
-    ),
 }
 
 

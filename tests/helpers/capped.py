@@ -274,8 +274,6 @@ def filling(model, words, n_tokens):
 
 def commands(model, text, out, tokens, types="q4_k", ctx=1024):
     """Return command lines by name, without --ram. ctx: context of the commands that have one."""
-    from orchestrator.lab.registry import STUDIES
-
     reads = ["-m", str(model), f"--ctx={ctx}"]
     # Nearly the full context: memory is planned for it, and used when it is written.
     n_tokens_of_prompt = ctx - ANSWER_TOKENS - TEMPLATE_TOKENS
@@ -323,8 +321,6 @@ def commands(model, text, out, tokens, types="q4_k", ctx=1024):
         "export": Line(["export", str(model), str(out / "e.gguf"), f"--tier={types}"], False),
         "bench --quick": Line(["bench", "--quick", "--runs=1"], has_ram=False),
     }
-    for study in STUDIES:
-        found[f"study {study}"] = Line([*judge, "--study", study, "--out", str(out / "study")])
     return found
 
 

@@ -32,7 +32,6 @@ PLAIN = {
 }
 # Commands whose output varies.
 VARYING = {
-    "study": "eval SLOTS READS=520 --study=similarity --out OUT/tables",
     "chat": "chat SLOTS --policy=dymoe -p hello --threads=1 --temp=0 --max-tokens=300",
     "check": "check -m MODEL/q8_0 --tokens=8 --out OUT/report.txt",
 }

@@ -217,7 +217,7 @@ struct limits {
         moe_edge_get_stats(store, &s);
         most = s.budget_bytes;
         char err[512];
-        if (moe_edge_store_limit(store, 0, err, sizeof(err)) != -1 || (!device && sscanf(strstr(err, "works is"), "works is %lu", &least) != 1)) {
+        if (moe_edge_store_limit(store, 0, err, sizeof(err)) != -1 || (!device && sscanf(strstr(err, "minimum is"), "minimum is %lu", &least) != 1)) {
             die("a limit of 0 bytes was accepted");
         }
     }

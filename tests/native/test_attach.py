@@ -45,7 +45,7 @@ def load(path):
     return Model(Bindings.load(), path, managed=True, use_extra_bufts=False, use_mmap=False)
 
 
-def is_refused(path, said=r"no expert store waits for it: create one"):
+def is_refused(path, said=r"no store waits for a model: create a store"):
     with pytest.raises(NativeError, match=said):
         load(path)
 

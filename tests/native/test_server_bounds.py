@@ -12,7 +12,8 @@ from orchestrator.errors import NativeError
 from .servers import MIB, ask, posted, serving, whole
 
 DEEP, MUCH = "nested too deeply", "takes too much work"
-REPEATED, LARGE, REFUSED = "more often than it may", "come to too much", "the grammar is refused"
+REPEATED, LARGE = "a minimum above its maximum", "expand to more than"
+REFUSED = "the grammar is refused"
 
 
 @pytest.fixture(scope="module")

@@ -136,3 +136,13 @@ def test_a_file_that_has_no_results(tmp_path, text):
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(ConfigError, match=r"x\.json: no "):
         Results(tmp_path / "x.json")
+
+
+def test_results_of_another_text_are_not_continued(tmp_path):
+    options = {"text": "stories", "levels": [0.5, 1.0]}
+    out = tmp_path / "found.json"
+    assert s.finished_windows(out, options) == []
+    out.write_text(json.dumps(options | {"windows": [{"tokens": 3}]}))
+    assert s.finished_windows(out, options) == [{"tokens": 3}]
+    with pytest.raises(ConfigError, match=r"found\.json: has results of another run \(text\)"):
+        s.finished_windows(out, options | {"text": "wikitext"})

@@ -50,11 +50,11 @@ class Stream:
 
 
 def _stream(parts: Iterator[list[tuple[str, bool]]], tok: Tokenizer) -> Stream:
-    """Return documents as a stream of tokens.
+    """Tokenize documents and return them as a stream of training tokens.
 
-    A document is a list of (text, whether the loss counts it). The pieces are encoded separately.
-    They end with a special token or a line break, so the result equals the tokens of the whole
-    text.
+    A document is a list of pieces (text, flag). The flag is True if the piece's tokens count in the
+    loss. The pieces are tokenized separately. Each piece ends with a special token or a line break,
+    so the result equals the tokens of the whole text.
     """
     tokens: list[NDArray[np.uint16]] = []
     learn: list[NDArray[np.bool_]] = []

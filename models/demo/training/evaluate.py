@@ -229,8 +229,8 @@ def cases(
 ) -> dict[str, list[tuple[str, Any]]]:
     """Return questions by kind, each with a function that checks the answer.
 
-    With held_out, questions have phrasings that the training never showed, otherwise those of the
-    training.
+    With held_out=True, the questions have phrasings that the training never showed. Otherwise they
+    have the phrasings of the training. Each kind has at most `limit` questions.
     """
     rng = random.Random(seed)
     term_asks = TERM_HELD_OUT if held_out else TERM_QUESTIONS

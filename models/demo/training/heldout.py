@@ -211,7 +211,8 @@ def multiple_choice(
 ) -> Iterator[Record]:
     """Yield one record with a question, the right answer and wrong answers in random order.
 
-    The wrong answers are the first of `others` that differ. Yields nothing if they are too few.
+    The wrong answers are taken from `others`, in order and without duplicates. Yields nothing if
+    `others` has too few different answers.
     """
     found = {answer: None}
     for each in others:

@@ -26,9 +26,10 @@ def _swiglu(gate_up: Tensor) -> Tensor:
 
 
 def _swiglu_backward(gate_up: Tensor, dh: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradient of `gate_up`, and the activation of the forward pass.
+    """Return the gradient of `gate_up`, and the output of SwiGLU.
 
-    The activation is computed again, because that costs less than storing it. `dh` is its gradient.
+    `dh` is the gradient of that output. The output is computed again, because that costs less than
+    storing it in the forward pass.
     """
     gate, up = gate_up.float().chunk(2, dim=-1)
     dhf = dh.float()

@@ -80,9 +80,10 @@ class Benchmark(ABC):
 
     @abstractmethod
     def compare(self, rows: Sequence[Result], runs: Sequence[Sequence[Result]]) -> None:
-        """Add metrics to the rows that compare several rows, such as speed-ups.
+        """Compare the rows with each other, and add the results to the rows as further metrics.
 
-        `runs` has the measurements of each row.
+        An example of such a metric is a row's speed-up over the row of upstream llama.cpp. `runs`
+        has the measurements of each row.
         """
 
     @abstractmethod
@@ -188,9 +189,9 @@ class Benchmark(ABC):
 
     @property
     def fewer_experts(self) -> tuple[str, int]:
-        """Metadata key, and the reduced number of experts per token, of the "fewer experts" case.
+        """A setting that makes llama.cpp use fewer experts per token: (metadata key, number).
 
-        The number is the fraction `retention` of the usual one.
+        The number is the model's own number of experts per token times the option `retention`.
         """
         used = self.model.n_expert_used
         architecture = self.model.metadata["general.architecture"]
@@ -219,7 +220,7 @@ class Benchmark(ABC):
 
     @property
     def cap_words(self) -> str:
-        """The format string for the title of a table with a memory cap."""
+        """The title of a table with a memory cap, as a format string for the cap's fraction."""
         if self.on.caps_process:
             return "process memory limited to {:.0%} of the file"
         return "expert slots for {:.0%} of the experts"

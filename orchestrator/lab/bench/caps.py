@@ -91,9 +91,10 @@ class Computing(NamedTuple):
     def of_mix(self, run: int, mix: Mapping[str, float]) -> float:
         """Estimate the compute time per token if some experts are low or skipped, in milliseconds.
 
-        `mix` has the fractions of experts that are "low" and "skip". `run` is the index of the run.
-        A low expert saves its share of the difference between `high` and `low`. A skipped expert
-        saves as much as one that is missing in `fewer`.
+        `run` is the index of the run. `mix` has two fractions of the experts: "low" for the low
+        precision, and "skip" for skipped experts. If half of the experts are low, half of the
+        difference between `high` and `low` is saved. The time that a skipped expert saves follows
+        from the difference between `high` and `fewer`.
         """
         high = self.high[run]
         found = high
@@ -120,9 +121,10 @@ def computing(rows: Sequence[Result], fewer_share: float) -> Computing:
 def add_disk_bound(row: Result, runs: Sequence[Result], compute: Computing) -> None:
     """Add to a row the minimum time per token that the disk and the computation permit.
 
-    The disk takes the missed bytes of a step divided by its bandwidth, and `compute` estimates the
-    computation. The bandwidth is the highest observed value: that of the disk measurements before
-    and after the row, or that of the row itself. `runs` are the measurements of the row.
+    `compute` estimates the time of the computation. The time of the disk is the number of bytes
+    that a step had to read, divided by the bandwidth. The bandwidth is the highest observed value.
+    It was observed in the disk measurements before and after the row, or in the row itself. `runs`
+    are the measurements of the row.
     """
     waits, reads, probes = [], [], []
     for run in runs:
@@ -244,8 +246,8 @@ class Caps(Benchmark):
     def notes(self, rows: Sequence[Result]) -> list[str]:
         """Return the footnotes of a table.
 
-        For batched decoding, which has no bound, they include the speed relative to everything in
-        memory.
+        In a benchmark of batched decoding, rows have no lower bound of the time per token. Their
+        footnotes instead give the speed relative to the run with all experts in memory.
         """
         return super().notes(rows) + [
             f"{row['name']}: {row['of_resident']:.2f} of the speed with everything in memory"

@@ -84,9 +84,9 @@ RESIDENT = (
 
 
 def uniform(cap: float, tier: str) -> Case:
-    """Return the case of llama.cpp with all experts in a type with which the model fits.
+    """Return the case of llama.cpp with all experts in the type `tier`, under a memory cap.
 
-    Nothing is read from the disk in this case.
+    The type must be so small that the whole model fits. Nothing is then read from the disk.
     """
     flags = {"mmap": False, "extra_bufts": True}
     return Case(f"all {tier}", "upstream", cap, "", flags, tier=tier)
@@ -121,10 +121,10 @@ def policies(cap: float, retention: float) -> list[Case]:
 
 
 def foreign_policies(cap: float, more: str | None) -> list[Case]:
-    """Return the policies of other installed packages under one cap, with default settings.
+    """Return one case for each policy of other installed packages, under one memory cap.
 
-    more: the name of a further policy, or None. Raises ConfigError if a child process cannot import
-        the policy.
+    Each policy has its default settings. `more` is the name of a further policy, or None. Raises
+    ConfigError if a child process cannot import a policy.
     """
     names = [*POLICIES.installed, *([] if more is None else [more])]
     return [

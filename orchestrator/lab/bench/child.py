@@ -23,7 +23,8 @@ from gguf_tools.process import peak_rss_bytes
 from orchestrator.lab.children import Result, answer
 from orchestrator.native.abi import WAITS
 
-PROMPT, DECODE = "prompt", "decode"
+# PROMPTS: each sequence of a batch has its own prompt. The prompts are read one after another.
+PROMPT, PROMPTS, DECODE = "prompt", "prompts", "decode"
 COLD = "cold"  # name of the first prompt, which finds no experts in memory
 MIN_STEPS = 8
 BACKEND = (
@@ -37,10 +38,10 @@ class Part(NamedTuple):
     """One part of a measurement: a prompt of n tokens, or n decode steps.
 
     - name: identifies the part in the results.
-    - kind: PROMPT or DECODE.
+    - kind: PROMPT, PROMPTS or DECODE.
     - seconds, at_least: decode steps end early after `seconds`, but not before `at_least` steps.
-    - sequences: number of sequences that continue from the last prompt and decode in one batch. 0
-      continues the prompt's own sequence.
+    - sequences: number of sequences that decode in one batch. Each continues its own prompt after
+      PROMPTS, or else all continue the last prompt. 0 continues the prompt's own sequence.
     """
 
     name: str
@@ -72,13 +73,16 @@ def decode(n: int, seconds: float) -> Part:
 def longest_context(parts: Sequence[Part], shared: bool = True) -> int:
     """Return the context length that a measurement needs, rounded up to a multiple of 256.
 
-    With `shared`, it is for all sequences of a batch, which share the context. Otherwise it is for
-    one of the sequences.
+    Several sequences that decode in one batch share one context. With shared=True, the result is
+    the length for all of them together. With shared=False, it is the length that one sequence
+    needs.
     """
     longest = length = 0
     for part in parts:
         together = max(1, part.sequences) if shared else 1
-        length = part.n * together + (length if part.kind == DECODE else 0)
+        # After prompts of several sequences, one of them is also held as the evaluator's own.
+        extra = part.n if part.kind == PROMPTS else 0
+        length = part.n * together + extra + (length if part.kind == DECODE else 0)
         longest = max(longest, length)
     return -(-longest // 256) * 256
 
@@ -161,26 +165,29 @@ def play(
 ) -> list[Any]:
     """Run and time the parts of a measurement in order.
 
-    Returns a dict per part with its name, the number of tokens, and the "ms" of each prompt or
-    decode step. With `store`, the dict also has the store's counters. `model` is an Evaluator or a
-    PlainModel. `draw` returns the next tokens. `counter` returns running totals of a GPU, and
-    "counts" has their increase.
+    Returns one dict per part. It has the "name" of the part, the number of "tokens", and "ms", the
+    time of each prompt or decode step.
 
-    Tokens are drawn for whole parts, so a part that ends early does not change the next parts.
+    - model: an Evaluator or a PlainModel.
+    - draw: returns the next tokens. It is called once per part, so a part that ends early does not
+      change the tokens of the next parts.
+    - store: the expert store, whose counters are added to the dict; None if the model has none.
+    - counter: returns the totals of a GPU's counters. Their increase is added as "counts".
     """
     results = []
     shared = any(part.sequences for part in parts)
-    pos = 0
+    pos, apart = 0, False
     for part in parts:
         tokens = draw(part.n * max(1, part.sequences))
         # In each step, every sequence gets its own tokens.
         steps = [tokens[i :: part.n] for i in range(part.n)]
-        if part.kind == PROMPT:
-            steps, pos = [tokens], 0
+        if part.kind != DECODE:
+            steps, pos = [tokens[i : i + part.n] for i in range(0, len(tokens), part.n)], 0
             if shared:
                 model.reset()  # free the KV cells of earlier sequences
-        for sequence in range(part.sequences):
-            model.fork(sequence)
+        elif not apart:
+            for sequence in range(part.sequences):
+                model.fork(sequence)
         times: list[float] = []
         reads = [(0, 0)]
         if store is not None:
@@ -188,9 +195,12 @@ def play(
             store.reset_stats()
         counts = counter() if counter else {}
         deadline = perf_counter() + part.seconds
-        for step in steps:
+        for number, step in enumerate(steps):
             before = perf_counter()
-            if part.sequences:
+            if part.kind == PROMPTS:
+                model.eval(step, 0)
+                model.fork(number)
+            elif part.sequences:
                 model.decode_batch(step, range(part.sequences))
             else:
                 model.eval(step, pos)
@@ -201,8 +211,9 @@ def play(
             if store is not None:
                 stats = store.stats()
                 reads.append((sum(stats.demand_bytes), sum(stats.prefetch_bytes)))
-            if now > deadline and len(times) >= part.at_least:
+            if part.kind == DECODE and now > deadline and len(times) >= part.at_least:
                 break
+        apart = part.kind == PROMPTS
         done = sum(map(len, steps[: len(times)]))
         result = {"name": part.name, "tokens": done, "ms": times}
         result["counts"] = {name: n - counts[name] for name, n in done_so_far.items()}

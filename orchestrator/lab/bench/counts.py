@@ -122,8 +122,9 @@ def token_bytes(model: ExpertModel) -> int:
 
 
 def figures(case: Case, run: Result, n_layers: int) -> Result:
-    """Return the row of a case: its counts per layer and decoded token.
+    """Return the row of a case: its numbers of GPU operations per layer and decoded token.
 
+    Counters of the expert store, such as bytes read from the disk, are included in the same unit.
     `run` is the result of the child process.
     """
     row: Result = {"name": case.name}
@@ -139,9 +140,9 @@ def figures(case: Case, run: Result, n_layers: int) -> Result:
 
 @contextmanager
 def emulated_gpu(library: Path) -> Iterator[None]:
-    """Let child processes that start inside the block use and count with the emulated GPU.
+    """Make child processes that start inside the `with` block use the emulated GPU.
 
-    `library` is the compiled emulated GPU.
+    The emulated GPU counts its operations. `library` is its compiled library.
     """
     path = os.pathsep.join(filter(None, (str(TESTS / "site"), os.environ.get("PYTHONPATH", ""))))
     added = {BACKEND: str(library), "PYTHONPATH": path, "MOE_EMU_COUNT": "1"}

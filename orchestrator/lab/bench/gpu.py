@@ -16,10 +16,16 @@ from orchestrator.cache.files import write_whole
 from orchestrator.config import MISSES
 from orchestrator.cost import disk
 from orchestrator.errors import ConfigError, MoeEdgeError
-from orchestrator.lab.bench.ablation import AblationOptions, add_over_demand
 from orchestrator.lab.bench.benchmark import Benchmark
-from orchestrator.lab.bench.cases import MIXED_AHEAD, REFERENCE, Case, paper_rows, policies
-from orchestrator.lab.bench.child import Job, prompt, settle
+from orchestrator.lab.bench.cases import (
+    MIXED_AHEAD,
+    ON_DEMAND,
+    REFERENCE,
+    Case,
+    paper_rows,
+    policies,
+)
+from orchestrator.lab.bench.child import COLD, Job, Part, decode, prompt, settle
 from orchestrator.lab.bench.counts import count
 from orchestrator.lab.bench.models import Note
 from orchestrator.lab.bench.options import BenchOptions
@@ -52,20 +58,20 @@ PROBE_TOKENS = 4  # decoded after the prompt, to include the kernels for single 
 
 
 @dataclass(frozen=True)
-class GpuOptions(AblationOptions):
+class GpuOptions(BenchOptions):
     """Options of `moe-edge bench gpu`.
 
     `caps` are fractions of the experts (in the best precision) that fit in the GPU's memory, next
-    to the rest of the model. `device` is the GPU's name. Raises ConfigError for an invalid value.
+    to the rest of the model. `device` is the GPU's name. The first prompt starts with
+    empty slots (cold). The second one starts with the experts that decoding left in memory, like
+    the second question of a chat, but in a new conversation. Raises ConfigError.
     """
 
     caps: tuple[float, ...] = inherit(
         BenchOptions, "caps", (0.25, 0.5), help="Caps on the GPU's memory, in % of the experts."
     )
-    tokens: int = inherit(BenchOptions, "tokens")
+    routing: str = inherit(BenchOptions, "routing", "zipf")
     prompt_tokens: int = inherit(BenchOptions, "prompt_tokens", 1024)
-    runs: int = inherit(BenchOptions, "runs")
-    turns: int = inherit(AblationOptions, "turns", 1, option=False)
     device: str = setting("cuda0", "Name of the GPU.", metavar="NAME")
     layers: int | None = inherit(
         BenchOptions,
@@ -86,19 +92,31 @@ class GpuOptions(AblationOptions):
         metavar="DIR",
     )
 
+    def parts(self) -> list[Part]:
+        first = [prompt(self.prompt_tokens, COLD), settle(self.warmup, self.max_seconds / 3)]
+        return [*first, prompt(self.prompt_tokens), decode(self.tokens, self.max_seconds)]
+
     @property
     def caps_process(self) -> bool:
         """Always True, because the caps limit the GPU's memory for models of any size."""
         return True
 
 
+def add_over_demand(rows: Sequence[Result]) -> None:
+    """Add the speed-up over load on demand under the same cap to each row."""
+    for same in caps_of(rows):
+        demand = [row for row in same if row["name"] == ON_DEMAND]
+        add_ratio(same, "speedup_tpot", demand)
+        add_ratio(same, "speedup_ttft", demand, "ttft_ms_runs")
+
+
 @dataclass(frozen=True, slots=True)
 class FixedMemory:
     """GPU memory that a model needs in addition to its experts, in bytes.
 
-    - ours: with our engine.
-    - theirs: with upstream llama.cpp, all of whose experts are on the CPU.
-    - layers: size of each layer's experts.
+    - ours: the memory that our engine needs.
+    - theirs: the memory that upstream llama.cpp needs if all experts are on the CPU.
+    - layers: the size of each layer's experts, which is not part of the other values.
     """
 
     ours: int
@@ -123,7 +141,7 @@ class FixedMemory:
 
 
 def getting(case: Case, how: str) -> Case:
-    """Return a copy of a case with another setting `misses`, which says how to handle misses."""
+    """Return a copy of a case that handles cache misses in the way `how`, such as "copy"."""
     return replace(case, settings=case.settings | {"misses": how})
 
 
@@ -249,8 +267,9 @@ class Gpu(Benchmark):
 
         Each engine computes a prompt and a few tokens. Kernels allocate memory when they are first
         launched, so our engine uses two precisions and prefetching, which need the most kernels.
-        `gpu` is the number of the device. With None, main memory is estimated instead. Raises
-        MoeEdgeError if an engine fails.
+        `gpu` is the number of the GPU. None stands for a device in main memory that holds only
+        expert slots. Its memory is then estimated, not measured. Raises MoeEdgeError if an engine
+        fails.
         """
         options, model = self.on, self.model
         rows = {case.name: case for case in paper_rows(1.0, options.retention)}

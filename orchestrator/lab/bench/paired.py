@@ -96,12 +96,14 @@ with opened(json.loads(sys.argv[1])) as (evaluate, n_vocab, callback_us):
 
 @dataclass(frozen=True)
 class PairedOptions(BenchOptions):
-    """Options of `moe-edge bench paired`, which compares the speed of two sides.
+    """Options of `moe-edge bench paired`, which compares the speed of two configurations.
 
-    - ours, theirs: the settings of the two sides, as NAME=VALUE. With the word "upstream", a side
-      runs upstream llama.cpp, with settings of PlainModel.
-    - other: the source checkout that "theirs" runs in; None is this one.
-    - python: the Python interpreter of the other checkout.
+    The two configurations are called the sides "ours" and "theirs".
+
+    - ours, theirs: the settings of each side, as NAME=VALUE. With the word "upstream", a side runs
+      upstream llama.cpp, and its settings are those of PlainModel.
+    - other: the source checkout whose code "theirs" runs; None is this checkout.
+    - python: the Python interpreter that runs the other checkout.
 
     A side without a memory cap has all experts in memory. Raises ConfigError for an invalid value.
     """
@@ -166,9 +168,9 @@ def _parsed(words: Sequence[str], known: Mapping[str, Callable[[str], Any]]) -> 
 
 
 class Side:
-    """The child process of one of the two sides that are compared. It computes on request.
+    """The child process of one of the two sides (configurations) that are compared.
 
-    `ms` has the times of its measured steps.
+    The process computes only when it is asked to. `ms` has the times of its measured steps.
     """
 
     def __init__(self, process: subprocess.Popen[str], errors: IO[str]) -> None:
@@ -252,8 +254,9 @@ COLUMNS = (
 class Paired:
     """Compares the speed of two sides (settings, checkouts, or upstream llama.cpp).
 
-    A pair is one start of both sides. Its ratio is their median step time divided by ours. If it is
-    above 1, ours is faster.
+    The sides are called "ours" and "theirs". They are started together several times, and each
+    start of both sides is called a pair. The ratio of a pair is the median step time of "theirs"
+    divided by that of "ours". A ratio above 1 means that "ours" is faster.
     """
 
     options = PairedOptions

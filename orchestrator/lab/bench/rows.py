@@ -37,9 +37,9 @@ def median_ms(runs: Sequence[Result], name: str) -> list[float]:
 
 
 def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
-    """Return the median of the ratios numerator / denominator, one for each run.
+    """Compute numerator / denominator for each run, and return the median of these ratios.
 
-    Both values come from the same run, because the machine's speed drifts.
+    Only values of the same run are divided, because the machine's speed drifts between runs.
     """
     return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))
 
@@ -77,11 +77,12 @@ def caps_of(rows: Sequence[Result]) -> list[list[Result]]:
 
 
 def add_bound(row: Result, compute_ms: Sequence[float], waits_ms: Sequence[list[float]]) -> None:
-    """Add to a row a lower bound of the time per token, and the fraction of it reached.
+    """Add to a row a lower bound of the time per token, and how near the row's time comes to it.
 
     A step takes at least the longer of its compute time and its wait for missing bytes. The bound
-    is the median over the steps. `compute_ms` has the compute time of a step for each run.
-    `waits_ms` has, for each run, the waits of its steps.
+    is the median over the steps. "of_bound" is the bound divided by the measured time, so 1 is the
+    best value. `compute_ms` has the compute time of a step for each run. `waits_ms` has, for each
+    run, the waits of its steps.
     """
     bounds = [
         statistics.median(max(compute, wait) for wait in waits)
@@ -178,9 +179,10 @@ def moved(key: str = "bytes_per_token") -> Column:
 
 
 def row_notes(rows: Sequence[Result]) -> list[str]:
-    """Return the footnotes of a table: memory use and bound of its rows.
+    """Return the footnotes of a table.
 
-    Memory is given for rows with an expert store, and for rows that exceed their limit.
+    They give the memory use of rows with an expert store, and of rows that exceed their memory
+    limit. For rows with a lower bound of the time per token, they explain the bound.
     """
     lines = []
     for row in good(rows):

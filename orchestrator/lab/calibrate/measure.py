@@ -312,7 +312,8 @@ class Precisions:
     def listed(self) -> list[_Precision]:
         """The precisions of the table, from the highest to the lowest number of bits.
 
-        They are the tiers of the model file, and the types that are not among these tiers.
+        They are the tiers of the model file, and those of the further types (field `types`) that
+        are not tiers of the file.
         """
         found = [
             _Precision(TablePrecision(tier.name, round(tier.bpw, 4), True), index, None)

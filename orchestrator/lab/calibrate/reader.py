@@ -50,9 +50,8 @@ Seen = Callable[[int, int, Node], None]
 class Step(NamedTuple):
     """The result of one evaluation step, in which several windows (pieces of text) were read.
 
-    - windows: indices of the windows that were read. In route events, they are the sequences 0, 1,
-      ... in this order.
-    - of: int [n], the position in `windows` of each token with logits.
+    - windows: indices of the windows that were read. windows[i] was read as sequence i.
+    - of: int [n], the window of each token that has logits, as a position in `windows`.
     - logits: float32 [n, n_vocab] in the order of the text, valid until the next step.
     """
 
@@ -81,9 +80,9 @@ class TextReader(Closing):
         """Load the model, with steps that contain as many tokens as fit in memory.
 
         - ram: memory cap in bytes; None means no cap.
-        - low: precision (tier) to which experts may be lowered.
-        - scored: tokens with logits, from an earlier reader. Fewer tokens get logits if memory is
-          short.
+        - low: precision (tier) to which experts may be lowered; None keeps the best tier.
+        - scored: bool [n] for each window; True for tokens whose logits should be computed. None
+          chooses the tokens. Fewer tokens are used if memory is short.
 
         Raises BudgetError with the minimum cap if `ram` is too small, and the exceptions of loading
         a model.
@@ -143,9 +142,9 @@ class TextReader(Closing):
     def read(self, change: Change, seen: Seen | None = None, masks: bool = False) -> Iterator[Step]:
         """Read the whole text once, and yield the result of each step.
 
-        `change` decides about the experts of each layer, and `seen` receives the products of expert
-        matrices. Set `masks` if `change` may skip experts for single tokens. Raises NativeError if
-        the evaluation fails, and the exceptions of `change` and `seen`.
+        `change` is called in each layer and may lower or skip experts. `seen` receives the products
+        of expert matrices. Set `masks` if `change` may skip an expert for some tokens only. Raises
+        NativeError if the evaluation fails, and the exceptions of `change` and `seen`.
         """
         self._change, self._seen, self._masks = change, seen, masks
         for numbers in self.steps:

@@ -77,12 +77,13 @@ PARTS, ALL = "skip in parts", "skip"
 
 
 class Moved(NamedTuple):
-    """The result of one pass over a text of n windows, in which experts lost precision.
+    """The result of reading a text of n windows with some experts lowered or skipped.
 
     - kl float64 [n]: mean KL divergence per token, measured from the logits.
-    - lost float64 [n, n_layers]: mean loss per token and layer, g^2 L, as the loss table predicts
-      it. g is an expert's gate weight and L its loss at gate weight 1.
-    - surprise float64 [n]: how unusual the chosen experts are, as a mean over tokens.
+    - lost float64 [n, n_layers]: the loss that the loss table predicts, as a mean per token and
+      layer. It is g^2 L for an expert with gate weight g, where L is the loss at gate weight 1.
+    - surprise float64 [n]: how rarely used the chosen experts are, as a mean over tokens. Each
+      expert counts with -log of its share of the uses in its layer, relative to the mean.
     """
 
     kl: np.ndarray
@@ -91,17 +92,19 @@ class Moved(NamedTuple):
 
 
 def passes(tiers: Sequence[str]) -> list[tuple[str, str | None]]:
-    """Return (name, precision) of each pass over the text.
+    """Return the passes of a calibration over its text, each as (name, precision).
 
-    A pass lowers experts to its precision (tier). With None, a pass skips experts.
+    `tiers` are the precisions of the model file, best first. A pass lowers some experts to its
+    precision. If the precision is None, the pass skips some experts instead.
     """
     return [*((name, None) for name in (PARTS, ALL)), *((tier, tier) for tier in tiers[1:])]
 
 
 def parts_of(n_layers: int, n_windows: int) -> np.ndarray:
-    """Divide the layers into at most n_windows groups of consecutive layers, the parts.
+    """Divide the layers into groups of consecutive layers, which are called parts.
 
-    Returns the index of each layer's part, int [n_layers].
+    The number of parts is at most _PARTS and at most n_windows. Returns the index of each layer's
+    part, int [n_layers].
     """
     n = min(_PARTS, n_layers, n_windows)
     return np.arange(n_layers) * n // n_layers
@@ -117,9 +120,11 @@ def moved(
 ) -> Moved:
     """Read the text once with some experts lowered or skipped, and measure the effect.
 
-    `name` is the name of the pass, from passes(). `costs` float64 [n_layers, n_expert] is the loss
-    of each expert in this pass, at gate weight 1. `unusual` float64 [n_layers, n_expert] says how
-    unusual each expert is. `against` has the log-probabilities of the unchanged model.
+    - name: the name of the pass, from passes(). It decides which experts are lowered or skipped.
+    - costs float64 [n_layers, n_expert]: the loss at gate weight 1 if an expert is lowered or
+      skipped in this pass.
+    - unusual float64 [n_layers, n_expert]: how rarely each expert is used, see `surprise`.
+    - against: the log-probabilities of the unchanged model.
     """
     n_layers, n_windows = len(costs), len(reader.scored)
     part = parts_of(n_layers, n_windows)
@@ -281,17 +286,19 @@ class Parts:
 
 
 class Kept:
-    """The files that let an interrupted calibration continue, in a folder of the user's cache.
+    """The saved results of a calibration, so that it can continue after an interruption.
 
-    Each model has one folder. It has the results of the finished passes over the text, by name. The
-    entry "scored" has bool [n] for each window: the tokens whose log-probabilities are saved.
-    went_on is True if an earlier calibration had saved something.
+    Each model has one folder of such files in the user's cache. The folder has one file for each
+    finished pass over the text. The file "scored" has bool [n] for each window, which is True for
+    the tokens whose log-probabilities are saved. went_on is True if an earlier, interrupted
+    calibration left results.
     """
 
     def __init__(self, model: ExpertModel, asked: Mapping[str, Any]) -> None:
-        """Open the folder for a model. Its files are deleted if they come from other inputs.
+        """Open the folder of a model's calibration.
 
-        `asked` are the inputs of the calibration, such as its text and types. Raises OSError.
+        `asked` are the inputs of the calibration, such as its text and types. If the folder's files
+        were computed from other inputs, the files are deleted. Raises OSError.
         """
         self.folder = cached_path(model, "calibrating").with_suffix("")
         key = json.dumps({"form": _FORM, "model": identity(model), **asked}, sort_keys=True)
@@ -306,7 +313,7 @@ class Kept:
 
     @property
     def table(self) -> Path:
-        """Path of the loss table before its factors are fitted.
+        """Path of the loss table without its factors, which later passes over the text determine.
 
         When this file exists, the file `rows` is complete.
         """
@@ -412,7 +419,10 @@ def measure_losses(
 def _first_parts(
     method: Method, source: Path, reference: Path | None, time: CalibrationTime
 ) -> dict[str, float]:
-    """Return the predicted seconds of each stage up to the loss table without its factors."""
+    """Return the predicted duration in seconds of each stage before the passes over the text.
+
+    These stages compute the loss table without its factors. The keys are the names of the stages.
+    """
     return {
         QUANTIZING: 0.0 if method.chosen == RTN else time.pass_s,
         READING: time.read_s,
@@ -434,9 +444,10 @@ class _Run:
     def measured(
         self, reference: Path | None, types: Sequence[str], note: Callable[[str], None]
     ) -> LossTable:
-        """Measure the losses of all precisions, and return the table before factors are fitted.
+        """Measure the losses of all precisions, and return them as a loss table.
 
-        Also saves the log-probabilities of the model's best tier.
+        The table has no factors for the conversion to KL divergence yet. Also saves the
+        log-probabilities of the model's best tier.
         """
         # rtn does not use the text, but the measurement of the losses does.
         method, model, path = self._method, self._model, reference or self._model.path

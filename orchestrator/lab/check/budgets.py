@@ -137,10 +137,11 @@ def _comparison_settings(config: Config) -> dict[str, Any]:
 def three_budgets(config: Config, planner: Planner, tier: str) -> Iterator[tuple[str, Config]]:
     """Yield lossless runs of a model with three memory budgets, as (budget name, config).
 
-    The budgets are the minimum, all experts in memory, and half way between them. The last budget
-    is smaller and has another name if --ram or the machine has too little memory for all experts.
-    The minimum and the last budget run the baseline policy. The budget half way runs every other
-    lossless policy that needs no loss table.
+    - "minimum": the smallest possible budget, with the baseline policy.
+    - "half way": a budget between the other two. Every other lossless policy runs with it, if the
+      policy needs no loss table.
+    - "everything": all experts in memory, with the baseline policy. If the free memory or --ram
+      (--vram on a GPU) is too small, the run uses all of it, and the budget's name says so.
 
     The planner measures scratch memory in the same way as llama.cpp, so the minimum is exact to the
     byte. Raises BudgetError if the minimum exceeds the limit.
@@ -183,7 +184,7 @@ def budgets_of(config: Config, path: Path, tier: str) -> list[tuple[str, Config]
 
 
 def half_way() -> list[str]:
-    """Return the policies that run with the middle budget.
+    """Return the names of the policies that run with the memory budget "half way".
 
     These are the lossless policies that need no loss table, without the baseline policy.
     """

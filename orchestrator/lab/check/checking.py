@@ -71,9 +71,10 @@ class ComparedTier(NamedTuple):
 def examine(config: Config, options: CheckOptions, bar: Bar) -> dict[str, Any]:
     """Check a model and return a JSON-ready report.
 
-    The model is good if the file is valid, and each run gives llama.cpp's bits within its planned
-    memory. `problems` in the report are sentences, and `ok` is True if there are none. `notes` are
-    not problems. `bar` is called with (activity, completed fraction or None).
+    The check passes if the file is valid, every run uses at most its planned memory, and every
+    compared run computes exactly the same logits as llama.cpp. `problems` in the report is a list
+    of sentences, and `ok` is True if the list is empty. `notes` are remarks that are not problems.
+    `bar` is called with (activity, completed fraction or None).
 
     Raises NativeError if the library is missing, and ConfigError if the device is unknown.
     """
@@ -268,7 +269,8 @@ class _Check:
     ) -> Result:
         """Run one lossless config on the same tokens as llama.cpp, and compare the logits.
 
-        - plain, reference: the job of llama.cpp's run and its result; None if it failed.
+        - plain: the job of llama.cpp's run.
+        - reference: the result of llama.cpp's run, or None if the run failed.
         - rows: file with llama.cpp's logits.
         - name: name of the memory budget.
         """
@@ -341,10 +343,11 @@ class _Check:
         return first_layer(*paths)
 
     def _with_own_memory(self, sentence: str, needed_bytes: int) -> str:
-        """Rewrite a run's error about a --ram that is too small, to include this process's memory.
+        """Add this process's memory to the minimum in a run's error that --ram is too small.
 
-        needed_bytes is the minimum of the run. Other errors are returned unchanged. Caps on expert
-        slots or GPU memory do not include this process.
+        `sentence` is the error, and needed_bytes is the minimum of the run. Returns the new error.
+        All other errors are returned unchanged. Errors about caps on expert slots or GPU memory are
+        among them, because these caps do not include this process.
         """
         asked, own = self.asked_ram, self.report["own_bytes"]
         if not needed_bytes or asked is None or self.config.expert_ram or self.machine.device:

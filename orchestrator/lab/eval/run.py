@@ -102,8 +102,6 @@ class EvalOptions:
       Otherwise each expert is computed in exactly the tier that the policy chose.
     - bandwidth (bytes per second), latency_us (per read), compute_ms (per token): speeds of a
       simulated store, for policies that depend on cached experts. None means measured.
-    - uniform, calib: only for studies; the uniform types or files to compare with, and the text to
-      calibrate them on.
     """
 
     text: Path | None = None
@@ -118,8 +116,6 @@ class EvalOptions:
     bandwidth: int | None = None
     latency_us: int | None = None
     compute_ms: float | None = None
-    uniform: tuple[str, ...] | None = None
-    calib: Path | None = None
 
     @property
     def text_tokens(self) -> int | None:
@@ -204,8 +200,6 @@ def evaluate(config: Config, options: EvalOptions, report: Progress) -> dict[str
     settings cannot be used.
     """
     options.check()
-    if options.uniform is not None or options.calib is not None:
-        raise ConfigError("--uniform and --calib need --study memory or --study equal")
     documents = read_documents(options.text, options.text_tokens) if options.text else []
     questions = read_questions(options.choices) if options.choices else []
     config = eval_config(config, options)

@@ -45,11 +45,12 @@ def _computing_us(evaluator: Evaluator) -> float:
 
 
 class VirtualStore(Closing):
-    """Simulates a second expert store, from whose contents the policy of a model decides.
+    """Makes the decisions of a model's policy independent of the speed of the machine's disk.
 
-    Some policies depend on the cached experts, and thus on the speed of a disk. With a simulated
-    disk, their decisions can be reproduced. The model computes with these decisions until this
-    object is closed. step_us holds the simulated duration of each decode step, in microseconds.
+    Some policies decide by the experts that are cached, which depends on the disk. This object
+    simulates a second expert store with a simulated disk, and shows only that store to the policy.
+    The model computes with the policy's decisions until this object is closed. step_us holds the
+    simulated duration of each decode step, in microseconds.
     """
 
     def __init__(
@@ -104,9 +105,10 @@ class VirtualStore(Closing):
         }
 
     def _decide(self, event: RouteEvent) -> None:
-        """Let the policy decide from the simulated store.
+        """Let the policy decide about the experts of one layer, from the simulated store.
 
-        A request for a tier uses a better copy of the expert if it is in simulated memory.
+        If the simulated store has a better copy of an expert than the policy requests, the better
+        copy is used.
         """
         self._driver.on_route(event)
         tiers = self._store.decision.tier_array

@@ -90,7 +90,7 @@ Expert = tuple[int, int]  # (layer, expert)
 
 
 def belady(trace: Trace, shape: ModelShape, plan: SlotPlan, tier: int) -> dict[str, list[int]]:
-    """Return how many hits an optimal cache would have that knows the whole trace.
+    """Compute the cache hits of an optimal cache, which knows the whole trace in advance.
 
     The cache has one precision and the same slots as the replay. The optimum keeps the experts
     whose next use is soonest, among those in the cache and those just requested.

@@ -1,4 +1,4 @@
-"""`moe-edge replay --near-data`: strategies on a simulated GPU with near-data CXL memory.
+"""Strategies on a simulated GPU with near-data CXL memory.
 
 The memory computes experts next to its DRAM (the near-data paper, section 5). Times are virtual, in
 milliseconds, and one sequence decodes. The routing comes from a trace, whose layers are tiled to
@@ -624,18 +624,11 @@ def replay_near_data(asked: NearData, trace: Trace | None) -> dict[str, Any]:
     }
 
 
-def render_near_data(result: dict[str, Any]) -> str:
-    """Format the result of `replay_near_data` as tables."""
-    heading = (
-        f"{result['shape']}, {result['n_hot']} hot experts per layer, the others at "
-        f"{result['near_bits']:g} bits; one sequence decodes\n"
-        f"routing: {result['routing']}; prompts and answers have a cosine of "
-        f"{result['prefill_decode_cosine']:.2f}\n"
-        f"x monde is fitted: monde is near-only plus {result['fitted_migrations']:g} expert "
-        f"migrations per token, a rate chosen to match the paper's speed-ups\n"
-        f"x near-only has no fitted constant; GPU memory and link bandwidth are assumed "
-        f"({GPU_BYTES_PER_S / 1e9:g} and {LINK_BYTES_PER_S / 1e9:g} GB/s)"
-    )
+def near_tables(result: dict[str, Any]) -> list[Table]:
+    """Return the result of `replay_near_data` as tables: decode steps, and end to end.
+
+    Ratios over near-only contain no fitted constant and come first.
+    """
     name, times, seconds = Column("", "name", left=True), fixed(2), fixed(2, 1e3)
     ratios = [
         Column("x near-only", "over_near_only", times),
@@ -658,5 +651,11 @@ def render_near_data(result: dict[str, Any]) -> str:
     ]
     runs = [{"name": each, **run} for each, run in result["runs"].items()]
     lengths = [{"name": run["name"], **row} for run in runs for row in run["lengths"]]
-    tables = [Table("", steps, runs), Table("end to end:", whole, lengths)]
-    return "\n\n".join([heading, *(table.text() for table in tables)])
+    title = (
+        f"{result['shape']}, {result['n_hot']} hot experts per layer, the others at "
+        f"{result['near_bits']:g} bits; {result['routing']}"
+    )
+    return [
+        Table(f"Decode steps: {title}", steps, runs),
+        Table(f"End to end: {title}", whole, lengths),
+    ]

@@ -31,13 +31,16 @@ DENSE_STEPS, DENSE_PROMPTS = 9, 3
 
 
 class Recorder:
-    """Records the routing of each step of a model, for a later replay. A context manager.
+    """Records the routing of each step of a model, for a later replay.
 
-    Enter and leave it while no step runs. trace() then returns the recording. While it records,
-    Python is called in every layer, but the store behaves as it does without a recording. No
-    experts may be prefetched between answers (`Answering.reads_ahead`). Raises ConfigError if the
-    model runs without a store. Raises ConfigError if the policy has already made decisions, because
-    a replay starts with a new policy.
+    This is a context manager, which must be entered and left while no step runs. After that,
+    trace() returns the recording. The recording calls Python in every layer, but does not change
+    the store's behavior. While it runs, no experts may be prefetched between answers (see
+    `Answering.reads_ahead`).
+
+    Raises ConfigError if the model runs without a store, or if such a prefetch has already
+    happened. Raises ConfigError if the policy has already made decisions, because a replay starts
+    with a new policy.
     """
 
     def __init__(self, inside: Inside) -> None:
@@ -109,7 +112,10 @@ class Recorder:
         self._rows["restored_use"].append(state)
 
     def _end_event(self, now_ns: int) -> None:
-        """Record the duration of the previous layer's event, if an event was recorded."""
+        """Record the time since the previous layer's event, and how much of it was spent on waits.
+
+        Records nothing if this is the first event.
+        """
         waited_us = sum(self._inside.store.stats().wait_us)
         if self._rows["event_step"]:
             self._rows["event_ns"].append(now_ns - self._since)

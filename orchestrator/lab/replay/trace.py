@@ -167,8 +167,9 @@ class Event(NamedTuple):
 class Step(NamedTuple):
     """One recorded llama_decode call, with the routing of its layers.
 
-    starts, prompt_ends: sequences whose first token, or last prompt token, is in this step. ends:
-        sequences that ended before it.
+    - starts: sequences whose first token is in this step.
+    - prompt_ends: sequences whose last prompt token is in this step.
+    - ends: sequences that ended before this step.
     """
 
     phase: Phase
@@ -273,7 +274,10 @@ class Trace:
         return found
 
     def lengths(self) -> dict[str, int]:
-        """Return the length of each axis of ARRAYS, by its letter."""
+        """Return the length of each axis of the trace's arrays.
+
+        A key is the letter that names the axis in ARRAYS, such as "S" for the steps.
+        """
         a, header = self.arrays, self.header
         tokens = a["event_tokens"].astype(np.int64)
         return {

@@ -58,8 +58,6 @@ def _mixes(on: Subject, ratios: tuple[float, ...], ask: bool = False) -> list[Ca
 class Accuracy(ScoredStudy):
     """Tables 1 and 2: each tier alone, then high/skip and high/low at three ratios."""
 
-    name = "accuracy"
-
     def cases(self, on: Subject) -> list[Case]:
         alone = uniform_cases(on, on.tiers[::-1], ask=True)
         return [*alone, *_mixes(on, (0.75, 0.9, 1.0), ask=True)]
@@ -89,8 +87,6 @@ class Accuracy(ScoredStudy):
 
 class Retention(ScoredStudy):
     """Figure 11: quality by retention ratio, from few critical experts to all of them."""
-
-    name = "retention"
 
     def cases(self, on: Subject) -> list[Case]:
         ends = [Case(tier, on.uniform(tier), tier, ask=True) for tier in (on.high, on.low)]
@@ -138,8 +134,6 @@ class Critical(ScoredStudy):
     Each is measured with the cosine schedule and with the same ratio in all layers, for decode
     steps and for prompts.
     """
-
-    name = "critical"
 
     def cases(self, on: Subject) -> list[Case]:
         high = on.uniform(on.high)
@@ -194,8 +188,6 @@ class Depth(ScoredStudy):
     It tests two separate claims: shallow layers are sensitive, and deep layers are resilient.
     """
 
-    name = "depth"
-
     def cases(self, on: Subject) -> list[Case]:
         settings = on.mixed(on.low, 0.5, high_tier=on.best)
         best = Case(on.best, on.uniform(on.best), HIGH)
@@ -232,15 +224,13 @@ AHEAD, OFTEN = "next layer's router", "most used"
 WAYS = {
     OUTPUT: "after the layer",
     FFN_INPUT: "before the experts",
-    AHEAD: "x as it is",
+    AHEAD: "by its router, from the layer before",
     OFTEN: "most used experts",
 }
 
 
 class Similarity(Study):
     """Similarity of neighboring layers, and prediction of experts from the layer before."""
-
-    name = "similarity"
 
     def measure(self, on: Subject) -> Findings:
         """Read the text once with the best tier.
@@ -281,13 +271,13 @@ class Similarity(Study):
                 f"Experts of a layer predicted from the one before (eq. 6): {on.basis}",
                 (
                     Column("layer", "layer"),
-                    Column("recall, x as it is", AHEAD, share_with_error),
+                    Column("recall by the router", AHEAD, share_with_error),
                     Column("recall, most used", OFTEN, share_with_error),
                     Column("recall, random", lambda row: [row["random"], None], share_with_error),
                 ),
                 ahead,
                 [
-                    "x as it is: the router of the layer applied to the router input of the layer "
+                    "By the router: the layer's router is applied to the router input of the layer "
                     "before. Most used: always the experts that this text uses most in the layer."
                 ],
                 [{"layer": "mean", "random": chance, **overall}],

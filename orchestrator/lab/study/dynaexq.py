@@ -104,7 +104,6 @@ COLD, RANDOM, HOT_FIRST = ("cold first", "at random", "hot first")
 class Demotion(ScoredStudy):
     """The quality loss of demotion. Residency does not change while the text is read."""
 
-    name = "demotion"
     halved = True
 
     def cases(self, on: Subject) -> list[Case]:
@@ -185,10 +184,8 @@ N_ENDS = 3
 class HotMemory(ScoredStudy):
     """The KL that a hot set recovers in the same memory."""
 
-    name = "memory"
     halved = True
     rivals = True
-    policies = ("dynaexq", "context")
 
     def n_before(self, on: Subject) -> int:
         """Return the number of passes that measure usage, one per part of the text.
@@ -329,10 +326,8 @@ MIX = "dynaexq"
 class EqualMemory(ScoredStudy):
     """Uniform types and precision mixes in the same memory."""
 
-    name = "equal"
     halved = True
     rivals = True
-    policies = ("dynaexq",)
 
     def cases(self, on: Subject) -> list[Case]:
         residency, listed = Residency(on), uniform_cases(on, on.tiers)

@@ -1,31 +1,27 @@
-"""Studies of FIRM-MoE on a recorded run, in virtual time.
+"""Measurements of FIRM-MoE on a recorded run, in virtual time.
 
-FirmParts measures the gain of each part (Table 1, Figures 4 and 5). VotesLoss measures the loss of
-eq. 11 over candidates K and layers P, and the choice of each tuning method (Figure 6).
-
-The paper's Table 2 compares prefetching n = 1 and n = 2 matrices of an expert. FirmParts has rows
-for n = 1 and for whole experts (n = 3). The case n = 2 is not measured here, but can be replayed
-with `replay --prefetch-kinds 2`. K is at most k, the number of candidates that the look-ahead
-records.
+`played_parts` measures the gain of each part (Table 1, Figure 4), `Played.answer` the time of an
+answer (Figure 5), and `measure_votes` the loss of eq. 11 over candidates K and layers P, and the
+choice of each tuning method (Figure 6). K is at most k, the number of candidates that the
+look-ahead records; `heop` goes beyond.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from orchestrator.errors import ConfigError
+from orchestrator.errors import BudgetError, ConfigError
 from orchestrator.events import Phase
 from orchestrator.lab.plotting import Line, Panel, exact
 from orchestrator.lab.replay import ReplayOptions, Trace
 from orchestrator.lab.replay.report import RIGID, WHOLE, set_up_for, speed_and_time
 from orchestrator.lab.replay.simulate import Outcome, Setup, simulate
-from orchestrator.lab.study.study import Drawn, Findings, lines, share
+from orchestrator.lab.study.study import Findings, lines, share
 from orchestrator.lab.table import Column, Row, Table, fixed
 from orchestrator.native import Library
 from orchestrator.policy import policy_class
@@ -33,8 +29,6 @@ from orchestrator.policy.firm import ALL, CLIMB, FIRM, GROUPS, MOL, RANK, Tuner,
 
 NO_PREFETCH, BASE = "no prefetch", "BB: top-k, whole experts"
 WORLDS = {NO_PREFETCH: "as the store reads", BASE: "rigid link, as in the paper"}
-# Fractions of the experts that have slots, unless --expert-ram is given.
-HELD = (0.5, 0.6, 0.8)
 # Decode steps that are ignored while the slots fill.
 WARM_UP = 16
 
@@ -48,8 +42,17 @@ _BASIS = (
 Grid = list[list[float]]
 
 
+class Part(NamedTuple):
+    """One compared system: its name, policy, settings, and changes to the replay options."""
+
+    name: str
+    policy: str
+    settings: dict[str, Any]
+    changes: Mapping[str, Any] = MappingProxyType({})
+
+
 class Played(NamedTuple):
-    """The subject of a study: a trace with look-ahead, and the options of its replays."""
+    """A trace with look-ahead, and the options of its replays."""
 
     library: Library
     trace: Trace
@@ -73,46 +76,19 @@ class Played(NamedTuple):
             made.policy.tuner.every = every
         return made, simulate(self.library, self.trace, made, speed, time)
 
-
-class OfTrace(Drawn):
-    """A study of a trace with look-ahead."""
-
-    def publish(
-        self, library: Library, trace: Trace, options: ReplayOptions, folder: Path | None
-    ) -> list[Table]:
-        """Measure, and write the tables and the plot to a folder.
-
-        Raises ConfigError if the trace or the options are unsuitable.
-        """
-        folder = self.check(folder)
-        if not trace.arrays["event_ahead"].any():
-            raise ConfigError(
-                f"--study {self.name}: the trace has no look-ahead: record it with --policy "
-                f"{FIRM.name} --agree {MOL} --n-ahead 4"
-            )
-        if options.policy not in (None, FIRM.name):
-            raise ConfigError(
-                f"--study {self.name} replays --policy {FIRM.name}: remove --policy "
-                f"{options.policy}"
-            )
-        found = self.measure(Played(library, trace, options))
-        return self.write(folder, found, model=trace.header.model)
-
-
-class Part(NamedTuple):
-    """A row of the comparison of FIRM's parts. `changes` are changes to the options."""
-
-    name: str
-    policy: str
-    settings: dict[str, Any]
-    changes: Mapping[str, Any] = MappingProxyType({})
+    def answer(self, part: Part, expert_bytes: int) -> np.ndarray:
+        """Return the time until each token of the answer, float64 [n], in ms from the prompt on."""
+        _, outcome = self.play(part.policy, part.settings, expert_ram=expert_bytes, **part.changes)
+        decoded = self.trace.arrays["step_phase"] == Phase.DECODE
+        found: np.ndarray = np.cumsum(outcome.step_us)[decoded] / 1000
+        return found
 
 
 def parts(k: int) -> dict[str, list[Part]]:
-    """Return the compared rows by the name of their baseline.
+    """Return the systems that are compared with each of two baselines.
 
-    The first baseline has no prefetch and reads as the store does. The second is that of the paper,
-    with one queue for all reads. K = P = 3 if the model uses at least 3 experts per token.
+    The first baseline has no prefetch and reads as our store does. The second is the paper's, with
+    one queue for all reads. K and P are 3 if the model uses at least 3 experts per token.
     """
     off, whole, rigid = {"prefetch": "off"}, {"wait": WHOLE}, {"link": RIGID}
     dymoe = {"prefetch": "on", "retention": 1.0}
@@ -121,7 +97,7 @@ def parts(k: int) -> dict[str, list[Part]]:
     def ahead(way: str, n: int) -> dict[str, Any]:
         return {"prefetch": "on", "agree": way, "prefetch_kinds": n}
 
-    ways = ((RANK, 1), (RANK, 3), (MOL, 1))
+    ways = ((RANK, 1), (RANK, 2), (RANK, 3), (MOL, 1))
     return {
         NO_PREFETCH: [
             Part("lru", "lru", {}),
@@ -140,52 +116,68 @@ def parts(k: int) -> dict[str, list[Part]]:
     }
 
 
-class FirmParts(OfTrace):
-    """The gain of each part of FIRM, by the fraction of the experts that have slots.
+def expert_bytes(trace: Trace, name: str | None = None) -> int:
+    """Return the bytes of all experts in a tier, by default the trace's high precision."""
+    tier = trace.tier_index(name or trace.header.in_use[0])
+    return trace.n_expert * sum(
+        each.expert_bytes
+        for layer in trace.slices
+        for kind in layer
+        if (each := kind[tier]) is not None
+    )
 
-    Slots are divided evenly among the layers; the paper has one LRU cache for all of them.
+
+def on_link(trace: Trace, reads: float, tier: str | None = None) -> ReplayOptions:
+    """Return replay options with a link speed relative to the recorded computing time.
+
+    Reading all experts of a token in a tier takes `reads` times as long as computing the token. So
+    ratios of speeds do not depend on the load of the machine. The default of `tier` is the trace's
+    high precision.
     """
+    decoded = trace.arrays["step_phase"] == Phase.DECODE
+    compute_s = float(np.median(trace.compute_ms[decoded])) / 1000
+    token_bytes = expert_bytes(trace, tier) * trace.n_expert_used / trace.n_expert
+    return ReplayOptions(bandwidth=int(token_bytes / (reads * compute_s)), latency_us=0)
 
-    name = "firm"
 
-    def measure(self, on: Played) -> Findings:
-        header, tables, panels = on.trace.header, [], []
-        tier = on.trace.tier_index(header.in_use[0])
-        every = on.trace.n_expert * sum(
-            each.expert_bytes
-            for layer in on.trace.slices
-            for kind in layer
-            if (each := kind[tier]) is not None
-        )
-        sizes = [int(held * every) for held in HELD]
-        sizes = sizes if on.options.expert_ram is None else [on.options.expert_ram]
-        for base, listed in parts(on.trace.n_expert_used).items():
-            world = WORLDS[base]
-            rows = [
-                _measured(on, each, size) | {"held": size / every}
-                for size in sizes
-                for each in listed
+def played_parts(on: Played, base: str, shares: Sequence[float]) -> tuple[Table, Panel]:
+    """Measure the gain of each part of FIRM, by the share of the experts that have slots.
+
+    `base` names the baseline: NO_PREFETCH or BASE. Shares with too few slots for a policy are left
+    out. Slots are divided evenly among the layers; the paper has one LRU cache for all of them.
+    """
+    every, world, rows = expert_bytes(on.trace), WORLDS[base], []
+    left_out = []
+    for held in shares:
+        try:
+            same = [
+                _measured(on, each, int(held * every)) | {"held": held}
+                for each in parts(on.trace.n_expert_used)[base]
             ]
-            bases = {row["held"]: row for row in rows if row["name"] == base}
-            for row in rows:
-                other = bases[row["held"]]
-                row["speedup"] = other["tpot_ms_mean"] / row["tpot_ms_mean"]
-                if other["bytes_per_token"]:
-                    row["bytes_ratio"] = row["bytes_per_token"] / other["bytes_per_token"]
-            tables.append(Table(f"The parts of FIRM-MoE, {world}: {header.model}", _PARTS, rows))
-            drawn = lines(
-                rows, lambda row: 100 * row["held"], lambda row: [row["speedup"], None], "name"
-            )
-            panels.append(Panel("slots, % of the experts", f"x {base}", drawn, world))
-        tables[-1].footnotes.append(
-            f"Virtual time, decode steps after the first {WARM_UP}. n: prefetched matrices per "
-            f"expert; rank, mol: the vote, with K and P tuned; x base: mean step time relative to "
-            f"{NO_PREFETCH}, or BB; answer tok/s: includes the time of the prompt (Figure 5); "
-            f"x none: bytes relative to {NO_PREFETCH}."
-        )
-        return Findings(tables, panels)
+        except BudgetError:
+            left_out.append(f"{held:.0%}")
+            continue
+        (other,) = (row for row in same if row["name"] == base)
+        for row in same:
+            row["speedup"] = other["tpot_ms_mean"] / row["tpot_ms_mean"]
+            if other["bytes_per_token"]:
+                row["bytes_ratio"] = row["bytes_per_token"] / other["bytes_per_token"]
+        rows += same
+    if not rows:
+        raise ConfigError(f"no share of {', '.join(left_out)} holds the experts of one token")
+    title = f"The parts of FIRM-MoE, {world}: {on.trace.header.model}"
+    table = Table(title, _PARTS, rows, [_NOTE.format(base=base)])
+    if left_out:
+        table.footnotes.append(f"Too few slots for a policy: {', '.join(left_out)}.")
+    drawn = lines(rows, lambda row: 100 * row["held"], lambda row: [row["speedup"], None], "name")
+    return table, Panel("slots, % of the experts", f"x {base}", drawn, world)
 
 
+_NOTE = (
+    f"Virtual time, decode steps after the first {WARM_UP}. n: prefetched matrices per expert; "
+    "rank, mol: the vote, with K and P tuned; x base: mean step time relative to {base}; answer "
+    "tok/s: includes the time of the prompt; x none: bytes relative to the base."
+)
 _PARTS = (
     Column("slots", "held", share),
     Column("", "name", left=True),
@@ -201,7 +193,7 @@ _PARTS = (
 
 
 def _measured(on: Played, part: Part, expert_bytes: int) -> Row:
-    """Return the metrics of one row."""
+    """Replay the trace with one system and return its metrics."""
     made, outcome = on.play(part.policy, part.settings, expert_ram=expert_bytes, **part.changes)
     stats, phase = outcome.stats, Phase.DECODE
     decoded = on.trace.arrays["step_phase"] == phase
@@ -221,61 +213,59 @@ def _measured(on: Played, part: Part, expert_bytes: int) -> Row:
     }
 
 
-class VotesLoss(OfTrace):
-    """The loss of every pair (K, P) with K <= k, and the pairs that the tuning methods choose.
+def measure_votes(on: Played) -> Findings:
+    """Measure the loss of every pair of K candidates and P voting layers, and the tuned pairs.
 
-    One replay counts every pair on every token. One more replay per tuning method gives its choice.
+    K is at most the number of experts per token. One replay counts every pair on every token. One
+    more replay for each tuning method gives the pair that it chooses. Raises ConfigError if no
+    expert is missing.
     """
-
-    name = "votes-loss"
-
-    def measure(self, on: Played) -> Findings:
-        way = on.options.settings.get("agree", MOL)
-        depth = depth_of(way, int(on.trace.arrays["event_ahead"].max()))
-        asked = {"n_ahead": depth, "prefetch": "on", "agree": way, **on.options.settings}
-        counted, held = _tuner(on, {**asked, "tune": ALL, "tune_tokens": _NEVER}, every=1)
-        there = set(counted.groups[1:])
-        losses: dict[str, Grid] = {
-            name: counted.means(group) for group, name in enumerate(GROUPS) if group in there
-        }
-        if not any(loss for rows in losses.values() for row in rows for loss in row):
-            raise ConfigError(
-                f"--study {self.name}: all experts were in memory: use a smaller --expert-ram"
-            )
-        tuned = {way: _tuner(on, {**asked, "tune": way})[0] for way in (ALL, CLIMB)}
-        tokens = min(min(each.tokens, each.until) for each in tuned.values())
-        title = (
-            f"Loss of eq. 11 per layer and token over K, P (Figure 6 of FIRM-MoE): "
-            f"{on.trace.header.model}, slots for {100 * held:.0f} % of the experts; tuned in "
-            f"{tokens} tokens"
-        )
-        rows, panels = [], []
-        for group, grid in losses.items():
-            chosen = {way: each.by_group()[group] for way, each in tuned.items()}
-            at = {(k, p): loss for p, row in enumerate(grid, 1) for k, loss in enumerate(row, 1)}
-            least, best = min((loss, votes) for votes, loss in at.items())
-            row: Row = {"group": group, "losses": grid, "best": best, "least": least, **chosen}
-            for way, votes in chosen.items():
-                row[f"{way}_ratio"] = at[votes] / least if least else None
-            rows.append(row | {f"P={p}": min(each) for p, each in enumerate(grid, 1)})
-            # The loss over K with a line for each P, the minimum, and the choices of the tuners.
-            drawn = [
-                Line(f"P = {p}", range(1, len(each) + 1), exact(each))
-                for p, each in enumerate(grid, 1)
-            ]
-            drawn += [
-                Line(f"{name}: K, P = {k}, {p}", [k], exact([at[k, p]]))
-                for name, (k, p) in {"least": best, **chosen}.items()
-            ]
-            title = f"{group} layers"
-            panels.append(Panel("candidates K", "loss per layer and token", drawn, title))
-        return Findings([Table(title, _columns(len(grid)), rows, [_BASIS])], panels)
+    way = on.options.settings.get("agree", MOL)
+    depth = depth_of(way, int(on.trace.arrays["event_ahead"].max()))
+    asked = {"n_ahead": depth, "prefetch": "on", "agree": way, **on.options.settings}
+    counted, held = _tuner(on, {**asked, "tune": ALL, "tune_tokens": _NEVER}, every=1)
+    there = set(counted.groups[1:])
+    losses: dict[str, Grid] = {
+        name: counted.means(group) for group, name in enumerate(GROUPS) if group in there
+    }
+    if not any(loss for rows in losses.values() for row in rows for loss in row):
+        raise ConfigError("all experts were in memory: play it with fewer slots")
+    tuned = {way: _tuner(on, {**asked, "tune": way})[0] for way in (ALL, CLIMB)}
+    tokens = min(min(each.tokens, each.until) for each in tuned.values())
+    title = (
+        f"Loss of eq. 11 per layer and token over K, P (Figure 6 of FIRM-MoE): "
+        f"{on.trace.header.model}, slots for {100 * held:.0f} % of the experts; tuned in "
+        f"{tokens} tokens"
+    )
+    rows, panels = [], []
+    for group, grid in losses.items():
+        chosen = {way: each.by_group()[group] for way, each in tuned.items()}
+        at = {(k, p): loss for p, row in enumerate(grid, 1) for k, loss in enumerate(row, 1)}
+        least, best = min((loss, votes) for votes, loss in at.items())
+        row: Row = {"group": group, "losses": grid, "best": best, "least": least, **chosen}
+        for way, votes in chosen.items():
+            row[f"{way}_ratio"] = at[votes] / least if least else None
+        rows.append(row | {f"P={p}": min(each) for p, each in enumerate(grid, 1)})
+        # The loss over K with a line for each P, the minimum, and the choices of the tuners.
+        drawn = [
+            Line(f"P = {p}", range(1, len(each) + 1), exact(each)) for p, each in enumerate(grid, 1)
+        ]
+        drawn += [
+            Line(f"{name}: K, P = {k}, {p}", [k], exact([at[k, p]]))
+            for name, (k, p) in {"least": best, **chosen}.items()
+        ]
+        panels.append(Panel("candidates K", "loss per layer and token", drawn, f"{group} layers"))
+    return Findings([Table(title, _columns(len(grid)), rows, [_BASIS])], panels)
 
 
 def _tuner(
     on: Played, settings: Mapping[str, Any], every: int | None = None
 ) -> tuple[Tuner, float]:
-    """Return the tuner at the end of the trace, and the fraction of the experts that had slots."""
+    """Replay the trace and return FIRM's tuner at its end.
+
+    The second value is the fraction of the experts that had slots. every: interval of the tuner in
+    steps.
+    """
     made, _ = on.play(FIRM.name, settings, every)
     assert isinstance(made.policy, FIRM)
     return made.policy.tuner, made.slots.total_bytes / made.shape.all_slot_bytes()

@@ -140,8 +140,6 @@ def blend(profile: str) -> str:
 class PromptContext(Study):
     """How well a prompt predicts the experts of its answer."""
 
-    name = "context"
-
     def measure(self, on: Subject) -> Findings:
         """Read the text once with the best tier.
 
@@ -333,9 +331,6 @@ class NearBits(ScoredStudy):
 
     The first half of each domain measures the expert usage, and its second half is scored.
     """
-
-    name = "near-bits"
-    policies = ("context",)
 
     def scored(self, on: Subject) -> Subject:
         return on.on(parts_of(on.on(with_prompts(on.windows)))[0].second)

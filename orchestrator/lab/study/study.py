@@ -1,36 +1,29 @@
 """The base classes of all studies.
 
-A study compares configurations on a subject, and shows them as tables and a plot.
+A study compares configurations on a subject, and returns tables and panels of a picture.
 """
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
 from gguf_tools.units import format_size
-from orchestrator.cache.files import whole_files
-from orchestrator.config import Config
-from orchestrator.errors import ConfigError
 from orchestrator.lab.eval import arithmetic
 from orchestrator.lab.eval.arithmetic import pair
 from orchestrator.lab.eval.judge import Reference
-from orchestrator.lab.eval.run import EvalOptions, share_with_error, with_error
-from orchestrator.lab.plotting import Line, Panel, draw, require_matplotlib
+from orchestrator.lab.eval.run import share_with_error, with_error
+from orchestrator.lab.plotting import Line, Panel
 from orchestrator.lab.study.subject import Part, Score, Settings, Subject, Wrapper, halves
-from orchestrator.lab.study.uniform import NONE, UniformFile, tiers_of
+from orchestrator.lab.study.uniform import UniformFile, tiers_of
 from orchestrator.lab.table import Column, Row, Table, fixed, percent
-from orchestrator.policy import DEFAULT, Policy, owners
-from orchestrator.runtime.load import Progress
-from orchestrator.settings import flag_of
+from orchestrator.policy import Policy
 
 
 def show_change(found: Sequence[float | None]) -> str:
@@ -101,8 +94,6 @@ def above(score: Score, other: Score) -> list[float | None] | None:
     return None if score is other else pair(arithmetic.mean(score.text.kl - other.text.kl))
 
 
-# With fewer tokens, standard errors exceed the effects that studies look for.
-LEAST_TOKENS = 512
 # The group of cases with all experts in one type: a tier of the model, or another file.
 UNIFORM = "uniform"
 
@@ -116,87 +107,17 @@ class Findings:
     rows: int = 1
 
 
-class Drawn(ABC):
-    """A measurement whose results are written as tables and a plot."""
-
-    name: ClassVar[str]
-
-    @abstractmethod
-    def measure(self, on: Any) -> Findings:
-        """Perform all measurements. Raises MoeEdgeError if they cannot begin."""
-
-    def check(self, folder: Path | None) -> Path:
-        """Return the output folder.
-
-        Raises ConfigError before any measurement if the folder or matplotlib is missing.
-        """
-        if folder is None:
-            raise ConfigError("a study writes tables and plots to a folder: give --out DIR")
-        # matplotlib is imported later, so that its memory does not count while models are measured.
-        require_matplotlib("--study")
-        return folder
-
-    def write(self, folder: Path, found: Findings, **basis: Any) -> list[Table]:
-        """Write NAME.md, NAME.json, NAME.png and NAME.svg to a folder, all or none of them.
-
-        The folder is created if necessary. `basis` describes the measured model. Raises OSError.
-        """
-        folder.mkdir(parents=True, exist_ok=True)
-        rows = [{"title": table.title, "rows": list(table.rows)} for table in found.tables]
-        data = {"study": self.name, **basis, "tables": rows}
-        text = "\n\n".join(table.markdown() for table in found.tables)
-        with whole_files(folder, f"{self.name}.md") as made:
-            (made / f"{self.name}.md").write_text(text + "\n")
-            (made / f"{self.name}.json").write_text(json.dumps(data, indent=1) + "\n")
-            draw(made, self.name, found.panels, found.rows)
-        return found.tables
-
-
-class Study(Drawn):
+class Study(ABC):
     """A study of a model and a text.
 
-    rivals: uniform types that fit whole are rows of the study. policies: policies whose settings it
-    accepts, in addition to the default policy.
+    rivals: uniform types that fit whole are rows of the study.
     """
 
-    policies: ClassVar[tuple[str, ...]] = ()
     rivals: ClassVar[bool] = False
 
-    def publish(
-        self,
-        config: Config,
-        options: EvalOptions,
-        folder: Path | None,
-        report: Progress,
-        note: Callable[[str], None],
-    ) -> list[Table]:
-        """Measure, and write the tables and the plot to a folder.
-
-        `note` receives messages for the user. Raises ConfigError for options that have no effect.
-        """
-        folder = self.check(folder)
-        for setting in config.of_policies:
-            having = owners(setting)
-            if not {DEFAULT, *self.policies} & set(having):
-                raise ConfigError(
-                    f"{flag_of(setting)} has no effect on the study {self.name}: it is a setting "
-                    f"of {' and '.join(having)}"
-                )
-        if not self.rivals:
-            if options.uniform is not None or options.calib is not None:
-                raise ConfigError(f"--uniform and --calib have no effect on the study {self.name}")
-            options = replace(options, uniform=(NONE,))
-        on = Subject(config, options, report, note)
-        if on.n_tokens < LEAST_TOKENS:
-            raise ConfigError(
-                f"{options.text}: {on.n_tokens} tokens are too few for a study, the minimum is "
-                f"{LEAST_TOKENS}: use a longer --text or a larger --max-tokens"
-            )
-        cost = on.uniform_types.cost()
-        if cost:
-            note(cost)
-        folder.mkdir(parents=True, exist_ok=True)
-        return self.write(folder, self.measure(on), model=on.name, tokens=on.n_tokens)
+    @abstractmethod
+    def measure(self, on: Subject) -> Findings:
+        """Perform all measurements. Raises MoeEdgeError if they cannot begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,6 +310,9 @@ class ScoredStudy(Study):
             found = Scores(scored, reference)
             found.run(cases)
             if self.rivals:
+                note = on.uniform_types.cost()
+                if note:
+                    on.note(note)
                 # Each file is deleted before the next one is created.
                 for file in on.uniform_types.files(on.report):
                     settings = {**on.uniform(""), "model": file.path, "high_tier": None}

@@ -201,6 +201,12 @@ class Score:
         return replace(self, text=text, usage=usage)
 
 
+def usual_high(tiers: Sequence[str]) -> str:
+    """Return q4_k or another tier of 4 bits above the lowest tier, or else the best tier."""
+    four_bits = [tier for tier in tiers[:-1] if tier.removeprefix("i").startswith("q4")]
+    return "q4_k" if "q4_k" in four_bits else (four_bits or [*tiers])[0]
+
+
 class Subject:
     """Loads the model in each configuration, and scores the same tokens with each.
 
@@ -216,21 +222,14 @@ class Subject:
     ) -> None:
         """Read the text and open the model once.
 
-        `note` receives messages about the passes. Raises ConfigError for an unsuitable text,
-        questions or tiers.
+        `note` receives messages about the passes. Raises ConfigError for an unsuitable text or
+        questions.
         """
         if options.text is None:
-            raise ConfigError("a study needs a text: give --text FILE")
-        if options.prefill or options.reuse or options.kl:
-            raise ConfigError(
-                "--study cannot be combined with --prefill, --reuse or --kl: remove them"
-            )
-        for name in ("policy", "retention"):
-            if config.given(name) is not None:
-                raise ConfigError(f"--study cannot be combined with --{name}: remove it")
+            raise ConfigError("a study needs a text")
         documents = read_documents(options.text, options.text_tokens)
         self.questions = read_questions(options.choices) if options.choices else []
-        self.report = report
+        self.report, self.note = report, note
         self.passes = Passes(report, note)
         self.config = eval_config(config, options)
         self._low_tiers: tuple[str, ...] = ()
@@ -250,14 +249,9 @@ class Subject:
             self.n_expert_used = evaluator.inside.model.n_expert_used
             self.n_expert = evaluator.inside.model.n_expert
             self.windows = options.windows(evaluator, documents)
-        self.uniform_types = UniformTypes(config, options)
-        self.high = config.high_tier or ("q4_k" if "q4_k" in self.tiers[:-1] else self.tiers[0])
+        self.uniform_types = UniformTypes(config)
+        self.high = config.high_tier or usual_high(self.tiers)
         self.low = config.low_tier or self.tiers[-1]
-        if len(self.tiers) < 2:
-            raise ConfigError(
-                f"{config.model} has only one precision, {self.tiers[0]}, but a study compares "
-                f"several: use a file packed with several tiers, or --low FILE"
-            )
 
     @property
     def best(self) -> str:
@@ -424,7 +418,7 @@ def halves(windows: Sequence[Window]) -> tuple[list[Window], list[Window]]:
             named = f"the domain '{domain}'" if domain else "the text"
             raise ConfigError(
                 f"{named} has only one window, but a study needs one for hotness and one to score: "
-                f"increase --max-tokens or decrease --window"
+                f"use more text of this kind, or more tokens of the text"
             )
         # the last window is always scored, the first one never
         first = window is not most[domain] and (

@@ -1,7 +1,7 @@
 """FIRM-MoE's Figure 7: how well strategies predict a layer's experts from earlier layers.
 
-A prediction is judged together with the number of experts that it names. Each layer votes for at
-most k experts, so MoL is measured for K <= k only.
+A prediction is judged together with the number of experts that it names. Candidates come from the
+router's logits, so a layer may vote for K = 1 to 2 k experts, where a run gives k at most.
 """
 
 from __future__ import annotations
@@ -59,21 +59,29 @@ def weighted(votes: Votes, candidates: int, threshold: float) -> list[int]:
     return [expert for expert, sum_ in weight.items() if sum_ >= least]
 
 
-def strategies(k: int) -> dict[str, tuple[str, Predict]]:
-    """Return (kind, prediction function) by label, for a model with k experts per token."""
+def strategies(k: int, most: int) -> dict[str, tuple[str, Predict]]:
+    """Return (kind, prediction function) by label, for a model with k experts per token.
+
+    most: the number of candidates of each vote, at least k.
+    """
 
     def agreeing(way: str, candidates: int, layers: int) -> tuple[str, Predict]:
         return way, lambda votes, scores: agreed(way, votes, candidates, layers, scores)
 
+    def margin(candidates: int) -> tuple[str, Predict]:
+        return MARGIN, lambda votes, scores: agreed(
+            MARGIN, [votes[0][:k]], candidates, 1, scores[:k]
+        )
+
     def counting(way: str, ask: Callable[..., list[int]], least: float) -> tuple[str, Predict]:
         return way, lambda votes, _: ask(votes, k, least)
 
-    found = {f"top {n}": agreeing(RANK, n, 1) for n in range(1, k + 1)}
+    found = {f"top {n}": agreeing(RANK, n, 1) for n in range(1, most + 1)}
     found |= {f"union P={p}": counting(UNION, union, p) for p in (2, 3)}
     found |= {f"weighted >= {t}": counting(WEIGHTED, weighted, t) for t in THRESHOLDS}
-    for n in dict.fromkeys((k, max(1, k - 1), max(1, k // 2))):
+    for n in dict.fromkeys((most, min(most, k + k // 2), k, max(1, k - 1), max(1, k // 2))):
         found |= {f"MoL K={n} P={p}": agreeing(MOL, n, p) for p in range(2, DEEPEST + 1)}
-    return found | {f"margin, K={n}": agreeing(MARGIN, n, 1) for n in range(1, k)}
+    return found | {f"margin, K={n}": margin(n) for n in range(1, k)}
 
 
 class Voted:
@@ -83,9 +91,10 @@ class Voted:
     the top k predicted from d layers before, for each token and layer.
     """
 
-    def __init__(self, n_layers: int, k: int) -> None:
+    def __init__(self, n_layers: int, k: int, n_expert: int) -> None:
         self.k, self._n = k, n_layers - 1
-        self.strategies = strategies(k)
+        self.most = min(2 * k, n_expert)
+        self.strategies = strategies(k, self.most)
         self._named: dict[tuple[str, int], list[int]] = defaultdict(list)
         self._right: dict[tuple[str, int], list[int]] = defaultdict(list)
         self.distance: dict[int, list[float]] = defaultdict(list)
@@ -102,12 +111,12 @@ class Voted:
                 read[ROUTER_INPUT, before][first:] @ router.T
                 for before in layer_ids[at::-1][:DEEPEST]
             ]
-            votes = [top(each, k) for each in logits]
+            votes = [top(each, self.most) for each in logits]
             nearest = np.take_along_axis(logits[0], votes[0], axis=1)
             scores = np.exp(nearest - nearest[:, :1]).tolist()
             actual = top(read[ROUTER_LOGITS, il][first:], k)
             for d, vote in enumerate(votes, 1):
-                self.distance[d] += recall(vote, actual).tolist()
+                self.distance[d] += recall(vote[:, :k], actual).tolist()
             used = [set(each) for each in actual.tolist()]
             by_token = list(zip(*(vote.tolist() for vote in votes), strict=True))
             for label, (_, predict) in self.strategies.items():
@@ -154,15 +163,13 @@ class Voted:
 class VotesStudy(Study):
     """How well several layers together predict the experts of a layer."""
 
-    name = "votes"
-
     def measure(self, on: Subject) -> Findings:
         """Read the text once with the best tier, and count the scored tokens.
 
         Experts are ranked by the router's logits. A model's selection biases and expert groups are
         ignored.
         """
-        found = Voted(on.n_layers, on.n_expert_used)
+        found = Voted(on.n_layers, on.n_expert_used, on.n_expert)
         routers = routers_of(on)
         for window, read in read_windows(on, on.windows):
             found.count(read, on.layer_ids, routers, window.first)

@@ -35,8 +35,7 @@ def test_a_lost_gpu(runs, monkeypatch, name, kernel):
     """From a given kernel on, every CUDA call fails, in upstream's code or in ours."""
     monkeypatch.setenv("MOE_EMU_FAIL", str(kernel))
     said = last_message(runs.on_gpu(6, **POLICIES[name], misses="copy"), LOST)
-    # if our own copies or time measurements failed first, an error was raised and all memory freed
-    assert ("does not answer" if kernel == 1 else "start the program again") in said
+    assert "start the program again" in said
 
 
 @pytest.mark.parametrize("allocation", [1, 4, 8, 12])
@@ -47,19 +46,18 @@ def test_a_gpu_that_another_program_fills(runs, monkeypatch, allocation):
     assert "memory" in said or "full" in said
 
 
-@pytest.mark.parametrize("refused", [1, 2, 3, 4])
+@pytest.mark.parametrize("refused", [1, 2, 3])
 def test_a_refused_pin(runs, refused):
     """If the driver refuses to pin one piece of host memory, the answer equals the host's.
 
-    The piece is the buffer that measures the link, the host cache, the rows for the host's threads,
-    or the tables.
+    The piece is the host cache, the rows for the host's threads, or the tables.
     """
     wanted = runs.on_host(3, **POLICIES["lru"])
     options = {**POLICIES["lru"], "answer": wanted["tokens"], "misses": "compute"}
     found = runs.on_gpu(3, **options, refuse_pin=refused)
     assert_same_answer(found, wanted)
     assert found["host_computed"] > 0
-    assert ("host memory not pinned" in found["mode"]) == (refused == 2)
+    assert ("host memory not pinned" in found["mode"]) == (refused == 1)
 
 
 def test_a_gpu_that_is_too_small(runs, monkeypatch):

@@ -139,12 +139,6 @@ ERRORS = [
     (["--choices", "x", "--kl"], "--kl needs a text"),
     (["--text", "x", "--window", "2"], "--window must be at least 8"),
     (["--text", "x", "--max-tokens", "5", "--tokens", "9"], "--tokens is the old name of --max-to"),
-    (["--text", "x", "--out", "d"], "--out is for the output of a study"),
-    (
-        ["--text", "x", "--study", "nonsense", "--out", "d"],
-        "unknown study 'nonsense': choose one of acc",
-    ),
-    (["--text", "x", "--study", "depth"], "give --out DIR"),
 ]
 
 

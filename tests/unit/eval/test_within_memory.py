@@ -4,8 +4,8 @@ import pytest
 
 from orchestrator.config import Config
 from orchestrator.lab.eval import EvalOptions, evaluate
-from orchestrator.lab.registry import STUDIES, load
-from orchestrator.lab.study import study
+from orchestrator.lab.study.dymoe import Depth
+from orchestrator.lab.study.subject import Subject
 from orchestrator.runtime.runtime import Runtime
 
 RAM = 400 << 20
@@ -52,17 +52,14 @@ def test_the_best_tier_is_read_first_and_within_the_cap(config, text, loaded):
     asked = config.with_changes(policy="dymoe", high_tier="q4_k", low_tier="q2_k")
     found = evaluate(asked, options, lambda _what, _share: None)
     assert found["text"]["best_tier"] == "q8_0"
-    assert [(each.policy, each.ram, others) for each, others in loaded] == [
+    assert [(each.config.policy, each.config.ram, others) for each, others in loaded] == [
         ("lru", RAM, 0),
         ("dymoe", RAM, 0),
     ]
 
 
-def test_the_studies_keep_the_cap(config, text, loaded, monkeypatch):
-    monkeypatch.setattr(study, "LEAST_TOKENS", 16)
+def test_the_studies_keep_the_cap(config, text, loaded):
     options = EvalOptions(text=text, tokens=40, window=32)
-    load(STUDIES, "depth").publish(
-        config, options, text.parent / "out", lambda _what, _share: None, lambda _note: None
-    )
+    Depth().measure(Subject(config, options, lambda _what, _share: None))
     assert len(loaded) > 2
-    assert all(each.ram == RAM and others == 0 for each, others in loaded)
+    assert all(each.config.ram == RAM and others == 0 for each, others in loaded)

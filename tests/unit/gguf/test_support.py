@@ -42,7 +42,9 @@ def test_a_graph_with_unknown_uses_of_experts_runs_plain(packed, monkeypatch):
     monkeypatch.setattr(llama, "EXPERT_PATTERN", rb"blk\.\d+\.ffn_gate_inp\.weight")
     result = run("verify", packed)
     assert result.exit_code == 0
-    said = "cannot manage its experts: blk.0.ffn_gate_inp.weight is read by MUL_MAT, and not by "
+    said = (
+        "cannot manage its experts: blk.0.ffn_gate_inp.weight is read by MUL_MAT, and not only by "
+    )
     assert said in result.stderr
     assert json.loads(run("verify", packed, "--json").stdout)["support"]["runs"] == PLAIN
 

@@ -4,21 +4,13 @@ import dataclasses
 
 import pytest
 
-from orchestrator.errors import ConfigError
-from orchestrator.lab.registry import (
-    BENCHMARKS,
-    REPLAY_STUDIES,
-    STUDIES,
-    load,
-    studies_by_paper,
-)
-from orchestrator.lab.study.study import Drawn
+from orchestrator.lab.registry import BENCHMARKS, load
 from orchestrator.lab.table import WIDTH, Column, Table, fixed, percent
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_every_benchmark_has_the_form(name):
-    benchmark = load(BENCHMARKS, name)
+    benchmark = load(name)
     options = benchmark.options()
     for option, declared in options.declared().items():
         assert getattr(options, option) == declared.default, option
@@ -26,20 +18,6 @@ def test_every_benchmark_has_the_form(name):
             text = declared.default_text or "1"
             assert declared.parse(text) == (declared.default or (1,))
     assert {field.name for field in dataclasses.fields(options)} == set(options.declared())
-
-
-@pytest.mark.parametrize("name", [*STUDIES, *REPLAY_STUDIES])
-def test_every_study_has_the_form_and_its_own_name(name):
-    study = load(STUDIES | REPLAY_STUDIES, name)
-    assert isinstance(study, Drawn) and study.name == name
-
-
-def test_studies_are_listed_by_paper():
-    listed = "; ".join(studies_by_paper())
-    assert listed.count("(DyMoE)") == listed.count("(DynaExq)") == 1
-    assert all(name in listed for name in STUDIES)
-    with pytest.raises(ConfigError, match="unknown study 'x': choose one of accuracy, "):
-        load(STUDIES, "x")
 
 
 NAME = Column("", "name", left=True)

@@ -1,17 +1,14 @@
 """The hardware model of a GPU with near-data memory, compared with sums by hand, and its inputs."""
 
-import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from traces import make_trace, random_trace
 
-from orchestrator.cli.main import cli
 from orchestrator.errors import ConfigError, TraceError
 from orchestrator.events import Phase
-from orchestrator.lab.replay import near_data, write_trace
+from orchestrator.lab.replay import near_data
 from orchestrator.lab.replay.near_data import (
     GPU_LRU_BITS,
     SHAPES,
@@ -23,7 +20,9 @@ from orchestrator.lab.replay.near_data import (
     decode,
     from_trace,
     generated,
+    near_tables,
     on_demand,
+    replay_near_data,
     strategies,
 )
 
@@ -223,33 +222,23 @@ def test_generated_routing_has_the_papers_similarity():
     assert (generated(SMALL).sequences[0].ids == ids).all()
 
 
-def run(*args):
-    return CliRunner().invoke(cli, ["replay", *map(str, args)])
-
-
-def test_the_command_prints_every_strategy(tmp_path):
-    write_trace(tmp_path / "t.npz", random_trace(np.random.default_rng(3), n_steps=6))
-    result = run(tmp_path / "t.npz", "--near-data", "--near-bits=2")
-    assert result.exit_code == 0, result.output
-    for name in ("near-only", "monde", "static", "context", "gpu-lru", "hobbit"):
-        assert name in result.stdout
-    assert "made up: 1 sequences with 5 decoded tokens" in result.stdout
-    asked = ("--near-data", "--shape=mixtral-8x22b", "--json")
-    found = json.loads(run(*asked).stdout)
+def test_a_trace_or_generated_routing_goes_through_every_strategy():
+    asked = NearData(near_bits=2.0)
+    found = replay_near_data(asked, random_trace(np.random.default_rng(3), n_steps=6))
+    assert set(found["runs"]) == {"near-only", "monde", "static", "context", "gpu-lru", "hobbit"}
+    assert found["routing"] == "made up: 1 sequences with 5 decoded tokens"
+    found = replay_near_data(NearData(shape="mixtral-8x22b"), None)
     assert found["n_hot"] == 2 and found["runs"]["monde"]["over_monde"] == 1.0
 
 
-def test_the_report_names_fitted_constants():
-    lines = run("--near-data").stdout.splitlines()
-    assert any("x monde is fitted" in line and "1.1 expert migrations" in line for line in lines)
-    assert any("near-only has no fitted constant" in line for line in lines)
-    heads = [line for line in lines if "x monde (fitted)" in line]
-    assert len(heads) == 2  # decode steps, and end to end
-    assert all(line.index("x near-only") < line.index("x monde") for line in heads)
+def test_the_tables_lead_with_what_is_not_fitted():
+    for table in near_tables(replay_near_data(NearData(), None)):
+        heads = table.headings
+        assert heads.index("x near-only") < heads.index("x monde (fitted)")
 
 
 def test_end_to_end_times_are_compared_with_both_bases():
-    runs = json.loads(run("--near-data", "--json").stdout)["runs"]
+    runs = replay_near_data(NearData(), None)["runs"]
     assert len(runs["context"]["lengths"]) == len(near_data.LENGTHS)
     for name, base in (("over_near_only", "near-only"), ("over_monde", "monde")):
         for ours, theirs in zip(runs["context"]["lengths"], runs[base]["lengths"], strict=True):
@@ -260,15 +249,9 @@ def test_end_to_end_times_are_compared_with_both_bases():
 
 
 @pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        ((), "give a trace"),
-        (("--hot=2",), "--hot needs --near-data"),
-        (("--near-data", "--policy=lru"), "--policy has no effect with --near-data"),
-        (("--near-data", "--hot=7"), "--hot 7: the GPU's 80 GB hold at most 6"),
-        (("--near-data", "--hot=9"), "mixtral-8x7b has 8 per layer"),
-    ],
+    ("hot", "message"),
+    [(7, "--hot 7: the GPU's 80 GB hold at most 6"), (9, "mixtral-8x7b has 8 per layer")],
 )
-def test_conflicting_options_are_refused(args, message):
-    result = run(*args)
-    assert result.exit_code != 0 and message in result.output.replace("\n", " ")
+def test_more_hot_experts_than_fit_are_refused(hot, message):
+    with pytest.raises(ConfigError, match=message):
+        NearData(hot=hot)

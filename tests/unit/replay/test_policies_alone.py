@@ -47,7 +47,7 @@ def without(copy, name):
     module = POLICIES[name].__module__.rpartition(".")[2]
     (policies / f"{module}.py").unlink(missing_ok=True)
     shutil.rmtree(policies / module, ignore_errors=True)
-    registry, named = policies / "__init__.py", POLICIES[name].__name__
+    registry, named = policies / "registry.py", POLICIES[name].__name__
     lines = registry.read_text().splitlines(keepends=True)
     mine = [f"from orchestrator.policy.{module} import {named}\n", f"        {named},\n"]
     assert all(lines.count(each) == 1 for each in mine)

@@ -2,12 +2,16 @@
 limit."""
 
 import pytest
-from click.testing import CliRunner
 
-from orchestrator.cli.main import cli
+from orchestrator.config import Config
 from orchestrator.errors import BudgetError
 from orchestrator.lab import observe
+from orchestrator.lab.eval import EvalOptions
 from orchestrator.lab.study.activations import activations_of
+from orchestrator.lab.study.dymoe import Similarity
+from orchestrator.lab.study.near_data import PromptContext
+from orchestrator.lab.study.subject import Subject
+from orchestrator.lab.study.votes import VotesStudy
 
 TOKENS = list(range(20, 60))
 
@@ -19,9 +23,8 @@ def test_activations_are_the_same_within_a_cap(library, model):
     assert all((found[key] == again[key]).all() for key in found)
 
 
-@pytest.mark.parametrize("name", ["similarity", "votes", "context"])
-def test_a_study_that_reads_keeps_to_the_cap(library, model, domains, tmp_path, monkeypatch, name):
-    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
+@pytest.mark.parametrize("study", [Similarity, VotesStudy, PromptContext])
+def test_a_study_that_reads_keeps_to_the_cap(library, model, domains, monkeypatch, study):
     limits = []
 
     def too_small(*given):
@@ -29,9 +32,10 @@ def test_a_study_that_reads_keeps_to_the_cap(library, model, domains, tmp_path, 
         raise BudgetError("as it says there")
 
     monkeypatch.setattr(observe, "load_within", too_small)
-    options = ["-m", str(model), "--threads", "1", "--ctx", "128", "--window", "16"]
-    options += ["--text", str(domains), "--study", name, "--out", str(tmp_path / "out")]
-    result = CliRunner().invoke(cli, ["eval", *options, "--max-tokens", "48", "--ram", "100MiB"])
-    assert (result.exit_code, result.stderr.splitlines()[-1]) == (1, "Error: as it says there")
+    config = Config.build(model=model, threads=1, ctx=128, ram=100 << 20)
+    options = EvalOptions(text=domains, window=16, tokens=48)
+    on = Subject(config, options, lambda what, done: None)
+    with pytest.raises(BudgetError, match="as it says there"):
+        study().measure(on)
     (limit,) = limits
     assert limit.ram == 100 << 20 and limit.own > 0 and "study" in limit.use

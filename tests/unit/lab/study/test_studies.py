@@ -1,12 +1,8 @@
-"""Policies of the studies, recall and cosine, recorded logits, and refused options."""
-
-import sys
+"""Policies of the studies, recall and cosine, and recorded logits."""
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
-from orchestrator.cli.main import cli
 from orchestrator.config import Config
 from orchestrator.events import SKIP, DecisionBuffer, Phase, RouteEvent, StoreView
 from orchestrator.lab.calibrate.measure import tensor
@@ -17,7 +13,7 @@ from orchestrator.lab.study.activations import (
     recall,
     top,
 )
-from orchestrator.lab.study.subject import random_critical
+from orchestrator.lab.study.subject import random_critical, usual_high
 from orchestrator.runtime.runtime import Runtime
 
 K, N = 4, 16
@@ -113,28 +109,16 @@ def test_recorded_logits_choose_the_experts_that_the_store_sees(model):
     assert np.allclose(x @ router.T, found[ROUTER_LOGITS, layer_ids[0]], atol=1e-2)
 
 
-def study(model, text, name, out, *args):
-    options = ["-m", str(model), "--threads", "1", "--ctx", "128", "--window", "64"]
-    options += ["--text", str(text), "--max-tokens", "24", "--study", name, "--out", str(out)]
-    return CliRunner().invoke(cli, ["eval", *options, *args])
-
-
-def test_a_study_needs_matplotlib(model, text, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    result = study(model, text, "depth", tmp_path)
-    assert result.exit_code == 1
-    assert "a plot needs matplotlib: run `pip install" in result.stderr
-
-
 @pytest.mark.parametrize(
-    ("args", "message"),
+    ("tiers", "high"),
     [
-        (["--policy", "lru"], "--study cannot be combined with --policy"),
-        (["--retention", "0.5"], "--study cannot be combined with --retention"),
-        (["--reuse"], "--study cannot be combined with --prefill"),
+        (("q8_0", "q4_k", "q2_k"), "q4_k"),
+        (("f16", "q4_1", "q2_0"), "q4_1"),
+        (("q8_0", "iq4_nl", "q2_k"), "iq4_nl"),
+        (("q4_k", "q2_k"), "q4_k"),
+        (("q8_0", "q4_k"), "q8_0"),  # the lowest tier is not the high one
+        (("q8_0",), "q8_0"),
     ],
 )
-def test_a_study_chooses_for_itself(model, text, tmp_path, args, message):
-    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
-    result = study(model, text, "depth", tmp_path, *args)
-    assert result.exit_code == 1 and message in result.stderr
+def test_the_usual_high_tier_has_4_bits(tiers, high):
+    assert usual_high(tiers) == high

@@ -58,8 +58,9 @@ def expected(label, x, w_g, layer, k):
 
 
 def study(xs, routers, layer_ids, k, windows):
-    """Counts of the study for these router inputs. x: [layers, tokens, width] for each window."""
-    found = Voted(len(layer_ids), k)
+    """Counts of the study for these router inputs. xs: [layers, tokens, width] for each window."""
+    n_expert = len(routers[layer_ids[0]])
+    found = Voted(len(layer_ids), k, n_expert)
     for x, window in zip(xs, windows, strict=True):
         read = {(ROUTER_INPUT, il): x[at] for at, il in enumerate(layer_ids)}
         read |= {(ROUTER_LOGITS, il): x[at] @ routers[il].T for at, il in enumerate(layer_ids)}
@@ -102,7 +103,7 @@ def test_figure_7_follows_from_its_equations(seed, n_layers, n_expert, k):
                     recalls.setdefault(d, []).append(len(guess & used) / k)
     layers = range(1, n_layers)
     of_top = [0.0]  # how many of the nearest layer's first n are right, per layer and token
-    for n in range(1, k + 1):
+    for n in range(1, found.most + 1):
         right = sum(sums[f"top {n}", layer][0] for layer in layers)
         of_top.append(right / (n_tokens * len(layers)))
     for row in rows:
@@ -114,8 +115,8 @@ def test_figure_7_follows_from_its_equations(seed, n_layers, n_expert, k):
             assert row["utilisation"][0] == pytest.approx(both / named)  # eq. 8
         else:
             assert row["utilisation"] is None
-        if row["way"] != "rank" and 0 < size <= k:
-            n = min(int(size), k - 1)
+        if row["way"] != "rank" and 0 < size <= found.most:
+            n = min(int(size), found.most - 1)
             right = of_top[n] + (size - n) * (of_top[n + 1] - of_top[n])
             assert row["cut"] == pytest.approx(right / size)
         for layer in layers:

@@ -1,17 +1,23 @@
 """The studies of votes in FIRM-MoE: strategies by hand, and the loss of an invented trace."""
 
-import json
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
-from orchestrator.cli.main import cli
+from orchestrator.errors import ConfigError
 from orchestrator.events import Phase
-from orchestrator.lab.replay import write_trace
-from orchestrator.lab.study.firm import BASE, NO_PREFETCH, parts
+from orchestrator.lab.replay import ReplayOptions
+from orchestrator.lab.study.firm import (
+    BASE,
+    NO_PREFETCH,
+    Played,
+    expert_bytes,
+    measure_votes,
+    parts,
+    played_parts,
+)
 from orchestrator.lab.study.votes import strategies, union, weighted
 from orchestrator.policy import POLICIES
 
@@ -31,7 +37,7 @@ def test_ways_to_predict():
     assert weighted(VOTES, 3, 2.5) == [5, 2]
     assert weighted(VOTES[:2], 4, 3.0) == [5, 2, 7]  # only two layers vote
     scores = [1.0, 0.5, 0.3, 0.1]
-    named = {label: predict(VOTES, scores) for label, (_, predict) in strategies(4).items()}
+    named = {label: predict(VOTES, scores) for label, (_, predict) in strategies(4, 4).items()}
     assert named["top 2"] == [5, 2]
     assert named["MoL K=4 P=3"] == named["weighted >= 3.0"] == [5, 2, 7]
     assert named["margin, K=2"] == [5, 2, 7]  # at least twice the last score
@@ -52,9 +58,8 @@ def test_parts_are_the_papers(k):
 
 
 @pytest.fixture
-def trace(tmp_path):
+def trace():
     """A trace where layer 2 is predicted correctly by layer 1 and wrongly by layer 0."""
-    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
     rng = np.random.default_rng(0)
     steps, ahead = [], []
     for _ in range(40):
@@ -63,19 +68,17 @@ def trace(tmp_path):
         wrong = np.array([e for e in range(8) if e not in chosen[2]])[:2]
         ahead.append([np.stack([chosen[1], wrong])[:, None], chosen[2][None, None], []])
         ahead[-1][2] = np.zeros((0, 1, 2))
-    write_trace(tmp_path / "t.npz", make_trace(steps, ahead))
-    return tmp_path / "t.npz"
+    return make_trace(steps, ahead)
 
 
-def test_the_parts_over_a_trace(library, trace, tmp_path):
-    options = ["--bandwidth", "50MB", "--compute-ms", "2", "--out", str(tmp_path / "out")]
-    done = CliRunner().invoke(cli, ["replay", str(trace), "--study", "firm", *options, "--json"])
-    assert done.exit_code == 0, done.output
-    assert (tmp_path / "out" / "firm.png").read_bytes()[1:4] == b"PNG"
-    for table in json.loads(done.stdout)["tables"]:
-        for held in {row["held"] for row in table["data"]}:
-            rows = {row["name"]: row for row in table["data"] if row["held"] == held}
-            base = NO_PREFETCH if NO_PREFETCH in rows else BASE
+def test_the_parts_over_a_trace(library, trace):
+    on = Played(library, trace, ReplayOptions(bandwidth=50_000_000, compute_ms=2.0))
+    for base in (NO_PREFETCH, BASE):
+        table, panel = played_parts(on, base, (0.1, 0.5, 0.8))
+        assert len(panel.lines) == len(parts(2)[base])
+        assert table.footnotes[-1] == "Too few slots for a policy: 10%."
+        for held in (0.5, 0.8):
+            rows = {row["name"]: row for row in table.rows if row["held"] == held}
             assert rows[base]["speedup"] == 1.0 and 0 < rows[base]["hit_rate"] < 1
             # Each of 40 tokens computes for 2 ms.
             assert all(0 < row["answer_tokens_per_s"] <= 1000 / 2 for row in rows.values())
@@ -86,25 +89,19 @@ def test_the_parts_over_a_trace(library, trace, tmp_path):
                 one, every = rows["firm, rank, n=1"], rows["firm, rank, n=3"]
                 assert one["bytes_ratio"] <= every["bytes_ratio"] and one["votes"]
                 assert rows[base]["votes"] == rows["lru"]["votes"] == ""
+    took_ms = on.answer(parts(2)[NO_PREFETCH][0], int(0.5 * expert_bytes(trace)))
+    assert len(took_ms) == 40 and (np.diff(took_ms) >= 2.0 - 1e-3).all()
+    with pytest.raises(ConfigError, match="no share of 10% holds"):
+        played_parts(on, BASE, (0.1,))
 
 
-def test_the_loss_of_a_trace(library, trace, tmp_path):
+def test_the_loss_of_a_trace(library, trace):
     """The best vote uses one layer, and tuning finds it."""
-    out = tmp_path / "out"
-    arguments = ["replay", str(trace), "--study", "votes-loss", "--policy", "firm"]
-    done = CliRunner().invoke(cli, [*arguments, "--out", str(out)])
-    assert done.exit_code == 0, done.output
-    assert (out / "votes-loss.png").read_bytes()[1:4] == b"PNG"
-    shown = (out / "votes-loss.md").read_text()
-    assert "Off-policy: " in shown and "In-sample: " in shown
-    (table,) = json.loads((out / "votes-loss.json").read_text())["tables"]
-    deep = next(row for row in table["rows"] if row["group"] == "deep")
+    found = measure_votes(Played(library, trace, ReplayOptions()))
+    (table,) = found.tables
+    assert "Off-policy: " in table.footnotes[0] and "In-sample: " in table.footnotes[0]
+    deep = next(row for row in table.rows if row["group"] == "deep")
     losses = deep["losses"]
     assert losses[0][1] == 0.0 < losses[0][0] < losses[1][1]
-    assert deep["all"] == [2, 1]
-    refused = CliRunner().invoke(cli, arguments)
-    assert refused.exit_code == 1 and "give --out DIR" in refused.stderr
-    refused = CliRunner().invoke(cli, [*arguments, "--out", str(out), "--expert-ram", "64MiB"])
-    assert "all experts were in memory" not in refused.stderr  # every expert was loaded once
-    refused = CliRunner().invoke(cli, ["replay", str(trace), "--out", str(out)])
-    assert refused.exit_code == 2 and "add --study NAME" in refused.stderr
+    assert deep["all"] == (2, 1)
+    assert table.title.startswith("Loss of eq. 11")

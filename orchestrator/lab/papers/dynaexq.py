@@ -1,0 +1,508 @@
+"""DynaExq: Dynamic Expert Quantization for Scalable Mixture-of-Experts Inference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+
+from orchestrator.errors import BudgetError
+from orchestrator.events import Phase, percentile
+from orchestrator.lab.bench.child import DECODE, PROMPTS, Part, prompt, settle
+from orchestrator.lab.bench.rows import named
+from orchestrator.lab.papers.measured import Measured
+from orchestrator.lab.papers.paper import NOT_IN_TEXT, Compared, Figure, Made, Paper, Unavailable
+from orchestrator.lab.plotting import Line, Panel, exact
+from orchestrator.lab.study.dynaexq import (
+    STARTED,
+    Demotion,
+    EqualMemory,
+    HotMemory,
+    Residency,
+)
+from orchestrator.lab.study.firm import NO_PREFETCH, Played, expert_bytes, on_link
+from orchestrator.lab.study.firm import Part as Replayed
+from orchestrator.lab.study.routing import (
+    active_in_decode,
+    active_in_prefill,
+    concentration,
+    hot_overlap,
+    sorted_shares,
+    total_counts,
+)
+from orchestrator.lab.study.study import share, show_change
+from orchestrator.lab.table import Column, Row, Table, fixed
+from orchestrator.policy.firm import FIRM, RANK
+
+BATCHES = (1, 2, 4, 8, 16, 32)
+# Tokens of each sequence's prompt and decode steps of a batch; prompts of Figures 1 and 10, and how
+# often each is read; rounds in which the systems take turns.
+PROMPT, STEPS, ROUNDS = 32, 12, 2
+LENGTHS, TIMES = (8, 16, 32, 64, 128, 256, 384), 4
+# The share of each layer's experts that is high, and the share of a hot set in Figure 2.
+HIGH, HOT_SHARE = 0.25, 0.1
+# Figure 1: the share of the experts that have slots, and the links: reading all experts of a token
+# takes this many times as long as computing it.
+HELD, READS = 0.5, (4.0, 32.0)
+
+OTHER = "another model: E = {} and k = {}, where Qwen3-30B-A3B has 128 and 8"
+
+
+def _other(on: Measured) -> str:
+    subject = on.subject()
+    return OTHER.format(subject.n_expert, subject.n_expert_used)
+
+
+def _by_batch(values: dict[int, float], unit: str = " %") -> str:
+    return ", ".join(f"{batch}: {100 * value:.1f}{unit}" for batch, value in values.items())
+
+
+def _activated(on: Measured, rows: list[Row], said: str, what: str) -> Made:
+    """Make a table and a picture of the share of experts in use by batch size.
+
+    said: the values in the paper's text. what: the title.
+    """
+    columns = (
+        Column("batch", "batch"),
+        Column("prompt", "length"),
+        Column("activated", "active", share),
+    )
+    groups = dict.fromkeys(row["length"] for row in rows)
+    drawn = [
+        Line(
+            "" if length is None else f"prompts of {length} tokens",
+            range(len(BATCHES)),
+            exact([row["active"] for row in rows if row["length"] == length]),
+        )
+        for length in groups
+    ]
+    compared = [
+        Compared(
+            what if length is None else f"{what}, prompts of {length} tokens",
+            said,
+            _by_batch({row["batch"]: row["active"] for row in rows if row["length"] == length}),
+            _other(on),
+        )
+        for length in groups
+    ]
+    panel = Panel(
+        "sequences", "experts of a layer in use, %", drawn, what, percent=True, ticks=BATCHES
+    )
+    return Made(compared, [Table(what, columns, rows)], [panel])
+
+
+def table_1(on: Measured) -> Made:
+    """Make Table 1: the share of a layer's experts that a decode step uses, by batch size."""
+    rows = [
+        {"batch": batch, "length": None, "active": active_in_decode(on.routes, batch)}
+        for batch in BATCHES
+    ]
+    said = "Qwen3-30B-A3B 6.3, 11.6, 20.1, 31.9, 46.5, 62.0 % (batch 1 to 32)"
+    return _activated(on, rows, said, "activated experts in decode")
+
+
+def table_2(on: Measured) -> Made:
+    """Make Table 2: the share of a layer's experts that prompts use, by batch size and length."""
+    rows = [
+        {"batch": batch, "length": n, "active": active_in_prefill(on.routes, batch, n)}
+        for n in (4, 16, 64)
+        for batch in BATCHES
+    ]
+    said = "Qwen3-30B-A3B 46.9, 60.0, 73.4, 84.4, 92.8, 96.6 % (prompt length not in the text)"
+    return _activated(on, rows, said, "activated experts in prefill")
+
+
+def table_4(on: Measured) -> Made:
+    """Make Table 4: the quality of a hot set, of low precision alone and of uniform types."""
+    subject = on.subject()
+    found, equal = HotMemory().measure(subject), EqualMemory().measure(subject)
+    rows = [row for row in found.tables[0].rows if row["configuration"] == STARTED]
+    quarter = next(row for row in rows)
+    compared = [
+        Compared(
+            "recovered from all low to all high",
+            "Qwen3-30B 31 % of the drop from FP16 to Int4 (63.98, 64.38, 65.29), Qwen3-80B 89 % "
+            "of Int4 to Int2, Phi 39 %; the number of high experts is not stated",
+            "; ".join(
+                f"{share(row['high'])} of the experts high: {share(row['won_back'][0])} of the KL"
+                for row in rows
+                if row["won_back"]
+            ),
+            "KL of this model in place of five accuracy tasks, whose models were not available",
+        ),
+        Compared(
+            "does a hot set recover more than its share",
+            "not tested: no random set and no smaller uniform type of the same size",
+            f"ratio {quarter['ratio']:.2f} with {share(quarter['high'])} high; uniform types of "
+            f"the same memory are in the tables",
+            "the null baselines are ours",
+        ),
+    ]
+    # The first panel is that of all domains. The best tier has no KL from itself but rounding.
+    rival = [replace(panel, ends=(1e-4, None)) for panel in equal.panels]
+    return Made(compared, [*found.tables, *equal.tables], [*found.panels[:1], *rival])
+
+
+def figure_1(on: Measured) -> Made:
+    """Make Figure 1: the simulated time that prompts wait for experts, by prompt length."""
+    prefetching = Replayed("prefetch", FIRM.name, {"prefetch": "on", "agree": RANK})
+    listed = [Replayed(NO_PREFETCH, FIRM.name, {"prefetch": "off"}), prefetching]
+    rows: list[Row] = []
+    for n in LENGTHS[1:]:
+        trace = on.trace(n, 32)
+        room, prompts = int(HELD * expert_bytes(trace)), trace.arrays["step_phase"] == Phase.PREFILL
+        for reads in READS:
+            run = Played(on.library, trace, on_link(trace, reads))
+            for part in listed:
+                _, outcome = run.play(part.policy, part.settings, expert_ram=room)
+                stall_ms = outcome.stats.wait_us[Phase.PREFILL] / 1000
+                took_ms = float(outcome.step_us[prompts].sum()) / 1000
+                key = {"name": part.name, "reads": reads, "n": n}
+                rows.append({**key, "stall_ms": stall_ms, "of_it": stall_ms / took_ms})
+    columns = (
+        Column("link", "reads", "{:g}".format),
+        Column("", "name", left=True),
+        Column("prompt", "n"),
+        Column("waits", "stall_ms", fixed(1), "ms"),
+        Column("of the prompt's time", "of_it", share),
+    )
+    compared = [
+        Compared(
+            f"stall by prompt length, reading all experts of a token takes {reads:g} times its "
+            f"computing",
+            "grows with the prompt (ExpertFlow); no number in the text",
+            ", ".join(
+                f"{row['n']}: {row['stall_ms']:.0f} ms ({share(row['of_it'])})"
+                for row in rows
+                if row["name"] == prefetching.name and row["reads"] == reads
+            ),
+            f"virtual time, slots for {HELD:.0%} of the experts; firm stands in for ExpertFlow. On "
+            f"a CPU the computing of a prompt grows with each token and hides the reads, and after "
+            f"all experts are read once, waits stop growing",
+        )
+        for reads in READS
+    ]
+    panels = [
+        Panel(
+            "prompt, tokens",
+            "waits for experts, ms",
+            [
+                Line(
+                    part.name,
+                    LENGTHS[1:],
+                    exact(
+                        [
+                            row["stall_ms"]
+                            for row in rows
+                            if row["name"] == part.name and row["reads"] == reads
+                        ]
+                    ),
+                )
+                for part in listed
+            ],
+            f"reading takes {reads:g} times the computing of a token",
+        )
+        for reads in READS
+    ]
+    return Made(compared, [Table("Stall of a prompt", columns, rows)], panels)
+
+
+def figure_2(on: Measured) -> Made:
+    """Make Figure 2: the skew of expert use, and the overlap of hot sets of different texts."""
+    counts = {"all": total_counts(on.routes)} | {
+        name: total_counts([each for each in on.routes if each.domain == name])
+        for name in (on.domains if len(on.domains) > 1 else ())
+        if any(each.domain == name for each in on.routes)
+    }
+    n_expert = counts["all"].shape[1]
+    n_hot = max(1, round(HOT_SHARE * n_expert))
+    overlaps: list[Row] = [
+        {"one": a, "other": b, "same": float(np.mean(rows)), "disjoint": rows.count(0.0)}
+        for a, b in combinations([name for name in counts if name != "all"], 2)
+        if (rows := hot_overlap(counts[a], counts[b], n_hot))
+    ]
+    skew = {name: concentration(each, HOT_SHARE) for name, each in counts.items()}
+    n_layers = counts["all"].shape[0]
+    compared = [
+        Compared(
+            "cumulative use",
+            "heavy-tailed: a small hot set has a large part; no number in the text",
+            f"the most used {n_hot} of {n_expert} experts of a layer have {share(skew['all'])} of "
+            f"the uses, uniform {share(n_hot / n_expert)}",
+            _other(on),
+        ),
+        Compared(
+            "hot sets of different workloads",
+            "the ten most used experts of text, math and code can be disjoint in a layer",
+            "; ".join(
+                f"{row['one']} and {row['other']}: {share(row['same'])} the same, disjoint in "
+                f"{row['disjoint']} of {n_layers} layers"
+                for row in overlaps
+            )
+            or "one domain only: give --data with several files",
+            f"{_other(on)}; a hot set of {n_hot}",
+        ),
+    ]
+    drawn = [
+        Line(name, range(1, n_expert + 1), exact(sorted_shares(each).tolist()))
+        for name, each in counts.items()
+    ]
+    columns = (
+        Column("text", "one", left=True),
+        Column("text", "other", left=True),
+        Column("hot experts that are the same", "same", share),
+        Column("layers without a common one", "disjoint"),
+    )
+    panel = Panel("rank of the expert", "share of its layer's uses, %", drawn, percent=True)
+    tables = [Table(f"Hot sets of {n_hot} experts", columns, overlaps)] if overlaps else []
+    return Made(compared, tables, [panel])
+
+
+def figure_3(on: Measured) -> Made:
+    """Make Figure 3: the quality loss by the number of low experts, the coldest first."""
+    found = Demotion().measure(on.subject())
+    rows = found.tables[0].rows
+    half = on.subject().n_expert // 2
+    mine = {row["order"]: row for row in rows if row["demoted"] == half}
+    compared = [
+        Compared(
+            f"perplexity with {half} of {2 * half} experts demoted",
+            "smooth growth if cold experts are demoted; no number in the text",
+            "; ".join(f"{order} {show_change(row['change'])}" for order, row in mine.items()),
+            f"{_other(on)}; the order at random and hot first are ours, as baselines",
+        )
+    ]
+    return Made(compared, found.tables, found.panels)
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """A system that is compared with others: its name, and its settings."""
+
+    name: str
+    settings: dict[str, Any]
+
+
+def systems(on: Measured) -> list[System]:
+    """Return three systems that use the same memory.
+
+    They are the low precision for all experts, a system that loads missing experts, and DynaExq.
+    """
+    subject = on.subject()
+    residency = Residency(subject)
+    (n_high,) = residency.counts((HIGH,))
+    dynaexq = residency.settings(n_high)
+    room = dynaexq["expert_ram"]
+    high = {"high_tier": subject.high, "expert_ram": room}
+    low = {"policy": "lru", "high_tier": subject.low, "force_managed": True}
+    offloading = {"policy": "dymoe", "retention": 1.0, "prefetch": "on", **high}
+    return [
+        System(f"static {subject.low}", low),
+        System("offloading and prefetch (dymoe, r = 1)", offloading),
+        System("dynaexq", {name: each for name, each in dynaexq.items() if each is not None}),
+    ]
+
+
+def _timed(on: Measured, parts: list[Part]) -> dict[str, list[list[Any]]]:
+    """Return the timed parts of each round for each system. In a round, all systems take turns."""
+    found: dict[str, list[list[Any]]] = {}
+    for _ in range(ROUNDS):
+        for system in systems(on):
+            on.report(system.name, 0.0)
+            run = on.timed(system.settings, parts)
+            found.setdefault(system.name, []).append(run["parts"])
+    return found
+
+
+@cache
+def timed_batches(on: Measured) -> list[Row]:
+    """Measure the live times of prompts and decode steps for each system and batch size.
+
+    Each sequence of a batch has its own prompt.
+    """
+    parts: list[Part] = [prompt(PROMPT, "first"), settle(16, 20.0)]
+    for batch in BATCHES:
+        parts.append(Part(f"{PROMPTS} {batch}", PROMPTS, PROMPT, sequences=batch))
+        parts.append(Part(f"{DECODE} {batch}", DECODE, STEPS, 60.0, STEPS, batch))
+    try:
+        timed = _timed(on, parts)
+    except BudgetError as reason:
+        raise Unavailable(str(reason)) from reason
+    rows = []
+    for name, rounds in timed.items():
+        for batch in BATCHES:
+            runs = [{"parts": each} for each in rounds]
+            prompts = [part["ms"] for run in runs for part in named(run, f"{PROMPTS} {batch}")]
+            steps = [
+                ms for run in runs for part in named(run, f"{DECODE} {batch}") for ms in part["ms"]
+            ]
+            # The prompts of a batch arrive together and are read one after another.
+            first = [each for ms in prompts for each in np.cumsum(ms)]
+            whole = [sum(ms) for ms in prompts]
+            mean_step = float(np.mean(steps))
+            rows.append(
+                {
+                    "name": name,
+                    "batch": batch,
+                    "ttft": float(np.mean(first)),
+                    "ttft_p99": percentile(first, 99),
+                    "tpot": mean_step,
+                    "tpot_p99": percentile(steps, 99),
+                    "total": float(np.mean(whole)) + STEPS * mean_step,
+                    "speed": 1000 * batch * STEPS / (float(np.mean(whole)) + STEPS * mean_step),
+                }
+            )
+    return rows
+
+
+_LIVE = (
+    "live times on two cores, where the paper has an A6000; offloading is dymoe with one precision "
+    "in place of ExpertFlow; prompts of a batch are read one after another"
+)
+_COLUMNS = (
+    Column("", "name", left=True),
+    Column("batch", "batch"),
+    Column("TTFT mean", "ttft", fixed(1), "ms"),
+    Column("P99", "ttft_p99", fixed(1), "ms"),
+    Column("TPOT mean", "tpot", fixed(2), "ms"),
+    Column("P99", "tpot_p99", fixed(2), "ms"),
+    Column("tok/s", "speed", fixed(1)),
+)
+
+
+def _batches(
+    on: Measured, what: str, said: str, key: str, tail: str | None, show: Callable[[float], str]
+) -> Made:
+    """Make a table and a picture of one metric by batch size.
+
+    what: the metric's title. said: the values in the paper's text. key, tail: the names of the
+    metric and of its P99 in the rows. show: formats a value.
+    """
+    rows = timed_batches(on)
+    names = list(dict.fromkeys(row["name"] for row in rows))
+    at = {(row["name"], row["batch"]): row for row in rows}
+
+    def cell(row: Row) -> str:
+        return show(row[key]) + (f" ({show(row[tail])})" if tail else "")
+
+    compared = [
+        Compared(
+            f"{what}, {name}",
+            said,
+            ", ".join(f"{batch}: {cell(at[name, batch])}" for batch in BATCHES),
+            _LIVE,
+        )
+        for name in names
+    ]
+    drawn = [
+        Line(
+            f"{name}{', P99' if each == tail else ''}",
+            range(len(BATCHES)),
+            exact(values),
+            each == tail,
+            style,
+        )
+        for style, name in enumerate(names)
+        for each in (key, tail)
+        if each is not None
+        if (values := [at[name, batch][each] for batch in BATCHES])
+    ]
+    panel = Panel("sequences", what, drawn, on.config.model.name, scale="log", ticks=BATCHES)
+    return Made(compared, [Table("Batches with a prompt of its own each", _COLUMNS, rows)], [panel])
+
+
+def figure_6(on: Measured) -> Made:
+    """Make Figure 6: the time to the first token by batch size."""
+    said = "static lowest, DynaExq near it, ExpertFlow grows sharply; no number in the text"
+    return _batches(on, "TTFT, ms, mean (P99)", said, "ttft", "ttft_p99", "{:.1f}".format)
+
+
+def figure_7(on: Measured) -> Made:
+    """Make Figure 7: the time of decode steps by batch size."""
+    said = "DynaExq close to static, ExpertFlow higher with a wider tail; no number in the text"
+    return _batches(on, "TPOT, ms, mean (P99)", said, "tpot", "tpot_p99", "{:.2f}".format)
+
+
+def figure_9(on: Measured) -> Made:
+    """Make Figure 9: the time of whole requests, and throughput, by batch size."""
+    said = "static lowest, ExpertFlow highest, DynaExq between; no number in the text"
+    made = _batches(on, f"end to end, {STEPS} steps, ms", said, "total", None, "{:.0f}".format)
+    said = "DynaExq above ExpertFlow, and more so with larger batches; the ratio is not in the text"
+    speed = _batches(on, "throughput, tokens/s", said, "speed", None, "{:.0f}".format)
+    return Made(made.compared + speed.compared, made.tables, made.panels + speed.panels)
+
+
+def figure_10(on: Measured) -> Made:
+    """Make Figure 10: the time to the first token by prompt length."""
+    parts: list[Part] = [prompt(PROMPT, "first"), settle(16, 20.0)]
+    for n in LENGTHS:
+        parts += [prompt(n, f"prompt {n}")] * TIMES
+    timed = _timed(on, parts)
+    rows: list[Row] = []
+    for name, rounds in timed.items():
+        for n in LENGTHS:
+            times = [
+                ms
+                for each in rounds
+                for part in named({"parts": each}, f"prompt {n}")
+                for ms in part["ms"]
+            ]
+            mean, tail = float(np.mean(times)), percentile(times, 99)
+            rows.append({"name": name, "n": n, "ttft": mean, "ttft_p99": tail})
+    columns = (
+        Column("", "name", left=True),
+        Column("prompt", "n"),
+        Column("TTFT mean", "ttft", fixed(1), "ms"),
+        Column("P99", "ttft_p99", fixed(1), "ms"),
+    )
+    names = list(timed)
+    compared = [
+        Compared(
+            name,
+            "grows to a few hundred tokens, then flat; Qwen3-30B: ExpertFlow about 10 s (P99 high "
+            "teens), DynaExq mid-single digits, static lowest",
+            ", ".join(
+                f"{row['n']}: {row['ttft']:.1f} ({row['ttft_p99']:.1f})"
+                for row in rows
+                if row["name"] == name
+            )
+            + " ms, mean (P99)",
+            f"{_LIVE}; on a CPU computing grows with every token, so there is no plateau",
+        )
+        for name in names
+    ]
+    drawn = [
+        Line(name, LENGTHS, exact([each["ttft"] for each in rows if each["name"] == name]))
+        for name in names
+    ]
+    panel = Panel("prompt, tokens", "TTFT, ms", drawn, on.config.model.name, scale="log")
+    return Made(compared, [Table("Prompts by length", columns, rows)], [panel])
+
+
+PAPER = Paper(
+    "dynaexq",
+    "DynaExq",
+    (
+        Figure("Table 1", "activated experts in decode, by batch size", table_1),
+        Figure("Table 2", "activated experts in prefill, by batch size", table_2),
+        Figure("Table 4", "quality of a hot set against uniform precision", table_4),
+        Figure("Figure 1", "stall by prompt length", figure_1),
+        Figure("Figure 2", "skew of use, and hot sets by workload", figure_2),
+        Figure("Figure 3", "perplexity over demoted experts", figure_3),
+        Figure("Figure 6", "time to first token by batch size", figure_6),
+        Figure("Figure 7", "time per output token by batch size", figure_7),
+        Figure(
+            "Figure 8",
+            "not in the text",
+            paper=NOT_IN_TEXT,
+            why="the paper's text has no Figure 8 and does not refer to one. Its throughput figure "
+            "has no number; it stands with Figure 9",
+        ),
+        Figure("Figure 9", "end-to-end latency and throughput by batch size", figure_9),
+        Figure("Figure 10", "time to first token by prompt length", figure_10),
+    ),
+)

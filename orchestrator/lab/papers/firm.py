@@ -1,0 +1,373 @@
+"""FIRM-MoE: Fine-Grained Expert Decomposition for Resource-Adaptive MoE Inference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from orchestrator.errors import BudgetError
+from orchestrator.lab.papers.measured import Measured
+from orchestrator.lab.papers.paper import Compared, Figure, Made, Paper, Unavailable
+from orchestrator.lab.plotting import Line, Panel, exact
+from orchestrator.lab.replay.report import RIGID
+from orchestrator.lab.study import heop
+from orchestrator.lab.study.activations import read_windows, routers_of
+from orchestrator.lab.study.firm import (
+    BASE,
+    NO_PREFETCH,
+    Part,
+    Played,
+    expert_bytes,
+    measure_votes,
+    on_link,
+    played_parts,
+)
+from orchestrator.lab.study.study import lines
+from orchestrator.lab.study.votes import VotesStudy
+from orchestrator.lab.table import Column, Row, Table, fixed, percent
+from orchestrator.policy.firm import FIRM, GROUPS, MOL, RANK
+
+# The recorded run of most figures: tokens of its prompt and of its answer.
+PROMPT, ANSWER = 64, 384
+# Shares of the experts that have slots. Qwen1.5-MoE's 128 to 768 of 1,440 experts are 9 to 53 %.
+SHARES = (0.36, 0.53, 0.75, 0.9)
+# Links: reading all experts of a token takes this many times as long as computing it.
+SLOW, FAST = 4.0, 0.5
+# The 15 pairs of Figure 5, and the share of the experts that have slots there.
+PROMPTS, ANSWERS, HELD = (16, 32, 64, 128, 256), (32, 64, 128), 0.53
+# Text whose logits are read for Figure 6, and the share of the experts that its cache holds.
+LOGITS, CACHED = 768, 0.5
+
+slots = percent(0, " %")
+_MACHINE = (
+    f"virtual time; reading all experts of a token takes {SLOW:g} times its computing, where the "
+    f"paper has PCIe 4.0 and an RTX 3090; slots are divided evenly among the layers, where the "
+    f"paper has one LRU cache"
+)
+
+
+def played(
+    on: Measured, prompt: int | None = None, answer: int | None = None, reads: float = SLOW
+) -> Played:
+    """Return a recording with look-ahead, and the options to replay it.
+
+    `prompt` and `answer` are the recorded numbers of tokens. `reads` sets the speed of the
+    simulated link (`on_link`).
+    """
+    trace = on.trace(prompt or PROMPT, answer or ANSWER)
+    return Played(on.library, trace, on_link(trace, reads))
+
+
+def table_1(on: Measured) -> Made:
+    """Make Table 1: the gain of each part of FIRM-MoE on the paper's kind of link.
+
+    The link has one queue for all reads, and an expert is computed only when all of it is read.
+    """
+    (table, panel), (other, _) = (
+        played_parts(played(on, reads=reads), BASE, SHARES) for reads in (SLOW, FAST)
+    )
+    paper = {
+        "+ FG: gates alone": "1.32, 1.31, 1.24, 1.41 times as fast (128, 256, 512, 768 experts)",
+        "+ MoL": "1.21, 1.22, 1.21, 1.27",
+        "+ FG + MoL": "1.43, 1.43, 1.19, 1.43",
+        "all: tuned": "1.65, 1.62, 1.29, 1.54",
+    }
+    compared = [
+        Compared(
+            f"{name}, speed over the paper's baseline",
+            said,
+            f"{_by_share(table.rows, name, 'speedup')}; on a link {SLOW / FAST:g} times as fast "
+            f"{_by_share(other.rows, name, 'speedup')}",
+            _MACHINE,
+        )
+        for name, said in paper.items()
+    ]
+    return Made(compared, [table, other], [panel])
+
+
+def _by_share(rows: Sequence[Row], name: str, key: str, digits: int = 2) -> str:
+    """Return one system's values for each share of experts that have slots, as text."""
+    mine = [row for row in rows if row["name"] == name]
+    values = ", ".join(f"{row[key]:.{digits}f}" for row in mine)
+    return f"{values} ({', '.join(slots(row['held']) for row in mine)} of the experts)"
+
+
+def table_2(on: Measured) -> Made:
+    """Make Table 2: speed if 1, 2 or 3 matrices of each expert are prefetched."""
+    run, rows = played(on), []
+    every = expert_bytes(run.trace)
+    worlds: dict[str, dict[str, Any]] = {"as the store reads": {}, "rigid link": {"link": RIGID}}
+    for world, changes in worlds.items():
+        for n in (1, 2, 3):
+            settings = {"prefetch": "on", "agree": MOL, "prefetch_kinds": n}
+            for held in SHARES:
+                part = Part(f"n = {n}", FIRM.name, settings, changes)
+                try:
+                    took_ms = run.answer(part, int(held * every))
+                except BudgetError:
+                    continue
+                speed = 1000 * len(took_ms) / took_ms[-1]
+                rows.append({"name": part.name, "world": world, "held": held, "speed": speed})
+    columns = (
+        Column("link", "world", left=True),
+        Column("", "name", left=True),
+        Column("slots", "held", slots),
+        Column("tok/s with the prompt", "speed", fixed(1)),
+    )
+    compared = []
+    for world in worlds:
+        mine = [row for row in rows if row["world"] == world]
+        best = {
+            held: max((row for row in mine if row["held"] == held), key=lambda row: row["speed"])
+            for held in dict.fromkeys(row["held"] for row in mine)
+        }
+        here = ", ".join(f"{slots(held)}: {row['name']}" for held, row in best.items())
+        compared.append(
+            Compared(
+                f"fastest n, {world}",
+                "n = 1 for OLMoE (5.31 against 4.76 tok/s at 256 experts); n = 2 for Qwen1.5 (3.75 "
+                "against 3.51 at 128); no n = 3",
+                here,
+                f"{_MACHINE}; n = 3 is ours",
+            )
+        )
+    drawn = lines(
+        [row for row in rows if row["world"] == "as the store reads"],
+        lambda row: 100 * row["held"],
+        lambda row: [row["speed"], None],
+        "name",
+    )
+    panel = Panel(
+        "slots, % of the experts", "tokens/s with the prompt", drawn, run.trace.header.model
+    )
+    return Made(compared, [Table("Prefetched matrices of an expert", columns, rows)], [panel])
+
+
+def figure_4(on: Measured) -> Made:
+    """Make Figure 4: the simulated time of a decode step by the size of the expert cache."""
+    table, _ = played_parts(played(on), NO_PREFETCH, SHARES)
+    # Two rows that are hardly told apart from n = 3 are in the table only.
+    shown = [row for row in table.rows if row["name"] not in ("firm, rank, n=1", "firm, rank, n=2")]
+    drawn = lines(
+        shown, lambda row: 100 * row["held"], lambda row: [row["tpot_ms_mean"], None], "name"
+    )
+    panel = Panel("slots, % of the experts", "mean decode step, ms", drawn, on.config.model.name)
+    compared = [
+        Compared(
+            "speed of MoL with n = 1",
+            "up to 1.8 over the paper's baseline at 128 experts of Qwen1.5-MoE, 1.6 at 768",
+            f"over no prefetch: {_by_share(table.rows, 'firm, mol, n=1', 'speedup')}",
+            f"{_MACHINE}; the paper's baseline is in Table 1",
+        ),
+        Compared(
+            "slowdown with a small cache",
+            "less than 30 % from 768 to 128 experts (2.85 times less memory)",
+            _slowdown(table.rows),
+            "the share of missed bytes decides: with little computing, time follows misses",
+        ),
+    ]
+    return Made(compared, [table], [panel])
+
+
+def _slowdown(rows: Sequence[Row]) -> str:
+    mine = [row for row in rows if row["name"] == "firm, mol, n=1"]
+    first, last = mine[0], mine[-1]
+    ratio = first["tpot_ms_mean"] / last["tpot_ms_mean"]
+    return f"{ratio:.2f} times as slow with {slots(first['held'])} as with {slots(last['held'])}"
+
+
+def figure_5(on: Measured) -> Made:
+    """Make Figure 5: simulated tokens per second for 15 pairs of prompt and answer length."""
+    listed = [
+        Part("lru", "lru", {}),
+        Part(NO_PREFETCH, FIRM.name, {"prefetch": "off"}),
+        Part("firm, default", FIRM.name, {"prefetch": "on", "agree": RANK}),
+        Part("firm, the paper's", FIRM.name, {"prefetch": "on", "agree": MOL, "prefetch_kinds": 1}),
+    ]
+    rows: list[Row] = []
+    for prompt in PROMPTS:
+        run = played(on, prompt, max(ANSWERS))
+        room = int(HELD * expert_bytes(run.trace))
+        for part in listed:
+            took_ms = run.answer(part, room)
+            rows += [
+                {
+                    "name": part.name,
+                    "prompt": prompt,
+                    "answer": n,
+                    "speed": 1000 * n / took_ms[n - 1],
+                }
+                for n in ANSWERS
+            ]
+    base = {(row["prompt"], row["answer"]): row["speed"] for row in rows if row["name"] == "lru"}
+    for row in rows:
+        row["over"] = row["speed"] / base[row["prompt"], row["answer"]]
+    columns = (
+        Column("", "name", left=True),
+        Column("prompt", "prompt"),
+        Column("answer", "answer"),
+        Column("tok/s", "speed", fixed(1)),
+        Column("x lru", "over", fixed(3)),
+    )
+    means = {
+        part.name: float(np.mean([row["over"] for row in rows if row["name"] == part.name]))
+        for part in listed[1:]
+    }
+    drawn = [
+        Line(
+            part.name,
+            range(len(base)),
+            exact([row["over"] for row in rows if row["name"] == part.name]),
+        )
+        for part in listed[1:]
+    ]
+    compared = [
+        Compared(
+            f"mean of {len(base)} pairs",
+            "1.31 times Fiddler and llama.cpp",
+            "over lru: " + ", ".join(f"{name} {ratio:.2f}" for name, ratio in means.items()),
+            f"{_MACHINE}; the baseline is lru, Fiddler is not run here; the paper's lengths are "
+            f"not in the text; tokens/s follow the load of the machine at each recording, ratios "
+            f"do not",
+        )
+    ]
+    title = f"Speed with the prompt, {HELD:.0%} of the experts in slots"
+    ticks = [f"{prompt} + {answer}" for prompt, answer in base]
+    panel = Panel(
+        "tokens of the prompt + of the answer", "speed over lru", drawn, title, ticks=ticks
+    )
+    return Made(compared, [Table(title, columns, rows)], [panel])
+
+
+def figure_6(on: Measured) -> Made:
+    """Make Figure 6: the loss of eq. 11 for each K candidates and P voting layers.
+
+    K goes up to twice the number of experts per token. Also runs Algorithm 1 and our searches on
+    these losses.
+    """
+    subject = on.subject(LOGITS)
+    k, n_expert = subject.n_expert_used, subject.n_expert
+    routers = routers_of(subject)
+    if all(router is None for router in routers[1:]):
+        raise Unavailable("the file has no routers, which the votes are computed with")
+    losses = heop.Losses(subject.n_layers, n_expert, k, max(k, round(CACHED * n_expert)))
+    for _, read in read_windows(subject, subject.windows):
+        losses.count(read, subject.layer_ids, routers)
+    rows: list[Row] = []
+    panels, best = [], {}
+    for group in losses.groups:
+        grid = losses.of(group)
+        means, name = grid.mean(axis=0), GROUPS[group]
+        at_k = float(means[:, :k].min())
+        p, n = np.unravel_index(int(means.argmin()), means.shape)
+        best[name] = (int(n) + 1, int(p) + 1, at_k / float(means.min()))
+        rows += [
+            {"group": name, "way": each.way, "votes": each.votes, "ratio": each.ratio}
+            for each in heop.searches(grid)
+        ]
+        drawn = [
+            Line(f"P = {at}", range(1, len(row) + 1), exact(row.tolist()))
+            for at, row in enumerate(means, 1)
+        ]
+        panels.append(Panel("candidates K", "loss per layer and token", drawn, f"{name} layers"))
+    columns = (
+        Column("layers", "group", left=True),
+        Column("search", "way", left=True),
+        Column("K, P", "votes", lambda votes: f"{votes[0]}, {votes[1]}"),
+        Column("x smallest loss", "ratio", fixed(3)),
+    )
+    title = f"Pairs found by each search: {subject.basis}, a cache of {CACHED:.0%} of the experts"
+    tables = [Table(title, columns, rows)]
+    run = played(on)
+    cached = replace(run.options, expert_ram=int(CACHED * expert_bytes(run.trace)))
+    tables += measure_votes(run._replace(options=cached)).tables
+    printed = [row["ratio"] for row in rows if "printed" in row["way"]]
+    ours = [row["ratio"] for row in rows if row["way"] == "our climb"]
+    compared = [
+        Compared(
+            "best K, P by group",
+            "shallow 4, 3; middle and deep 8, 3 (OLMoE, k = 8, 256 experts)",
+            "; ".join(f"{name} {n}, {p}" for name, (n, p, _) in best.items()),
+            "another model; at equal K, votes of more layers name fewer experts",
+        ),
+        Compared(
+            "K > k",
+            "K <= k = 8",
+            "; ".join(
+                f"{name}: the best with K <= k loses {ratio:.3f} times the best of all"
+                for name, (_, _, ratio) in best.items()
+            ),
+            "the look-ahead of a run has k candidates; these come from the router's logits",
+        ),
+        Compared(
+            "Algorithm 1",
+            "no gap to the smallest loss is stated",
+            f"as printed {min(printed):.2f} to {max(printed):.2f} times the smallest loss over "
+            f"four starts; our climb {min(ours):.2f} to {max(ours):.2f}",
+            "as printed the history is never cleared, and its mean mixes the pairs visited",
+        ),
+    ]
+    return Made(compared, tables, panels)
+
+
+def figure_7(on: Measured) -> Made:
+    """Make Figure 7: utilisation and accuracy of strategies that predict a layer's experts."""
+    found = VotesStudy().measure(on.subject())
+    k = on.subject().n_expert_used
+    rows = {row["strategy"]: row for row in found.tables[0].rows}
+    paper = {
+        f"MoL K={k} P=3": "90.5 % utilisation, 59.8 % accuracy (K not stated for this figure)",
+        f"top {k}": "78.8 % utilisation",
+        "weighted >= 3.0": "matches MoL (1.5 + 1.0 + 0.5 = 3.0, so it is the intersection)",
+    }
+    compared = [
+        Compared(name, said, _of_strategy(rows[name]), "another model and text")
+        for name, said in paper.items()
+        if name in rows and rows[name]["utilisation"]
+    ]
+    above = [
+        row["utilisation"][0] - row["cut"]
+        for name, row in rows.items()
+        if name.startswith("MoL") and row.get("cut") and row["utilisation"]
+    ]
+    more = [
+        row["utilisation"][0] - row["cut"]
+        for name, row in rows.items()
+        if name.startswith("MoL") and int(name.split("=")[1].split()[0]) > k and row.get("cut")
+    ]
+    if above:
+        here = f"{100 * min(above):+.1f} to {100 * max(above):+.1f} points at equal size"
+        here += f"; with K > k {100 * min(more):+.1f} to {100 * max(more):+.1f}" if more else ""
+        compared.append(
+            Compared(
+                "MoL against fewer candidates of the nearest layer",
+                "not compared at equal size (2.64 experts against 4)",
+                here,
+                "a layer's routing follows from the layer right before it",
+            )
+        )
+    return Made(compared, found.tables, found.panels)
+
+
+def _of_strategy(row: Row) -> str:
+    used, named = 100 * row["utilisation"][0], 100 * row["accuracy"][0]
+    cut = f", the nearest layer cut to this size {100 * row['cut']:.1f} %" if row.get("cut") else ""
+    return f"{used:.1f} % utilisation, {named:.1f} % accuracy, {row['size']:.2f} experts{cut}"
+
+
+PAPER = Paper(
+    "firm",
+    "FIRM-MoE",
+    (
+        Figure("Table 1", "speed with each part of FIRM-MoE", table_1),
+        Figure("Table 2", "how many matrices of an expert are prefetched", table_2),
+        Figure("Figure 4", "latency by the size of the expert cache", figure_4),
+        Figure("Figure 5", "tokens per second by prompt and answer length", figure_5),
+        Figure("Figure 6", "the loss over candidates K and voting layers P", figure_6),
+        Figure("Figure 7", "utilisation and accuracy of strategies", figure_7),
+    ),
+    least_tiers=1,
+)

@@ -1,0 +1,178 @@
+"""FIRM-MoE's Figure 6 and Algorithm 1, offline from a router's logits.
+
+A run gives k candidates of each voting layer, so a replay can judge K <= k only. Here candidates
+come from the logits, and K goes to 2 k. The cache is a plain LRU of each layer that loads on demand
+(off-policy): what a pair (K, P) would prefetch does not change it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+
+from orchestrator.lab.study.activations import ROUTER_INPUT, ROUTER_LOGITS, Activations, top
+from orchestrator.policy.firm import (
+    GROUPS,
+    MOL,
+    Climb,
+    Votes,
+    every_set,
+    group_of,
+    least,
+    mask_of,
+    unused_and_missed,
+)
+
+DEEPEST = 4
+# The weights a and b of eq. 11, and tokens between two updates of Algorithm 1 (the paper samples
+# every 10 tokens) and of ours.
+WEIGHT = 0.5
+PAPER_STEPS, OUR_STEPS = 10, 32
+PATIENCE = 2
+
+
+class Losses:
+    """Computes the loss of eq. 11 of each token for all K candidates and P voting layers.
+
+    The losses of the layers of a group (shallow, middle, deep) are added.
+    """
+
+    def __init__(self, n_layers: int, n_expert: int, k: int, slots: int) -> None:
+        """Start without tokens. k: experts per token. slots: experts that each layer caches."""
+        self.n_layers, self.k = n_layers, k
+        self.most = min(2 * k, n_expert)
+        self._slots = slots
+        self._groups = group_of(n_layers)
+        self._cache: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(n_layers)]
+        self._tokens: list[np.ndarray] = []
+
+    def count(
+        self, read: Activations, layer_ids: list[int], routers: list[np.ndarray | None]
+    ) -> None:
+        """Add the losses of all tokens of one text, in order."""
+        votes, used = {}, {}
+        for at, (il, router) in enumerate(zip(layer_ids, routers, strict=True)):
+            used[at] = top(read[ROUTER_LOGITS, il], self.k).tolist()
+            if at and router is not None:
+                before = layer_ids[at - 1 :: -1][:DEEPEST]
+                logits = [read[ROUTER_INPUT, other] @ router.T for other in before]
+                votes[at] = [top(each, self.most).tolist() for each in logits]
+        for token in range(len(used[0])):
+            lost = np.zeros((len(GROUPS), DEEPEST, self.most))
+            for layer in range(self.n_layers):
+                experts = used[layer][token]
+                if layer in votes:
+                    mine = [vote[token] for vote in votes[layer]]
+                    lost[self._groups[layer]] += self._losses(layer, mine, experts)
+                self._use(layer, experts)
+            self._tokens.append(lost)
+
+    def _losses(self, layer: int, votes: list[list[int]], used: Sequence[int]) -> np.ndarray:
+        """Return the losses of one layer and token for each P and K, float64 [DEEPEST, most]."""
+        absent = [(~mask_of(self._cache[layer]), 1)]
+        expert_bits = mask_of(used)
+        return np.array(
+            [
+                [WEIGHT * sum(unused_and_missed(named, expert_bits, absent)) for named in row]
+                for row in every_set(MOL, votes, DEEPEST)
+            ]
+        )
+
+    def _use(self, layer: int, experts: Sequence[int]) -> None:
+        cache = self._cache[layer]
+        for expert in experts:
+            cache[expert] = None
+            cache.move_to_end(expert)
+        while len(cache) > self._slots:
+            cache.popitem(last=False)
+
+    def of(self, group: int) -> np.ndarray:
+        """Return the mean loss per layer of one group for each token, P and K.
+
+        float64 [T, DEEPEST, most].
+        """
+        n = sum(each == group for each in self._groups[1:])
+        found: np.ndarray = np.stack([token[group] for token in self._tokens]) / max(1, n)
+        return found
+
+    @property
+    def groups(self) -> list[int]:
+        """The groups that have at least one layer whose experts can be predicted."""
+        return sorted(set(self._groups[1:]))
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """The pair (K, P) that a search method chose.
+
+    ratio: the pair's mean loss over the smallest mean loss of all pairs.
+    """
+
+    way: str
+    votes: Votes
+    ratio: float
+
+
+def searches(losses: np.ndarray) -> list[Search]:
+    """Run each search method on the losses of a group: Algorithm 1, our climb, and all pairs.
+
+    losses: float64 [T, P, K].
+    """
+    means = losses.mean(axis=0)
+    smallest = float(means.min())
+
+    def found(way: str, votes: Votes) -> Search:
+        loss = float(means[votes[1] - 1, votes[0] - 1])
+        return Search(way, votes, loss / smallest if smallest else 1.0)
+
+    printed = [
+        found(f"Algorithm 1 as printed, start {name} {delta:+d}", as_printed(losses, axis, delta))
+        for (axis, name), delta in product(enumerate("KP"), (1, -1))
+    ]
+    pairs = [*product(range(1, means.shape[1] + 1), range(1, means.shape[0] + 1))]
+    return [
+        *printed,
+        found("our climb", climbed(losses)),
+        found("all pairs on the same tokens", least(means.tolist(), pairs)),
+    ]
+
+
+def as_printed(losses: np.ndarray, axis: int, delta: int) -> Votes:
+    """Return the pair (K, P) that Algorithm 1 chooses if it is run as the paper prints it.
+
+    losses: float64 [T, P, K]. axis: 0 starts with K, 1 with P, in steps of `delta`; the paper draws
+    both at random. The history is never cleared, so its mean mixes all pairs visited before. The
+    paper leaves three choices open. Here the search starts at the largest K and P, a step outside
+    the bounds is not taken, and the patience is PATIENCE.
+    """
+    n_p, n_k = losses.shape[1:]
+    at = [n_k, n_p]
+    visited: dict[Votes, float] = {}
+    history: list[float] = []
+    best, stale = np.inf, 0
+    for token, loss in enumerate(losses, 1):
+        history.append(float(loss[at[1] - 1, at[0] - 1]))
+        if token % PAPER_STEPS:
+            continue
+        mean = float(np.mean(history))
+        visited[at[0], at[1]] = mean
+        best, stale = (mean, 0) if mean < best else (best, stale + 1)
+        if stale >= PATIENCE:
+            # The text: the direction is reversed, and K and P change places.
+            delta, axis, stale = -delta, 1 - axis, 0
+        at[axis] = min(max(1, at[axis] + delta), (n_k, n_p)[axis])
+    return min(visited, key=lambda pair: (visited[pair], pair)) if visited else (n_k, n_p)
+
+
+def climbed(losses: np.ndarray) -> Votes:
+    """Return the pair (K, P) that our hill climbing chooses. losses: float64 [T, P, K]."""
+    n_p, n_k = losses.shape[1:]
+    climb = Climb(n_k, n_p, PATIENCE)
+    for end in range(OUR_STEPS, len(losses) + 1, OUR_STEPS):
+        climb.update(losses[:end].mean(axis=0).tolist())
+    climb.end(losses.mean(axis=0).tolist())
+    return climb.at

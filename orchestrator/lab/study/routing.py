@@ -1,0 +1,192 @@
+"""Figures that follow from the routing alone: how many experts are active, and which ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from orchestrator.allocation.prompts import heavy_hitters
+from orchestrator.lab.replay.trace import Trace
+from orchestrator.lab.study.activations import CHOSEN, read_windows
+from orchestrator.lab.study.subject import Subject
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """The experts that the tokens of one sequence use.
+
+    ids: int64 [T, n_layers, k]. n_expert: number of experts of each layer.
+    """
+
+    domain: str
+    ids: np.ndarray
+    n_expert: int
+
+    def counts(self) -> np.ndarray:
+        """Return the number of uses of each expert, float64 [n_layers, n_expert]."""
+        layers = range(self.ids.shape[1])
+        return np.stack(
+            [
+                np.bincount(self.ids[:, layer].ravel(), minlength=self.n_expert).astype(float)
+                for layer in layers
+            ]
+        )
+
+
+def read_routes(on: Subject) -> list[Routes]:
+    """Evaluate each context of a text in the best precision, and return its routing."""
+    return [
+        Routes(
+            window.domain,
+            np.stack([found[CHOSEN, il] for il in on.layer_ids], axis=1).astype(np.int64),
+            on.n_expert,
+        )
+        for window, found in read_windows(on, on.windows)
+    ]
+
+
+def total_counts(routes: Sequence[Routes]) -> np.ndarray:
+    """Return the uses of each expert by all sequences, float64 [n_layers, n_expert]."""
+    found: np.ndarray = np.sum([each.counts() for each in routes], axis=0)
+    return found
+
+
+def _distinct(ids: np.ndarray) -> int:
+    """Return the number of distinct experts in each layer, summed over the layers.
+
+    ids: [..., n_layers, k].
+    """
+    layers = ids.shape[-2]
+    return sum(len(np.unique(ids[..., layer, :])) for layer in range(layers))
+
+
+def active_in_decode(routes: Sequence[Routes], batch: int, draws: int = 64) -> float:
+    """Return the share of a layer's experts that one step of `batch` sequences uses.
+
+    Each draw takes one token of `batch` random sequences. Tokens of one sequence are drawn twice
+    only if there are fewer sequences than `batch`.
+    """
+    random, found = np.random.default_rng(0), 0
+    for _ in range(draws):
+        chosen = random.choice(len(routes), batch, replace=batch > len(routes))
+        tokens = [routes[at].ids[random.integers(len(routes[at].ids))] for at in chosen]
+        found += _distinct(np.stack(tokens))
+    return float(found / (draws * routes[0].ids.shape[1] * routes[0].n_expert))
+
+
+def active_in_prefill(routes: Sequence[Routes], batch: int, length: int, draws: int = 64) -> float:
+    """Return the share of a layer's experts that prompts of `batch` sequences use together.
+
+    Each prompt is the first `length` tokens of a random sequence.
+    """
+    random, found = np.random.default_rng(0), 0
+    for _ in range(draws):
+        chosen = random.choice(len(routes), batch, replace=batch > len(routes))
+        found += _distinct(np.concatenate([routes[at].ids[:length] for at in chosen]))
+    return float(found / (draws * routes[0].ids.shape[1] * routes[0].n_expert))
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """The share of a token's experts that the token `lag` positions later uses too.
+
+    kept: the measured share. by_use: the expected share if tokens chose experts independently, with
+    the sequence's frequencies. uniform: the expected share if they chose uniformly.
+    """
+
+    lag: int
+    kept: float
+    by_use: float
+    uniform: float
+
+
+def changes(routes: Sequence[Routes], lags: Sequence[int]) -> list[Change]:
+    """Return how many experts tokens have in common with later tokens, for each lag.
+
+    The values are means over sequences and layers.
+    """
+    n_layers, k = routes[0].ids.shape[1:]
+    n_expert = routes[0].n_expert
+    by_use = []
+    for each in routes:
+        share = each.counts() / len(each.ids)
+        by_use.append(float((share**2).sum() / (k * n_layers)))
+    found = []
+    for lag in lags:
+        kept = [
+            (each.ids[:-lag, :, :, None] == each.ids[lag:, :, None, :]).any(axis=3).mean()
+            for each in routes
+            if len(each.ids) > lag
+        ]
+        if kept:
+            means = float(np.mean(kept)), float(np.mean(by_use))
+            found.append(Change(lag, *means, k / n_expert))
+    return found
+
+
+def concentration(counts: np.ndarray, share: float) -> float:
+    """Return the part of all uses that the most used experts of each layer have.
+
+    counts: [n_layers, n_expert]. share: the share of a layer's experts that counts as most used, at
+    least one expert.
+    """
+    n = max(1, round(share * counts.shape[1]))
+    best = np.sort(counts, axis=1)[:, ::-1][:, :n]
+    return float(best.sum() / max(1.0, counts.sum()))
+
+
+def sorted_shares(counts: np.ndarray) -> np.ndarray:
+    """Return each expert's share of its layer's uses by rank, the most used first.
+
+    The values are means over the layers, float64 [n_expert].
+    """
+    shares = counts / np.maximum(1.0, counts.sum(axis=1, keepdims=True))
+    found: np.ndarray = np.sort(shares, axis=1)[:, ::-1].mean(axis=0)
+    return found
+
+
+def hot_overlap(one: np.ndarray, other: np.ndarray, n_hot: int) -> list[float]:
+    """Return the share of the most used experts that two texts have in common, for each layer.
+
+    n_hot: number of experts per layer that count as most used.
+    """
+    best = (np.argsort(-each, axis=1, kind="stable")[:, :n_hot] for each in (one, other))
+    return [len(np.intersect1d(*rows)) / n_hot for rows in zip(*best, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The number of uses of each expert in one layer of a prompt.
+
+    total: by all tokens. heavy: by heavy hitters. random: by as many random tokens,
+    float64 [n_draws, n_expert].
+    """
+
+    layer: int
+    total: np.ndarray
+    heavy: np.ndarray
+    random: np.ndarray
+
+
+def loads(trace: Trace, share: float, draws: int = 16) -> list[Load]:
+    """Return how often tokens of a trace's prompts use each expert, for each layer.
+
+    Prompts without importance scores are left out. share: the share of the tokens that are heavy
+    hitters. draws: number of random sets of as many tokens, for comparison.
+    """
+    found, random = [], np.random.default_rng(0)
+    for step in trace.steps():
+        for event in step.events:
+            if event.importance is None or len(event.ids) < 2:
+                continue
+            best = heavy_hitters(event.importance, share)
+            tokens = len(event.ids)
+            drawn = [random.choice(tokens, len(best), replace=False) for _ in range(draws)]
+            total, heavy, *others = (
+                np.bincount(event.ids[rows].ravel(), minlength=trace.n_expert).astype(float)
+                for rows in (np.arange(tokens), best, *drawn)
+            )
+            found.append(Load(event.layer, total, heavy, np.stack(others)))
+    return found
