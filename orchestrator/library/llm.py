@@ -6,6 +6,7 @@ It computes with a Runtime and checks requests with the code of the server, so i
 
 from __future__ import annotations
 
+import atexit
 import difflib
 import json
 import logging
@@ -30,11 +31,12 @@ from orchestrator.errors import (
 )
 from orchestrator.events import GenerationStats, Phase
 from orchestrator.library.models import config_of, find_model
+from orchestrator.library.process import check_process, closed, free_memory, loading, opening
 from orchestrator.library.progress import Bars
 from orchestrator.library.results import ChatAnswer, Chunk, Completion, ResolvedPlan, Score
 from orchestrator.library.worker import Worker
 from orchestrator.native.llama import Model
-from orchestrator.policy import Policy
+from orchestrator.policy import POLICIES, Policy
 from orchestrator.runtime.answer import Answer
 from orchestrator.runtime.answering import Answering
 from orchestrator.runtime.runtime import Runtime
@@ -59,10 +61,6 @@ _MOST_BODY_BYTES = 1 << 30
 _LOOK_S = 0.05
 # Fields of a request that LLM's own parameters set, or that belong to `score`.
 _OWN_FIELDS = ("messages", "prompt", "model", "stream", "tools", "echo", "n", "n_cmpl")
-
-# The models that are open in this process, and the process that opened the first one.
-_open: weakref.WeakSet[LLM] = weakref.WeakSet()
-_first_process: list[int] = []
 
 
 class Stream(Closing, Generic[T]):
@@ -133,7 +131,7 @@ class LLM(Closing):
         HubError for a model that cannot be read or downloaded. All are MoeEdgeErrors.
         """
         self._pid = os.getpid()
-        _check_process(ram)
+        check_process(ram)
         self._notes: list[str] = []
         self._stats: GenerationStats | None = None
         self._answer: Answer | None = None
@@ -142,23 +140,26 @@ class LLM(Closing):
             self._worker = Worker("moe-edge")
         except RuntimeError as error:
             raise ResourceError("no thread can be started for the model") from error
+        opening(self._worker)
         given = {"ram": ram, "policy": policy, "remember": False, **settings}
         bars = Bars(progress)
+        note = _noting(self._notes)
         try:
             self._runtime = self._call(
-                partial(_opened, model, given, bars, self._note), discard=Runtime.close
+                partial(_opened, model, given, bars, note), discard=Runtime.close
             )
         except BaseException:
+            closed(self._worker)
             self._worker.end()
             raise
         finally:
             bars.close()
-        if self._runtime.note:
-            self._note(self._runtime.note)
+        for sentence in (self._runtime.note, *POLICIES.faults):
+            if sentence:
+                note(sentence)
         own = ServeSettings(body_limit=_MOST_BODY_BYTES)
-        self._served = Served(self._runtime, own, Words.of(self._runtime.model), self._note)
+        self._served = Served(self._runtime, own, Words.of(self._runtime.model), note)
         self._closing = weakref.finalize(self, _finish, self._worker, self._runtime, self._pid)
-        _open.add(self)
 
     # Facts about the model.
 
@@ -320,6 +321,7 @@ class LLM(Closing):
 
         If `special` is True, it includes the names of control tokens.
         """
+        self._check()
         n_vocab = self._served.about.n_vocab
         wrong = next((each for each in tokens if not 0 <= each < n_vocab), None)
         if wrong is not None:
@@ -336,19 +338,22 @@ class LLM(Closing):
         if os.getpid() != self._pid or not self._closing.alive:
             return
         self._closing.detach()
+        closed(self._worker)
+        # If Ctrl-C interrupts the wait below, the process waits for the worker at its end.
+        atexit.register(self._worker.join)
         self._runtime.stop()
-        closed = self._worker.post(self._runtime.close)
+        call = self._worker.post(self._runtime.close)
         self._worker.end()
-        closed.ended.wait()
+        call.ended.wait()
         self._worker.join()
-        if closed.error is not None:
-            raise closed.error
+        atexit.unregister(self._worker.join)
+        self._answer = None
+        del self._runtime, self._served
+        free_memory()
+        if call.error is not None:
+            raise call.error
 
     # Private methods.
-
-    def _note(self, sentence: str) -> None:
-        self._notes.append(sentence)
-        _log.info("%s", sentence)
 
     def _check(self) -> None:
         """Raise ClosedError if the model can no longer be used in this process."""
@@ -443,7 +448,8 @@ class LLM(Closing):
         own = {name: getattr(config, name) for name in sampling}
         fields = Sampling(**{**own, **given}).fields()
         think = options.get("think", config.think)
-        fields["max_tokens"] = options.get("max_tokens") or config.max_tokens or -1
+        limit = options.get("max_tokens")
+        fields["max_tokens"] = limit if limit is not None else config.max_tokens or -1
         if think is not None:
             Config.declared()["think"].check(think)
             fields["chat_template_kwargs"] = {"enable_thinking": think == "on"}
@@ -469,7 +475,8 @@ class _Parts(Iterator[dict[str, Any]]):
         `ended` is called once, on the worker's thread, when the answer has ended.
         """
         self.answer = answer
-        self._llm, self._shaping, self._ended = llm, shaping, ended
+        self._llm, self._runtime = llm, llm._runtime
+        self._shaping, self._ended = shaping, ended
         self._events = iter(answer)
         self._is_closed = False
 
@@ -478,7 +485,7 @@ class _Parts(Iterator[dict[str, Any]]):
         try:
             found = next(self._events)
         except NativeError as error:
-            cause = self._llm._runtime.policy_error
+            cause = self._runtime.policy_error
             if cause is not None:
                 raise PolicyError(sentence_of(cause)) from cause
             raise error
@@ -498,8 +505,12 @@ class _Parts(Iterator[dict[str, Any]]):
 
     def leave(self) -> None:
         """End the answer soon, without waiting."""
-        if self._begin_to_close():
+        if not self._begin_to_close():
+            return
+        if self._llm._closing.alive:
             self._llm._worker.post(self._close)
+        else:  # the answer has ended, and nothing is left to wait for
+            self.answer.close()
 
     def _begin_to_close(self) -> bool:
         """Cancel the answer, and return whether it still has to be closed.
@@ -553,28 +564,23 @@ def _opened(
     """
     path = find_model(os.fspath(model), note, bars.download)
     config = config_of(path, given)
-    if not _first_process:
-        _first_process.append(os.getpid())
+    loading()
     answering = Answering(grammars=True, scored=SCORED_TOKENS)
     return Runtime.open(config, bars.stage, answering, say=note)
 
 
-def _check_process(ram: str | int | None) -> None:
-    """Raise an error if this process cannot open another model.
+def _noting(notes: list[str]) -> Callable[[str], None]:
+    """Return a function that appends a sentence for the user to `notes` and logs it.
 
-    Raises ClosedError in a fork of a process that has opened a model, because the fork lacks its
-    compute threads. Raises ConfigError if another model is open and `ram` is None.
+    The function holds no LLM. The runtime keeps the function, and an LLM whose runtime held it
+    would never be garbage collected.
     """
-    if _first_process and _first_process[0] != os.getpid():
-        raise ClosedError(
-            f"this process is a fork of process {_first_process[0]}, which has opened a model: "
-            "start this process with multiprocessing's spawn"
-        )
-    if ram is None and any(each._closing.alive for each in list(_open)):
-        raise ConfigError(
-            "another model is open in this process, so the free memory is not known: give ram, "
-            'such as ram="8GiB", or close the other model'
-        )
+
+    def note(sentence: str) -> None:
+        notes.append(sentence)
+        _log.info("%s", sentence)
+
+    return note
 
 
 def _finish(worker: Worker, runtime: Runtime, pid: int) -> None:
@@ -585,6 +591,7 @@ def _finish(worker: Worker, runtime: Runtime, pid: int) -> None:
     """
     if os.getpid() != pid:
         return
+    closed(worker)
     runtime.stop()
     worker.post(runtime.close)
     worker.end()

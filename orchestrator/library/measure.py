@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from orchestrator.config import policy_name
 from orchestrator.errors import ConfigError, ResourceError
 from orchestrator.library.models import config_of, find_model, parsed
+from orchestrator.library.process import check_process, loading
 from orchestrator.library.progress import Bars
 from orchestrator.library.worker import Worker
 from orchestrator.policy import DEFAULT, POLICIES, Policy, policy_class, policy_settings
@@ -213,6 +214,8 @@ def record(
     """
     if (text is None) == (prompt is None):
         raise ConfigError("record needs either a text or a prompt")
+    check_process(settings.get("ram"))
+    stops: list[Callable[[], None]] = []
 
     def work() -> Path:
         from orchestrator.lab.replay.file import check_trace_target, write_trace
@@ -225,31 +228,41 @@ def record(
         given = {"policy": DEFAULT, "remember": False, **settings}
         found = find_model(os.fspath(model), lambda _line: None, bars.download)
         config = config_of(found, given)
-        if text is not None:
-            with Runtime.open(config, bars.stage) as runtime, runtime.evaluator() as evaluator:
-                recorded = record_text(evaluator, text, tokens, prefill)
-        else:
-            answering = Answering(reads_ahead=False)
-            with Runtime.open(config, bars.stage, answering) as runtime:
-                recorded = record_answer(runtime, prompt or "", tokens or _TOKENS)
+        loading()
+        answering = Answering(reads_ahead=False) if text is None else None
+        with Runtime.open(config, bars.stage, answering) as runtime:
+            stops.append(runtime.stop)
+            try:
+                if text is None:
+                    recorded = record_answer(runtime, prompt or "", tokens or _TOKENS)
+                else:
+                    with runtime.evaluator() as evaluator:
+                        recorded = record_text(evaluator, text, tokens, prefill)
+            finally:
+                stops.clear()
         write_trace(path, recorded)
         return path
 
+    def stop() -> None:
+        for each in [*stops]:
+            each()
+
     bars = Bars(progress)
     try:
-        return _done(work)
+        return _done(work, stop)
     finally:
         bars.close()
 
 
-def _done(work: Callable[[], T]) -> T:
+def _done(work: Callable[[], T], stop: Callable[[], object] = lambda: None) -> T:
     """Run a function on a new thread, and return its result. Raises MoeEdgeError.
 
-    OSError becomes ResourceError.
+    If Ctrl-C interrupts the wait, `stop` is called to end native work of the function. OSError
+    becomes ResourceError.
     """
     worker = Worker("moe-edge")
     try:
-        return worker.call(work)
+        return worker.call(work, stop)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         raise ResourceError(f"{where}{error.strerror or error}") from error

@@ -83,11 +83,11 @@ class Bars:
 
 
 def _new_bar(label: str, total_bytes: int) -> Any:
-    if in_notebook():
-        from tqdm.notebook import tqdm
-    else:
-        from tqdm import tqdm
+    from tqdm import notebook, tqdm
+
+    # In a notebook without ipywidgets, tqdm's notebook bar would raise ImportError.
+    bar = notebook.tqdm if in_notebook() and notebook.IProgress is not None else tqdm
     sized: dict[str, Any] = {"total": total_bytes, "unit": "B", "unit_scale": True}
     if not total_bytes:
         sized = {"total": 100, "bar_format": "{l_bar}{bar}| {elapsed}"}
-    return tqdm(desc=label, leave=False, delay=_DELAY_S, **sized)
+    return bar(desc=label, leave=False, delay=_DELAY_S, **sized)

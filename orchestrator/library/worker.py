@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from queue import SimpleQueue
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar, cast
 
 from gguf_tools import interrupts
+from orchestrator.errors import ClosedError
 from orchestrator.runtime import threads
 
 T = TypeVar("T")
@@ -69,7 +71,7 @@ class Worker:
     def __init__(self, name: str) -> None:
         """Start the thread. Raises RuntimeError if no thread can be started."""
         self._calls: SimpleQueue[Posted[Any] | None] = SimpleQueue()
-        self._thread_id = 0
+        self._thread_id, self._has_ended = 0, False
         self._task = threads.start(self._run, name)
 
     def _run(self) -> None:
@@ -78,6 +80,17 @@ class Worker:
             call.run()
             del call  # it would keep its result until the next call
         self._thread_id = 0  # the thread may become that of another worker
+        self._has_ended = True
+        self._refuse_calls()
+
+    def _refuse_calls(self) -> None:
+        """End the calls that came after the end of the thread. They raise ClosedError."""
+        with suppress(Empty):
+            while True:
+                call = self._calls.get_nowait()
+                if call is not None:
+                    call.error = ClosedError("this model is closed: open another LLM")
+                    call.ended.set()
 
     def call(
         self,
@@ -91,12 +104,16 @@ class Worker:
         caller's thread, to end native work that cannot see the cancellation. The interrupt is
         raised when the function has ended, or at a second interrupt. `discard` gets the result of
         an interrupted function, to free it.
+
+        After the end of the worker, ClosedError is raised.
         """
         if self._is_here():
             return function()
         call = Posted(function, discard)
         self._calls.put(call)
         try:
+            if self._has_ended:
+                self._refuse_calls()
             call.ended.wait()
         except BaseException:
             if not call.cancel():

@@ -79,21 +79,27 @@ class Policies(MutableMapping[str, type[Policy]]):
         return self._known
 
     def _search(self) -> None:
-        if not _is_offered():
-            return
-        from importlib.metadata import entry_points
+        for package, folder in _offering_packages().items():
+            from importlib.metadata import Distribution
 
-        for point in entry_points(group=GROUP):
-            package = point.dist.name if point.dist is not None else point.value
             try:
-                self._installed.add(self.add(point.load()))
-            except PolicyError as error:
-                self.faults.append(f"{error} (from the package {package}). It is left out.")
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a package raises
+                points = Distribution.at(folder).entry_points.select(group=GROUP)
+            except Exception as error:  # noqa: BLE001 - whatever reading a damaged file raises
                 self.faults.append(
-                    f"the policy {point.name} of the package {package} cannot be imported "
-                    f"({type(error).__name__}: {error}). It is left out."
+                    f"the entry points of the package {package} cannot be read "
+                    f"({_described(error)}). Its policies are left out."
                 )
+                continue
+            for point in points:
+                try:
+                    self._installed.add(self.add(point.load()))
+                except PolicyError as error:
+                    self.faults.append(f"{error} (from the package {package}). It is left out.")
+                except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a package raises
+                    self.faults.append(
+                        f"the policy {point.name} of the package {package} cannot be imported "
+                        f"({_described(error)}). It is left out."
+                    )
 
     def __getitem__(self, name: str) -> type[Policy]:
         return self._all()[name]
@@ -182,7 +188,7 @@ class Policies(MutableMapping[str, type[Policy]]):
                 found = getattr(found, part)
         except Exception as error:
             raise PolicyError(
-                f"the policy {given} cannot be imported: {type(error).__name__}: {error}"
+                f"the policy {given} cannot be imported: {_described(error)}"
             ) from error
         return self.add(found)
 
@@ -213,21 +219,29 @@ def reference(policy: type[Policy]) -> str:
     return f"{policy.__module__}:{policy.__qualname__}"
 
 
-def _is_offered() -> bool:
-    """Return whether an installed package declares an entry point for policies.
+def _described(error: BaseException) -> str:
+    """Return the type and the message of an exception in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
-    The function searches the text of the metadata files, because importing importlib.metadata takes
-    longer.
+
+def _offering_packages() -> dict[str, Path]:
+    """Return the installed packages that declare entry points for policies.
+
+    The result maps the name of each package to its metadata folder. The function searches the text
+    of the metadata files, because importing importlib.metadata takes longer.
     """
+    found: dict[str, Path] = {}
     group = GROUP.encode()
     for folder in map(Path, sys.path):
         for pattern in ("*.dist-info/entry_points.txt", "*.egg-info/entry_points.txt"):
-            try:
-                if any(group in path.read_bytes() for path in folder.glob(pattern)):
-                    return True
-            except OSError:
-                continue
-    return False
+            for path in folder.glob(pattern):
+                try:
+                    is_offering = group in path.read_bytes()
+                except OSError:
+                    continue
+                if is_offering:
+                    found.setdefault(re.split(r"-|\.egg-info", path.parent.name)[0], path.parent)
+    return found
 
 
 # llama.cpp's own path without an expert store. Users select it like a policy.

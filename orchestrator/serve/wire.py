@@ -35,6 +35,7 @@ NOT_SUPPORTED = 501
 # The deepest nesting of a request. _HALVES finds escapes of surrogates.
 MOST_DEPTH = 100
 _HALVES = re.compile(rb"\\u[dD][89a-fA-F]")
+_LONE_SURROGATE = "a text of the body has a lone surrogate (half a character)"
 ERROR_EVENTS = (b'data: {"error"', b"event: error")
 EVENT_END = b"\n\n"
 _EMPTY_EVENT = b"data: null" + EVENT_END
@@ -157,7 +158,7 @@ def read_object(body: bytes) -> dict[str, Any]:
     except UnicodeDecodeError:
         raise Refusal(400, "the body is not UTF-8") from None
     except UnicodeEncodeError:
-        raise Refusal(400, "a text of the body has a lone surrogate (half a character)") from None
+        raise Refusal(400, _LONE_SURROGATE) from None
     except (ValueError, RecursionError):
         raise Refusal(400, "the body is not JSON") from None
     if not isinstance(data, dict):
@@ -172,10 +173,13 @@ def read_object(body: bytes) -> dict[str, Any]:
 def written(data: dict[str, Any]) -> bytes:
     """Return a request as JSON text for llama.cpp.
 
-    Raises Refusal (an error response) for infinite numbers, which JSON does not have.
+    Raises Refusal (an error response) for infinite numbers and lone surrogates, which JSON does not
+    have.
     """
     try:
         return json.dumps(data, ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError:
+        raise Refusal(400, _LONE_SURROGATE) from None
     except ValueError:
         raise Refusal(400, "a number in the body is too large for JSON") from None
 

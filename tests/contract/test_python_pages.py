@@ -51,6 +51,8 @@ def test_examples_are_typed(tmp_path):
     """With mypy's strictest setting, as in a project of a user's own."""
     for page in PAGES:
         written(page, tmp_path)
+    misspelled = "from orchestrator import LMM  # type: ignore[attr-defined]\n"
+    (tmp_path / "misspelled.py").write_text(misspelled)
     (tmp_path / "mypy.ini").write_text("[mypy]\nstrict = True\nfollow_imports = silent\n")
     cache = REPO / ".mypy_cache" / "examples"
     done = subprocess.run(

@@ -1,7 +1,7 @@
 """Replays, benchmarks and traces for notebooks."""
 
 import pytest
-from command_line import DEMO
+from command_line import DEMO, REPO, python
 
 from orchestrator import ConfigError, MoeEdgeError, PolicyError, bench, record, replay
 from orchestrator.lab.replay import ReplayOptions, read_trace
@@ -77,6 +77,27 @@ def test_bench_refuses_what_its_processes_cannot_import():
         bench(policy=int)
     with pytest.raises(ConfigError, match="the benchmark has no option 'tokns'"):
         bench(tokns=3)
+
+
+RECORD = f"""
+import os, signal, threading
+from orchestrator import record
+from orchestrator.runtime.runtime import Runtime
+submit = Runtime.submit
+def pressed(*args, **kwargs):
+    threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+    return submit(*args, **kwargs)
+Runtime.submit = pressed
+try:
+    record("t.npz", {str(DEMO)!r}, prompt="word " * 800, tokens=100, ram="400MiB", ubatch=4)
+except KeyboardInterrupt:
+    print("interrupted", os.listdir())
+"""
+
+
+def test_an_interrupt_ends_a_recorded_answer(library, tmp_path):
+    done = python("-c", RECORD, folder=tmp_path, PYTHONPATH=str(REPO))
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", "interrupted []\n")
 
 
 def test_record_wants_one_input(tmp_path):

@@ -69,6 +69,31 @@ def test_a_broken_policy_is_named_once_and_left_out(installed, moe_edge, module,
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@cases(
+    "points, said",
+    ("[moe_edge.policies]\nbroken\n", "the entry points of the package broken cannot be read"),
+    ("[moe_edge.policies]\nbroken = a b\n", "broken cannot be imported (AttributeError"),
+)
+def test_damaged_metadata_breaks_no_command(installed, moe_edge, points, said):
+    done = moe_edge(installed(points=points, broken=policy()), "chat", "--help-all")
+    assert done.returncode == 0 and said in done.stderr and done.stderr.count("\n") == 1
+    assert "--retention" in done.stdout
+
+
+def test_a_fault_of_many_lines_is_one_sentence(installed, moe_edge):
+    folder = installed(broken="raise RuntimeError('one\\ntwo')")
+    done = moe_edge(folder, "chat", "--help-all")
+    assert "(RuntimeError: one two). It is left out.\n" in done.stderr
+
+
+def test_an_llm_notes_a_broken_policy(library, installed):
+    folder = installed(tiny_package=policy(), broken="import nothing_there")
+    done = python("-c", USE, PYTHONPATH=str(folder))
+    assert (done.returncode, done.stderr) == (0, "")
+    _, _, notes = json.loads(done.stdout)
+    assert len([each for each in notes if "broken cannot be imported" in each]) == 1
+
+
 def test_a_policy_that_imports_the_library_is_no_problem(installed, moe_edge):
     """Either the package or the command is imported first."""
     before = "from orchestrator import LLM\nfrom orchestrator.config import Config"

@@ -4,6 +4,8 @@ import io
 import sys
 import types
 
+import pytest
+
 from gguf_tools.progress import ProgressMeter
 from orchestrator.library.progress import Bars, in_notebook, shows_bars
 
@@ -13,6 +15,13 @@ class Terminal(io.StringIO):
         return True
 
 
+@pytest.fixture
+def kernel(monkeypatch):
+    """Makes this process look like the kernel of a notebook."""
+    shell = types.SimpleNamespace(config={"IPKernelApp": {}})
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
+
+
 def test_where_bars_are_shown(monkeypatch):
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     assert not shows_bars()
@@ -20,9 +29,20 @@ def test_where_bars_are_shown(monkeypatch):
     assert shows_bars() and not in_notebook()
     monkeypatch.setattr(sys, "stderr", None)
     assert not shows_bars()
-    kernel = types.SimpleNamespace(config={"IPKernelApp": {}})
-    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: kernel))
+
+
+def test_a_notebook_without_ipywidgets_has_bars_of_text(monkeypatch, kernel):
+    from tqdm import notebook
+
+    monkeypatch.setattr("orchestrator.library.progress._DELAY_S", 0)
+    monkeypatch.setattr(notebook, "IProgress", None)
+    said = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", said)
     assert in_notebook() and shows_bars()
+    bars = Bars(None)
+    bars.stage("Reading experts", 0.5)
+    bars.close()
+    assert "Reading experts" in said.getvalue()
 
 
 def test_bars_of_a_load_and_a_download(monkeypatch):

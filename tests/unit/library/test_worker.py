@@ -9,6 +9,7 @@ import pytest
 from waiting import wait_until
 
 from gguf_tools import interrupts
+from orchestrator.errors import ClosedError
 from orchestrator.library.worker import Worker
 
 
@@ -74,6 +75,15 @@ def test_an_interrupted_call_ends_and_its_result_is_discarded(worker):
     assert signal.getsignal(signal.SIGINT) is before
     assert not interrupts.asked()
     assert worker.call(lambda: interrupts.asked()) is False
+
+
+def test_a_call_after_the_end_is_refused():
+    """Another thread may have closed the model since the caller looked."""
+    worker = Worker("test")
+    worker.end()
+    worker.join()
+    with pytest.raises(ClosedError, match="this model is closed"):
+        worker.call(lambda: 7)
 
 
 def test_an_interrupt_is_raised_once_in_the_work(worker):

@@ -1,0 +1,64 @@
+"""Which models are open in this process, and whether the process can open a further model."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import weakref
+from contextlib import suppress
+
+from orchestrator.errors import ClosedError, ConfigError
+from orchestrator.library.worker import Worker
+
+# The workers of the models that are open or being loaded.
+_open: weakref.WeakSet[Worker] = weakref.WeakSet()
+# The process that loaded the first model. Forks inherit this number.
+_first_process: list[int] = []
+
+
+def check_process(ram: object) -> None:
+    """Raise an error if this process cannot open a further model.
+
+    `ram` is the memory limit of that model, or None. Raises ClosedError in a fork of a process that
+    has loaded a model, because the fork lacks its compute threads. Raises ConfigError if another
+    model is open and `ram` is None.
+    """
+    if _first_process and _first_process[0] != os.getpid():
+        raise ClosedError(
+            f"this process is a fork of process {_first_process[0]}, which has opened a model: "
+            "start this process with multiprocessing's spawn"
+        )
+    if ram is None and len(_open):
+        raise ConfigError(
+            "another model is open in this process, so the free memory is not known: give ram, "
+            'such as ram="8GiB", or close the other model'
+        )
+
+
+def opening(worker: Worker) -> None:
+    """Record that the model of this worker is open, or being loaded."""
+    _open.add(worker)
+
+
+def loading() -> None:
+    """Record that this process begins to load a model."""
+    if not _first_process:
+        _first_process.append(os.getpid())
+
+
+def closed(worker: Worker) -> None:
+    """Record that the model of this worker is closed, or could not be loaded."""
+    _open.discard(worker)
+
+
+def free_memory() -> None:
+    """Free the objects of a closed model, and return free memory to the operating system.
+
+    The objects of a model refer to each other. Until the garbage collector frees them, they keep
+    glibc's allocator from using the memory around them again, and the process grows with each
+    model.
+    """
+    gc.collect()
+    with suppress(AttributeError, OSError):  # other C libraries than glibc
+        ctypes.CDLL(None).malloc_trim(0)
