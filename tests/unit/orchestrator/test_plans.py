@@ -198,7 +198,7 @@ def test_a_loss_chooses_the_fastest_within_it(model, allowed):
     assert found.taken in within
     fastest = min(each.token_ms for each in within)
     assert found.taken.token_ms <= AS_FAST * fastest
-    assert f"within {allowed:g} nats of q8_0" in found.why
+    assert f"at most {allowed:g} nats per token from q8_0" in found.why
     runs = config.compared(**{ALLOWED_LOSS: None, **found.taken.settings})
     assert runs.policy == found.taken.policy and runs.given(ALLOWED_LOSS) != allowed
     plan = plan_memory(PlanRequest(runs), model, Machine(1 << 36))
