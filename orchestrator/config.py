@@ -321,7 +321,7 @@ class Config(Settings):
         None,
         "Precision of the most important experts, such as q4_k.",
         metavar="NAME",
-        shown="the best; by fit if the policy mixes precisions",
+        shown="the best; as memory allows for policies that mix precisions",
         group=MORE,
     )
     low_tier: str | None = setting(
@@ -452,14 +452,17 @@ class Config(Settings):
     )
     importance: str = setting(
         "window",
-        "How the importance of a prompt's tokens is computed: from the attention of its last "
-        "queries (window), or of all queries (exact, without flash attention). With load, all "
-        "tokens are equally important.",
+        "How the importance of each prompt token is computed: from the attention of the "
+        "prompt's last queries (window), or of all queries (exact, without flash attention). "
+        "With load, all tokens are equally important.",
         choices=("window", "exact", "load"),
         option=False,
     )
     importance_window: int = setting(
-        32, "Number of last queries for importance=window.", within=(1, 65536), option=False
+        32,
+        "With importance=window: the number of last queries of a prompt whose attention is used.",
+        within=(1, 65536),
+        option=False,
     )
     direct_io: bool = setting(
         True, "Read experts with direct I/O, without the page cache.", option=False
@@ -467,7 +470,7 @@ class Config(Settings):
     use_extra_bufts: bool | None = setting(
         None,
         "Change the layout of weights outside the experts so that this CPU computes faster.",
-        shown="if the experts are repacked, and with --policy plain",
+        shown="on if the experts are repacked, and with --policy plain",
         option=False,
     )
     layout: str = setting(
@@ -480,7 +483,7 @@ class Config(Settings):
     use_mmap: bool | None = setting(
         None,
         "With --policy plain: map the file into memory, so that weights may exceed memory.",
-        shown="if the file has one precision and --ram is not given",
+        shown="on if the file has one precision and --ram is not given",
         option=False,
     )
     remember: bool | None = setting(
@@ -500,8 +503,8 @@ class Config(Settings):
     )
     exact_tiers: bool = setting(
         False,
-        "Compute an expert in the low precision, if requested, even if a high copy is in memory. "
-        "This serves to measure quality.",
+        "Compute an expert in the low precision if the policy requests that, even if memory "
+        "has a copy in the high precision. This serves to measure quality.",
         option=False,
     )
     io_threads: int = setting(4, "Threads that read experts.", within=(1, 64), option=False)

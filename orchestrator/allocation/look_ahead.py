@@ -33,7 +33,7 @@ class LookAhead(Settings):
     )
     n_ahead: int | None = setting(
         None,
-        "For how many of the following layers experts are predicted.",
+        "Number of layers ahead for which experts are predicted.",
         within=(0, 4),
         shown="by policy",
     )

@@ -36,19 +36,20 @@ class PlacementSettings(Settings):
     )
     near_weights: str = setting(
         IMPORTANCE,
-        "How the bits are divided among experts: by their losses weighted with their usage "
-        "(importance), or by their losses alone, as in the paper (plain).",
+        "How the bits are divided among experts: by their quality losses weighted with their "
+        "usage (importance), or by their quality losses alone, as in the paper (plain).",
         choices=(IMPORTANCE, PLAIN),
     )
     importance_mix: float = setting(
         0.5,
-        "Share of the number of uses in an expert's importance (alpha). The rest is its sum of "
-        "gate weights.",
+        "Weight (alpha) of an expert's number of uses in its importance. The sum of the "
+        "expert's gate weights has the weight 1 - alpha.",
         within=(0.0, 1.0),
     )
     prior_tokens: float = setting(
         64.0,
-        "How many prompt tokens the usage in earlier runs counts as; 0 for none, as in the paper.",
+        "Weight of the expert usage in earlier runs, as a number of prompt tokens; 0 to ignore "
+        "earlier runs, as in the paper.",
         within=(0.0, 1e6),
     )
 
@@ -150,8 +151,8 @@ def near_tiers(tiers: Sequence[str], asked: str | None) -> list[int]:
     found = best_of_each_width([each for each in names if each in chosen])
     if len(found) > MAX_WIDTHS:
         raise PolicyError(
-            f"--near-tiers: the precisions have {len(found)} different numbers of bits, of at most "
-            f"{MAX_WIDTHS}: name fewer"
+            f"--near-tiers: the precisions have {len(found)} different numbers of bits per "
+            f"weight, and the maximum is {MAX_WIDTHS}: name fewer precisions"
         )
     return [1 + names.index(each) for each in found]
 
@@ -185,7 +186,7 @@ def prefix_split(
     caps = [n] * len(bits) if most is None else [min(n, each) for each in most]
     if not 1 <= len(bits) <= MAX_WIDTHS or any(a <= b for a, b in pairwise(bits)):
         raise PolicyError(
-            f"the numbers of bits must be 1 to {MAX_WIDTHS} falling numbers, not {bits}"
+            f"the bits per weight must be a list of 1 to {MAX_WIDTHS} falling numbers, not {bits}"
         )
     counted = loss if weights is None else loss * weights[:, None]
     # Gains over the narrowest width, as prefix sums: C_b(k) of the first k experts.

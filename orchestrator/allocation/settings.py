@@ -42,7 +42,7 @@ class Shared(Settings):
         None,
         "Maximum number of experts per layer in the high precision.",
         within=(0, 65535),
-        shown="as many as fit the budget",
+        shown="as many as fit in memory",
     )
     losses: Path | None = setting(
         None,

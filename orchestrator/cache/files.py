@@ -162,7 +162,7 @@ KINDS = {
     "calibrating": "results of interrupted runs of `moe-edge calibrate`, from which it continues",
     "conversations": "the messages of the last chats on a terminal, for `moe-edge chat --resume`",
     "cuda": "libraries for builds with CUDA",
-    "emulation": "objects of the tests that emulate a GPU",
+    "emulation": "compiled files of the tests that emulate a GPU",
     "hotness": "which experts earlier chats used, for each model",
     "plans": "the plan that `--max-loss` chose for each model, so that later runs choose it again",
     "sdist": "the source of llama.cpp as it was downloaded",

@@ -283,7 +283,7 @@ class Chat:
 
     def _read(self, argument: str) -> None:
         path, n_ctx = Path(argument).expanduser(), self.session.n_ctx
-        too_long = f"too long for the context of {n_ctx} tokens (--ctx)"
+        too_long = f"the file is too long for the context of {n_ctx} tokens (--ctx)"
         self._file_text = read_text(path, _BYTES_PER_TOKEN * n_ctx, too_long).strip()
         length = len(self._file_text)
         self.console.note(f"The {length} characters of {path} will begin your next message.")
@@ -367,7 +367,8 @@ class Chat:
             if not self.session.runtime.set(**{declared.name: value}):
                 name, policies = declared.name, " or ".join(owners(declared.name))
                 self.console.note(
-                    f"{name} has no effect under this policy: {policies} would use it."
+                    f"{name} has no effect with the current policy. It is a setting of the "
+                    f"policy {policies}."
                 )
         self.console.note(self.session.runtime.mode)
 
@@ -401,7 +402,7 @@ def _read(declared: Setting, text: str) -> Any:
 # Names of the endings that are not the model's own.
 ENDINGS = {
     "cancelled": "stopped",
-    "context": "cut: the context is full (--ctx)",
+    "context": "cut, because the context (--ctx) is full",
     "length": "cut at --max-tokens",
 }
 

@@ -62,7 +62,7 @@ def read_conversation(path: Path) -> list[Message]:
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: this is no conversation that /save wrote") from error
+        raise ConfigError(f"{path}: this file is not a conversation that /save wrote") from error
     return messages
 
 

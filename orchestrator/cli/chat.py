@@ -65,7 +65,8 @@ _LONGEST_CONSTRAINT = 1 << 20
 @conversation_options
 @option(
     "--resume",
-    "Continue the latest conversation of --prompt-cache, or else of the last chat on a terminal.",
+    "Continue the latest conversation in the folder of --prompt-cache. Without --prompt-cache, "
+    "continue the last chat on a terminal.",
 )
 def chat(
     prompt: str | None,

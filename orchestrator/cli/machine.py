@@ -65,7 +65,9 @@ def examine(
                 plan_note = str(error)
         if plans is not None and plans.why_not:
             notes.append(f"The quality loss (KL) is unknown: {plans.why_not}")
-        on_disk = model.lookup_text and f"on disk in managed plans: {model.lookup_text}"
+        on_disk = model.lookup_text and (
+            f"Plans with an expert store leave these tensors on disk: {model.lookup_text}"
+        )
         notes += filter(None, [planner.note, on_disk])
         try:
             runs = planner.runs(config)
@@ -106,10 +108,11 @@ def plan_line(runs: ResolvedPlan) -> str:
     The line has the reason for the plan, its quality loss, its memory and its context length.
     """
     plan = runs.plan
-    how = plan.reason if plan.managed else f"llama.cpp's own path: {plan.reason}"
+    reason = plan.reason if plan.managed else f"llama.cpp's own path: {plan.reason}"
+    loss = runs.loses.text
     where = f"on {plan.device.name}" if plan.device else "in main memory"
     size = format_size(plan.total_bytes)
-    return f"{how}{runs.loses.text}; {size} {where}; context {plan.n_ctx} tokens"
+    return f"{reason}{loss}; {size} {where}; context {plan.n_ctx} tokens"
 
 
 def _planner(
@@ -182,7 +185,7 @@ def misses_line(copies: Bandwidths, expert_bytes: int) -> str:
     GPU and of the CPU.
     """
     if not copies.pinned:
-        return "missing experts are copied to the GPU: host memory cannot be pinned"
+        return "missing experts are copied to the GPU, because host memory cannot be pinned"
     waits_s = 2 * copies.round_trip_us / 1e6  # seconds: for gate and up together, and for down
     ways = {"copied": copies.pinned, "computed on the CPU": copies.compute}
     took = {way: expert_bytes / speed for way, speed in ways.items() if speed}
@@ -192,8 +195,9 @@ def misses_line(copies: Bandwidths, expert_bytes: int) -> str:
         "computed on the CPU" if here < min(took.values()) else min(took, key=lambda way: took[way])
     )
     return (
-        f"an expert of {format_size(expert_bytes)}: {times} plus {waits_s * 1e3:.2f} ms per layer; "
-        f"the first miss of a layer is {first}, further ones are split"
+        f"a missing expert of {format_size(expert_bytes)}: {times} plus {waits_s * 1e3:.2f} ms "
+        f"per layer; the first missing expert of a layer is {first}, and further ones are "
+        "divided between copying and computing"
     )
 
 

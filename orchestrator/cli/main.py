@@ -35,7 +35,9 @@ GROUPS = {
     "Use": {
         "chat": Where("chat", "chat", "Chat with a model."),
         "serve": Where("serve", "serve", "Serve a model over HTTP, with a web page."),
-        "plan": Where("plan", "plan", "Show which models can run here, or plan one model."),
+        "plan": Where(
+            "plan", "plan", "Show which models can run here, or how one model would run."
+        ),
         "check": Where("measure", "check", "Test a model: correctness, memory use and speed."),
         "doctor": Where("plan", "plan", "Alias of plan."),
     },
@@ -53,7 +55,7 @@ GROUPS = {
         "architectures": Where("files", "architectures", "List the tested architectures."),
     },
     "Research": {
-        "bench": Where("measure", "bench", "Compare upstream and all policies on this machine."),
+        "bench": Where("measure", "bench", "Compare the speed of llama.cpp and of all policies."),
         "paper": Where("paper", "paper", "Measure the tables and figures of a paper."),
         "eval": Where("measure", "evaluate", "Measure quality: perplexity, KL, choices."),
         "trace": Where("replay", "trace", "Record the routing of a run, for `moe-edge replay`."),

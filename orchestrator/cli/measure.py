@@ -121,10 +121,11 @@ for _name, _place in BENCHMARKS.items():
     "--choices FILE",
     "Multiple-choice questions, as JSON lines. The fields are question, choices and answer.",
 )
-@option("--kl", "Compare with the best precision of the file.")
+@option("--kl", "Also measure the KL divergence from the best precision of the file.")
 @option(
     "--kl-from TIER",
-    "Compare with this precision, such as the best one in use, instead of the file's best one.",
+    "With --kl: measure the divergence from this precision, such as the best one in use, "
+    "instead of from the file's best one.",
     group=MORE,
 )
 @option("--max-tokens tokens N", "Use at most N tokens of the text.")
@@ -133,35 +134,35 @@ for _name, _place in BENCHMARKS.items():
 @option("--window N", "Context length in tokens.  [default: 512]", type=int, group=MORE)
 @option(
     "--prompt-tokens N",
-    "Read the first N tokens of each window, and the context of a record, as a prompt. They are "
-    "not scored.",
+    "Read the first N tokens of each window as a prompt, which is not scored. The field "
+    "context of a .jsonl record belongs to its prompt.",
     type=AT_LEAST_0,
     group=MORE,
 )
 @option("--prefill", "Score the text in prefill, instead of token by token.", group=MORE)
 @option(
     "--reuse",
-    "If a better copy of a requested expert is in memory, compute with this copy, as a chat does. "
-    "Results then depend on the memory.",
+    "Compute a requested expert in a better precision if memory has such a copy, as a chat "
+    "does. Results then depend on the contents of memory.",
     group=MORE,
 )
 @option(
     "--bandwidth SIZE",
-    "Disk bandwidth per second, such as 2GB, in the simulation for policies that decide by the "
-    "contents of memory.  [default: measured]",
+    "Bandwidth per second of the simulated disk, such as 2GB. The disk is simulated for "
+    "policies that decide by the contents of memory.  [default: measured]",
     group=MORE,
 )
 @option(
     "--latency-us N",
-    "Latency of a disk read in the simulation of --bandwidth, in microseconds.  "
-    "[default: measured]",
+    "Latency of a read from the simulated disk (see --bandwidth), in microseconds. [default: "
+    "measured]",
     type=click.IntRange(0, 10**7),
     group=MORE,
 )
 @option(
     "--compute-ms MS",
-    "Compute time of a token in the simulation of --bandwidth, without waits, in milliseconds.  "
-    "[default: measured]",
+    "Compute time of a token, without waits, in the simulation (see --bandwidth), in "
+    "milliseconds. [default: measured]",
     type=Number(0, 10**6),
     group=MORE,
 )
@@ -334,14 +335,18 @@ def check(
 
 @click.command("gpu-check", cls=Command)
 @option("--part NAME", "Run only one part: device, kernels, managed, ..., bench.")
-@option("--step TEXT", "Repeat the steps whose line contains this text.", default="")
+@option(
+    "--step TEXT",
+    "Run only the steps whose part, name or command contains this text, even if they ran before.",
+    default="",
+)
 @option(
     "--report FILE",
     "Report to write. Details go to a folder of the same name.",
     default="gpu-report.md",
     show_default=True,
 )
-@option("--emulated", "Show the procedure on the emulated GPU of a checkout.")
+@option("--emulated", "Run the tests of the emulated GPU instead. Needs a source checkout.")
 @click.pass_context
 def gpu_check(
     ctx: click.Context, part: str | None, step: str, report: Path, emulated: bool

@@ -205,7 +205,7 @@ def _note_capped(threads: int | None) -> int | None:
 
 THREADS = option(
     "--threads N",
-    "Threads, at most one for each core.  [default: the cores]",
+    "Number of threads, at most one for each core.  [default: the number of cores]",
     callback=lambda _ctx, _param, threads: _note_capped(threads),
 )
 LOW = option("--low LOW", "Second GGUF of the same model in a lower precision.", type=FILE)
@@ -396,9 +396,11 @@ def chosen_method(options: dict[str, Any], has_text: bool = False) -> Method:
 
     has_text = has_text or bool(options.get("calib"))
     if options.get("calib_tokens") and not has_text:
-        raise click.UsageError("--calib-tokens needs a text: give --calib TEXT, or leave it out")
+        raise click.UsageError(
+            "--calib-tokens needs a text: give --calib TEXT, or leave --calib-tokens out"
+        )
     if options.get("ram") and not has_text:
-        raise click.UsageError("--ram needs a text: give --calib TEXT, or leave it out")
+        raise click.UsageError("--ram needs a text: give --calib TEXT, or leave --ram out")
     renamed = {"name": "method", "tokens": "calib_tokens"}
     names = ("calib", "imatrix", "ram", "threads", *renamed)
     return Method(**given({name: options.get(renamed.get(name, name)) for name in names}))

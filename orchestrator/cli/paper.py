@@ -24,7 +24,7 @@ from orchestrator.lab.registry import PAPERS, load_paper
 @click.command(cls=Command)
 @click.argument("name", metavar="|".join(PAPERS), type=click.Choice(list(PAPERS)))
 @option(
-    "-m --model FILE", "Model, a MoE model in several precisions.  [default: the demo]", type=str
+    "-m --model FILE", "MoE model to measure, in several precisions.  [default: the demo]", type=str
 )
 @LOW
 @option(
@@ -38,7 +38,10 @@ from orchestrator.lab.registry import PAPERS, load_paper
     "[default: the demo's conversations]",
     type=FILE,
 )
-@option("--only LIST", 'Tables and figures, such as "Table 3,Figure 10".  [default: all]')
+@option(
+    "--only LIST",
+    'Measure only these tables and figures, such as "Table 3,Figure 10".  [default: all]',
+)
 @option(
     "--max-tokens N",
     "Use at most N tokens of the text for each measurement, for slow models.  [default: all]",

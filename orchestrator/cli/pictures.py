@@ -163,7 +163,7 @@ def draw_plans(found: Frontier, title: str, path: Path) -> None:
         axes.yaxis.set_major_formatter(lambda kl, _: f"{kl:g}")  # the default writes formulas
         axes.margins(x=0.12)
         axes.set_xlabel("predicted ms per token")
-        axes.set_ylabel("predicted KL from the best tier, nats per token")
+        axes.set_ylabel("predicted KL divergence from the best precision, in nats per token")
         axes.set_title(title, fontsize=11)
         axes.grid(alpha=0.3)
         axes.legend(frameon=False, fontsize=8)

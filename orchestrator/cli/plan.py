@@ -56,8 +56,8 @@ _UNKNOWN = (
 
 # The numbers of docs/policies.md, "Choosing one".
 _USUAL = (
-    "For comparison: on the demo model all experts in Q4_K lose 0.012 nats per token from Q8_0, "
-    "and in Q2_K 0.14."
+    "For comparison: the demo model loses 0.012 nats per token from Q8_0 with all experts in "
+    "Q4_K, and 0.14 with all experts in Q2_K."
 )
 
 

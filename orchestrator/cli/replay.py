@@ -43,14 +43,15 @@ MOST_TOKENS = 1 << 17
 @option("--text FILE", "Evaluate this text token by token, in decode.")
 @option(
     "--prefill N",
-    "With --text: read its first N tokens as a prompt.  [default: 0]",
+    "With --text: read the first N tokens of the text as a prompt.  [default: 0]",
     type=AT_LEAST_0,
     default=0,
 )
 @option("-p --prompt TEXT", "Answer this prompt, instead of --text.")
 @option(
     "--tokens N",
-    "Tokens of the text or of the answer.  [default: a full context, or 512]",
+    "Number of tokens to read from the text, or to answer with.  [default: a full context of "
+    "the text, or an answer of 512]",
 )
 @option("--seed N", "Seed of the answer.", type=AT_LEAST_0)
 def trace(
@@ -92,7 +93,7 @@ def trace(
             recorded = record_answer(runtime, prompt or "", tokens or 512)
     write_trace(out, recorded)
     steps, nbytes = len(recorded.arrays["step_phase"]), out.stat().st_size
-    click.echo(f"{out}: {steps} steps of {recorded.header.model}, {format_size(nbytes)}")
+    click.echo(f"{out}: a trace of {steps} steps of {recorded.header.model}, {format_size(nbytes)}")
 
 
 @click.command(cls=Command)

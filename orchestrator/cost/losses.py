@@ -235,13 +235,13 @@ class LossTable:
         if self.fit is not None:
             low, high = (math.exp(side * 1.96 * self.fit.error) for side in (-1, 1))
             lines.append(
-                f"  KL is estimated by {self.fit.text.split(', sha')[0]}: its true mean is "
-                f"{low:.2f} to {high:.2f} times the fitted mean (95 % confidence)"
+                f"KL is estimated by {self.fit.text.split(', sha')[0]}: the true mean KL is "
+                f"{low:.2f} to {high:.2f} times the estimated mean (95 % confidence)"
             )
             low, high = self.fit.spread
             lines.append(
-                f"  Windows of the text lose {low:.2f} (10th percentile) to {high:.2f} (90th) "
-                f"times their fitted loss; estimates use the factor {high:.2f}"
+                f"The loss of a text window is {low:.2f} (10th percentile) to {high:.2f} (90th "
+                f"percentile) times its fitted loss; estimates use the factor {high:.2f}"
             )
         if not seen.all():
             lines.append(f"  {np.count_nonzero(~seen)} of {seen.size} experts saw no token")
@@ -288,7 +288,8 @@ def load(path: Path, model: ExpertModel | None) -> LossTable:
 
     Raises LossTableError if the table is missing, damaged, or belongs to another file.
     """
-    again = f"run {calibrate_command(None if model is None else model.path)}"
+    command = calibrate_command(None if model is None else model.path)
+    again = f"run {command}"
     data = _parse(path, again)
     if model is not None and data.get("model") != identity(model):
         name = one_line(str(data.get("name")))
@@ -389,7 +390,7 @@ def _parse(path: Path, again: str) -> dict[str, Any]:
 
 
 def _damaged(path: Path, again: str) -> LossTableError:
-    return LossTableError(f"{path}: not a loss table, or damaged", again)
+    return LossTableError(f"{path}: this file is not a loss table, or is damaged", again)
 
 
 def calibrate_command(model: Path | str | None) -> str:
@@ -515,16 +516,21 @@ class LossModel:
         table, why = self._loaded
         self.note = None
         if why is not None:
-            self.note = f"Nominal losses are used instead of measured ones: {why}: {self._remedy}"
+            self.note = (
+                f"Nominal quality losses are used instead of measured ones: {why}: {self._remedy}"
+            )
         of = LossTable.per_use if per_use else LossTable.of_tiers
         losses = None if table is None else of(table, tiers)
         if losses is None and table is not None:
-            missing = f"lacks one of {', '.join(tiers)}"
+            names = ", ".join(tiers)
             if self._named is not None:
-                raise ConfigError(f"--losses {self._named} {missing}: calibrate with all of them")
+                raise ConfigError(
+                    f"--losses {self._named} lacks one of the precisions {names}: calibrate with "
+                    "all of them"
+                )
             self.note = (
-                f"The model's loss table {missing}: nominal losses are used instead of measured "
-                f"ones."
+                f"The model's loss table lacks one of the precisions {names}: nominal quality "
+                "losses are used instead of measured ones."
             )
         return losses
 
@@ -568,8 +574,14 @@ class LossModel:
         if self.estimate(tiers) is not None:
             return ""
         if table.fit is None:
-            return f"{self._path} has no conversion of its errors to KL: {self._remedy}"
-        return f"{self._path} lacks one of {', '.join(tiers)}: {self._remedy}"
+            return (
+                f"the loss table {self._path} cannot convert its errors to KL divergence: "
+                f"{self._remedy}"
+            )
+        return (
+            f"the loss table {self._path} lacks one of the precisions {', '.join(tiers)}: "
+            f"{self._remedy}"
+        )
 
     @property
     def _remedy(self) -> str:

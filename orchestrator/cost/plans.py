@@ -145,12 +145,14 @@ class Frontier:
         shown = _marked(sorted(shown, key=lambda each: each.token_ms))
         if allowed is not None:
             taken = choose(shown, allowed, before)
-            reason = f"the fastest within {allowed:g} nats of {best_tier}"
+            reason = (
+                f"the fastest plan that loses at most {allowed:g} nats per token from {best_tier}"
+            )
         else:
             default = next(filter(usual.is_like, shown))
             taken, reason = faster_lossless(default, shown) if may_switch else default, ""
             if taken is not default:
-                reason = f"lossless, and {_ahead(taken, default)} {default.label}"
+                reason = f"lossless, and {_gain(taken, default)} faster than {default.label}"
             elif taken.kl != 0.0:
                 reason = "as the options request"
             else:
@@ -158,10 +160,11 @@ class Frontier:
                 first = min(_equals(taken, shown), key=lambda each: each.token_ms)
                 if may_switch and first.token_ms < taken.token_ms:
                     reason += (
-                        f"; {first.label} is predicted to be {_ahead(first, taken)} it, and would "
-                        f"replace it from {CLEARLY_FASTER - 1:.0%} on"
+                        f"; {first.label} is predicted to be {_gain(first, taken)} faster, but is "
+                        f"chosen only if it is at least {CLEARLY_FASTER - 1:.0%} faster"
                     )
-        kl = "" if taken.kl is None else f", {'estimated ' * bool(taken.kl)}{taken.kl:.2g} nats"
+        guess = "estimated " if taken.kl else ""
+        kl = "" if taken.kl is None else f", {guess}{taken.kl:.2g} nats"
         what = f"{taken.label} ({taken.token_ms:.1f} ms a token{kl})"
         return cls(tuple(shown), taken, f"{what}: {reason}.")
 
@@ -172,8 +175,8 @@ def _equals(usual: Candidate, found: Sequence[Candidate]) -> list[Candidate]:
     return [usual, *same]
 
 
-def _ahead(faster: Candidate, slower: Candidate) -> str:
-    return f"{slower.token_ms / faster.token_ms - 1:.1%} faster than"
+def _gain(faster: Candidate, slower: Candidate) -> str:
+    return f"{slower.token_ms / faster.token_ms - 1:.1%}"
 
 
 def faster_lossless(usual: Candidate, found: Sequence[Candidate]) -> Candidate:

@@ -74,10 +74,8 @@ def without_effect(config: Config) -> str | None:
     if not settings or any(config.given(name) != value for name, value in settings.items()):
         return None
     reason = " and ".join(f"{flag_of(name)} {value:g}" for name, value in settings.items())
-    return (
-        f"{' and '.join(map(flag_of, lower))}: no effect with {reason}, which computes every "
-        f"expert in the high precision."
-    )
+    options = " and ".join(map(flag_of, lower))
+    return f"{options}: no effect with {reason}, which computes every expert in the high precision."
 
 
 def notes_of(config: Config, model: ExpertModel) -> list[str]:
@@ -89,7 +87,7 @@ def notes_of(config: Config, model: ExpertModel) -> list[str]:
     """
     own, asked, notes = model.hparams.context_length, config.ctx, []
     if own and asked is not None and asked > own:
-        notes.append(f"--ctx {asked}: limited to the model's training context, {own} tokens.")
+        notes.append(f"--ctx {asked} is reduced to the model's training context, {own} tokens.")
     for parts in model.split_files:
         notes += [f"{each.text}." for each in foreign_problems(parts)]
     return notes

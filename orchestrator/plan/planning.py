@@ -703,20 +703,22 @@ class _Layout:
             if isinstance(without.laid_out(), Plan):
                 return self._cache_too_large(plan.cap_bytes)
         name = plan.placement.name if plan.placement else found.policy.name
-        parts = (
-            f"with a context of {plan.n_ctx} tokens "
-            f"({format_size(plan.fixed_bytes)} for dense weights, KV cache and scratch, "
-            f"{format_size(plan.total_bytes - plan.fixed_bytes)} for the fewest experts"
+        fixed, experts = plan.fixed_bytes, plan.total_bytes - plan.fixed_bytes
+        memory = (
+            f"{format_size(fixed)} for dense weights, KV cache and scratch, "
+            f"{format_size(experts)} for the fewest experts"
         )
-        parts += ")" if plan.shared else "; a smaller --ctx needs less)"
+        hint = "" if plan.shared else "; a smaller --ctx needs less"
+        other_policy = ""
         if name != BASELINE:
             other = self._asked_with(self.config.compared(policy=BASELINE)).least()
             if isinstance(other, Plan) and _differ(other.cap_bytes, plan.cap_bytes):
-                parts += f"; --policy {BASELINE} works from {format_least(other.cap_bytes)}"
+                works = f"--policy {BASELINE} works from {format_least(other.cap_bytes)}"
+                other_policy = f"; {works}"
         limit, option, least = self._given(self.room()), self._option, format_least(plan.cap_bytes)
         return Refusal(
             f"{limit} is too little: the smallest {option} that works with the policy {name} is "
-            f"{least}, {parts}",
+            f"{least}, with a context of {plan.n_ctx} tokens ({memory}{hint}){other_policy}",
             plan.cap_bytes,
             option,
         )
@@ -755,14 +757,15 @@ def _check_kv(config: Config, model: ExpertModel) -> None:
     The types with blocks need keys and values whose length is a multiple of the block. They also
     need flash attention.
     """
-    block, needs = BLOCK[KV_TYPES[config.kv]].weights, ""
-    for length in (model.hparams.key_length, model.hparams.value_length):
-        if length % block and not needs:
-            needs = (
-                f"heads whose length is a multiple of {block}, and those of this model have "
-                f"{length}: leave it out"
-            )
+    block = BLOCK[KV_TYPES[config.kv]].weights
     if block > 1 and config.importance == "exact":
-        needs = "flash attention, which exact importance does without: leave one of the two out"
-    if needs:
-        raise ConfigError(f"--kv {config.kv} needs {needs}")
+        raise ConfigError(
+            f"--kv {config.kv} needs flash attention, which exact importance does without: leave "
+            "one of the two out"
+        )
+    for length in (model.hparams.key_length, model.hparams.value_length):
+        if length % block:
+            raise ConfigError(
+                f"--kv {config.kv} needs heads whose length is a multiple of {block}, and those of "
+                f"this model have the length {length}: leave --kv out"
+            )

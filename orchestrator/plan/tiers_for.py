@@ -72,18 +72,18 @@ def tiers_for(model: ExpertModel, ram_bytes: int) -> tuple[list[str], str]:
     else:
         best, best_bits = GGMLType.Q8_0.tier_name, bits.pop(GGMLType.Q8_0)
     n_weights = 8 * model.tier_bytes[0] / own.bpw
-    room = f"{format_size(ram_bytes)} allow {8 * budget / n_weights:.2f} bits per weight"
+    allows = f"{format_size(ram_bytes)} allow {8 * budget / n_weights:.2f} bits per weight"
     if best_bits * n_weights / 8 <= budget:
-        return [best], f"{room}: everything fits in {best}."
+        return [best], f"{allows}: everything fits in {best}."
     lower = _shared(bits, best_bits, 8 * budget / n_weights)
     if not lower:
         names = [each.tier_name for each in _STREAMED if each in bits]
         return [
             best,
             *names,
-        ], f"{room}, too few for every expert: missing experts are read from disk."
+        ], f"{allows}, too few to keep every expert in memory: missing experts are read from disk."
     names = [each.tier_name for each in lower]
-    return [best, *names], f"{room}: every expert stays in memory, in one of these tiers."
+    return [best, *names], f"{allows}: every expert stays in memory, in one of these tiers."
 
 
 def _bits_of_types(model: ExpertModel) -> dict[GGMLType, float]:

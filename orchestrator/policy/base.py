@@ -461,8 +461,8 @@ def place(
         )
     if too_few:
         raise TiersError(
-            f"the policy {policy.name} works with {precisions.least} precisions",
-            "give --low FILE or a file packed with as many tiers",
+            f"the policy {policy.name} needs at least {precisions.least} precisions",
+            "give --low FILE, or a file packed with that many tiers",
         )
     settings = policy.Settings() if settings is None else settings
     try:

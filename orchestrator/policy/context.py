@@ -163,7 +163,7 @@ class ContextSettings(PlacementSettings, Background):
     hot_experts: int | None = inherit(Shared, "hot_experts")
     near_tiers: str | None = setting(
         None,
-        "Lower precisions, such as q4_k,q2_k, for the experts that are not in the best one.",
+        "Precisions, such as q4_k,q2_k, for the experts that are not in the best precision.",
         metavar="LIST",
         shown="all below the best precision",
     )
@@ -401,7 +401,7 @@ class ContextAware(Policy):
             "changed in the background, and no token waits for that."
         ),
         Settings=ContextSettings,
-        reason="places every expert by the prompt",
+        reason="chooses the precision of every expert by the prompt",
         precisions=Precisions(least=2, keeps="several precisions"),
         # One layer of look-ahead predicts the last layer's experts for all prompt tokens.
         wants=PolicyRequirements(

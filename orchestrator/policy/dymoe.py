@@ -273,7 +273,7 @@ class DyMoEPlacement(Placement):
         if depth.retention < depth.least:
             schedule = self.settings.schedule
             other = "" if schedule == FLAT else f"; --schedule {FLAT} does"
-            less = f": the schedule {schedule} reaches no smaller share{other}"
+            less = f": the schedule {schedule} has no smaller share of critical experts{other}"
         achieved = f"realised {depth.realised:.3f}{less}"
         return f"dymoe {high}/{low} retention={depth.retention:g} ({achieved})"
 

@@ -174,8 +174,8 @@ class DynaExqSettings(Intervals):
 
     rank_slack: int = setting(
         0,
-        "How many ranks by usage an expert may be below the most used ones and still keep the "
-        "high precision.",
+        "Number of ranks that an expert in the high precision may fall below the most used "
+        "experts before it can lose this precision.",
         within=(0, 65535),
     )
     hot_experts: int | None = inherit(Shared, "hot_experts")
@@ -280,11 +280,17 @@ class DynaExqPlacement(Placement):
             return f"dynaexq {high}/{low}, {as_range(self.capacity)} {of} high"
         least = resident_pools(self.shape, fewest_high(self.shape)).plan().total_bytes
         needed = format_size(least)
-        why = f"low copies of all experts take {needed}, which does not fit"
+        why = f"copies of all experts in the low precision take {needed}, which does not fit"
         if not self.capacity.any():
-            return f"dynaexq {low}, caching {as_range(self.cached)} {of}: {why}"
+            return (
+                f"dynaexq {low}, caching {as_range(self.cached)} of {self.shape.n_expert} "
+                f"experts a layer: {why}"
+            )
         n_high, n_low = as_range(self.capacity), as_range(self.cached)
-        return f"dynaexq {high}/{low}, caching {n_high} high and {n_low} low {of}: {why}"
+        return (
+            f"dynaexq {high}/{low}, caching {n_high} in {high} and {n_low} in {low} of "
+            f"{self.shape.n_expert} experts a layer: {why}"
+        )
 
 
 class DynaExq(Learning):
@@ -316,7 +322,7 @@ class DynaExq(Learning):
             "background, and no token waits for that."
         ),
         Settings=DynaExqSettings,
-        reason="fills the budget with high copies",
+        reason="fills the memory for experts with the high precision",
         precisions=_TwoTiers(least=2, most=2, keeps="two precisions"),
         wants=PolicyRequirements(EVERY_STEP, default_tier=LOW, all_resident=True),
     )

@@ -461,8 +461,9 @@ class FIRMSettings(LookAhead):
     agree: str = setting(
         RANK,
         "Which predicted experts are prefetched. rank: the first K that the previous layer "
-        "predicts. mol, as in the paper: those among the first K predictions of each of P earlier "
-        "layers. margin: those that the previous layer scores far enough above its last one.",
+        "predicts. mol, as in the paper: those among the first K predictions of each of P "
+        "earlier layers. margin: those whose score in the previous layer reaches a threshold, "
+        "which rises as K falls.",
         metavar="HOW",
         choices=AGREE_WAYS,
     )
@@ -475,8 +476,8 @@ class FIRMSettings(LookAhead):
     )
     tune: str | None = setting(
         None,
-        "How K and P of --votes are found: climb (the paper's hill climbing), all (every pair is "
-        "counted on the same tokens), or off.",
+        "How K and P of --votes are found: climb (the paper's hill climbing), all (all pairs "
+        "are compared on the same tokens), or off.",
         metavar="HOW",
         choices=TUNE_WAYS,
         shown=f"{ALL}, off with votes",
@@ -486,7 +487,8 @@ class FIRMSettings(LookAhead):
     )
     tune_patience: int = setting(
         2,
-        "With --tune climb: number of updates without gain after which the direction is reversed.",
+        "With --tune climb: the number of updates without gain after which the direction is "
+        "reversed.",
         within=(1, 2**16),
     )
     tune_tokens: int = setting(
@@ -521,29 +523,33 @@ class FIRMSettings(LookAhead):
         off = "prefetch off" if self.prefetch == OFF else "n_ahead 0"
         for name, value in (("votes", votes), ("tune", self.tune)):
             useless = (self.prefetch == OFF or n_ahead == 0) and value not in (None, OFF)
-            complaint = f"is {value}, but nothing is prefetched with {off}: leave one of them out"
+            complaint = (
+                f"{value} has no effect, because nothing is prefetched with {off}: "
+                "leave one of the two out"
+            )
             refuse(useless, name, complaint)
         if self.agree != MOL:
             refuse(
                 deepest > 1,
                 "votes",
-                f"has {deepest} voting layers in '{votes}', but with agree {self.agree} only one "
+                f"'{votes}' lets {deepest} layers vote, but with agree {self.agree} only one "
                 f"layer votes: write K,1, or choose {MOL} for agree",
             )
             refuse(
                 (n_ahead or 0) > 1,
                 "n_ahead",
-                f"is {n_ahead}, but with agree {self.agree} only the previous layer votes: leave "
-                f"it out, or choose {MOL} for agree",
+                f"{n_ahead} has no effect, because with agree {self.agree} only the previous "
+                f"layer votes: leave n_ahead out, or choose {MOL} for agree",
             )
         if votes is not None and most is not None:
-            complaint = (
-                f"has {deepest} voting layers in '{votes}', but at most {most[1]:g} can vote"
-            )
+            complaint = f"'{votes}' lets {deepest} layers vote, and the maximum is {most[1]:g}"
             refuse(deepest > most[1], "votes", complaint)
-            complaint = f"is {n_ahead}, but the votes '{votes}' need {deepest} layers"
+            complaint = f"{n_ahead} does not suit the votes '{votes}', which need {deepest} layers"
             refuse(n_ahead not in (None, deepest), "n_ahead", f"{complaint}: leave it out")
-            complaint = f"is {self.tune}, but votes fixes the tuned values: leave one of them out"
+            complaint = (
+                f"{self.tune} has no effect with votes, which sets the tuned values: "
+                "leave one of the two out"
+            )
             refuse(self.tune not in (None, OFF), "tune", complaint)
 
     @property

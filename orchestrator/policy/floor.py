@@ -301,14 +301,14 @@ class FloorSettings(LookAhead):
     )
     low_share: float = setting(
         0.25,
-        "With --low-tier: the share of the expert memory for experts in the low precision.",
+        "With --low-tier: the share of the expert memory that holds experts in the low precision.",
         within=(0.0, 1.0),
     )
     skip_present: float = setting(
         0.002,
-        "How much it counts as saved to skip an expert that is in memory, relative to a missing "
-        "one. A small value means that missing experts are skipped first. 0: experts in memory are "
-        "never skipped.",
+        "Value of skipping an expert that is in memory, relative to skipping a missing expert. "
+        "A small value means that missing experts are skipped first. With 0, experts in memory "
+        "are never skipped.",
         within=(0.0, 1.0),
     )
     read_behind: bool = setting(
@@ -378,7 +378,7 @@ class Floor(Policy):
             "the low tier if that saves the most reading; resident experts are skipped last."
         ),
         Settings=FloorSettings,
-        reason="decides by the loss that is allowed",
+        reason="decides by the allowed quality loss",
         precisions=Precisions(most=2, skips=True, lossless={"max_loss": 0.0}),
         wants=PolicyRequirements(EVERY_STEP, by_residency=True),
     )

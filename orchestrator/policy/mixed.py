@@ -210,12 +210,12 @@ class Mixed(Learning):
     about = About(
         name="mixed",
         summary=(
-            "Every expert is resident, in the tier with the best value for its bytes, given its "
-            "usage and its loss. Experts exchange their tiers in the background, and no token "
-            "waits for that."
+            "Every expert is resident, in the tier with the best value for its bytes, by the "
+            "expert's usage and quality loss. Experts exchange their tiers in the background, "
+            "and no token waits for that."
         ),
         Settings=MixedSettings,
-        reason="fills the budget with the best precisions",
+        reason="fills the memory for experts with the best precisions",
         precisions=_AnyTiers(least=2, keeps="several precisions"),
         wants=PolicyRequirements(all_resident=True),
     )

@@ -129,7 +129,7 @@ class Rewriter:
         try:
             target = self._at(pointer)
         except (KeyError, IndexError, ValueError, TypeError):
-            self._lose(f"{where}.$ref", "the reference names nothing in the schema")
+            self._lose(f"{where}.$ref", "the reference names no part of the schema")
             return {}
         siblings = {name: each for name, each in schema.items() if name != "$ref"}
         if siblings.keys() - _ANNOTATIONS:
@@ -184,7 +184,8 @@ class Rewriter:
         except _Conflict as conflict:
             self._lose(
                 f"{where}.allOf",
-                f"its parts conflict in `{conflict}`, so they cannot be enforced together",
+                f"the schemas in allOf conflict in `{conflict}`, so they cannot be enforced "
+                "together",
             )
         return self._node(base, where)
 
@@ -201,7 +202,7 @@ class Rewriter:
         try:
             target = self._at(self._pointer(part["$ref"]))
         except (KeyError, IndexError, ValueError, TypeError):
-            self._lose(f"{where}.$ref", "the reference names nothing in the schema")
+            self._lose(f"{where}.$ref", "the reference names no part of the schema")
             target = {}
         rest = {name: each for name, each in part.items() if name != "$ref"}
         return merged(self._inlined(target, where, depth + 1), rest)
@@ -222,12 +223,16 @@ class Rewriter:
                     continue
                 part = merged(base, self._inlined(part, here, 0)) if base else part
             except _Conflict as conflict:
-                self._lose(here, f"its `{conflict}` conflicts with that of the enclosing schema")
+                self._lose(
+                    here,
+                    f"the keyword `{conflict}` conflicts with the same keyword of "
+                    "the enclosing schema",
+                )
                 part = base
             made.append(self._node(part, here))
         if word == "oneOf" and not _are_disjoint(made):
             self._lose(
-                f"{where}.oneOf", "a value could match several of its schemas, which oneOf forbids"
+                f"{where}.oneOf", "a value could match several of the schemas, which oneOf forbids"
             )
         return made[0] if len(made) == 1 else {"anyOf": made} if made else {}
 
@@ -316,14 +321,16 @@ class Rewriter:
         least, most = (self._count(schema, f"{end}Properties", where) for end in ("min", "max"))
         if least is not None and least > len(set(map(str, required))):
             self._lose(
-                f"{where}.minProperties", "the limit is not enforced if properties are optional"
+                f"{where}.minProperties",
+                "the number of properties is not limited if some of them are optional",
             )
         n_closed = (
             len(made.get("properties", ())) if rest in (None, False) and properties else math.inf
         )
         if most is not None and most < n_closed:
             self._lose(
-                f"{where}.maxProperties", "the limit is not enforced if properties are optional"
+                f"{where}.maxProperties",
+                "the number of properties is not limited if some of them are optional",
             )
         for word in (
             "patternProperties",
@@ -406,7 +413,7 @@ class Rewriter:
             if value is None:
                 continue
             if value > MOST_REPEATED:
-                self._lose(f"{where}.{name}", f"only numbers up to {MOST_REPEATED} are enforced")
+                self._lose(f"{where}.{name}", f"limits above {MOST_REPEATED} are not enforced")
             else:
                 made[name] = value
 
@@ -462,7 +469,7 @@ class Rewriter:
     def _number(self, schema: Schema, where: str) -> Schema:
         for name in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"):
             if schema.get(name) not in (None, False):
-                self._lose(f"{where}.{name}", "the keyword is enforced for integers only")
+                self._lose(f"{where}.{name}", "limits of numbers are enforced for integers only")
         return {"type": "number"}
 
 
@@ -497,7 +504,8 @@ def rewritten_arguments(schema: Schema, where: str) -> tuple[Schema, list[str]]:
     if made.keys() - _ANNOTATIONS:
         lost = [
             *lost,
-            f"{where}: the alternatives are enforced as one object with all their properties",
+            f"{where}: the alternatives are enforced as one object with the properties of all "
+            "of them",
         ]
     flat: Schema = {"type": "object"}
     if choices:

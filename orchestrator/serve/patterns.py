@@ -93,7 +93,7 @@ def _branches(words: list[str], at: int, depth: int) -> str:
     All words are equal before that character. Raises PatternError at a `depth` above the limit.
     """
     if depth > _MOST_DEPTH:
-        raise PatternError("too many of the words share prefixes")
+        raise PatternError("the words share prefixes at too many places")
     if len(words) == 1:
         return _literal(words[0][at:])
     end = at
@@ -347,7 +347,7 @@ def _written(node: Node) -> str:
         return f"({'|'.join(texts)})"
     if isinstance(node, Times):
         if max(node.least, node.most or 0) > MOST_TIMES:
-            raise PatternError(f"only repetitions of up to {MOST_TIMES} times are enforced")
+            raise PatternError(f"repetitions of more than {MOST_TIMES} times are not enforced")
         text = _written(node.item)
         if not isinstance(node.item, Choice) and not text.startswith("["):
             text = f"({text})"

@@ -185,7 +185,8 @@ def _check_values(data: dict[str, Any], n_bytes: int, longest_bytes: int) -> Non
         n_values += len(level)
         if n_values > most:
             raise Refusal(
-                400, f"the request has more than {most} JSON values, the limit of this server"
+                400,
+                f"the request has more than {most} JSON values, which is the limit of this server",
             )
 
 
@@ -708,7 +709,7 @@ def _check_biased_tokens(bias: Any, n_vocab: int) -> None:
 
 def _refuse_above(field: str, count: int, most: int, unit: str) -> None:
     if count > most:
-        raise Refusal(400, f"{field}: {count} {unit} exceed the limit of {most}")
+        raise Refusal(400, f"{field} has {count} {unit}, and the limit is {most}")
 
 
 def _texts(bias: Any) -> Iterator[str]:
@@ -777,7 +778,9 @@ def _bound(name: str, data: dict[str, Any], most_tokens: int) -> None:
     answer = "an answer" if n_prompts == 1 else f"each of {n_prompts} answers"
     if n_allowed < 1:
         n_most = max(0, most - 1)
-        raise Refusal(400, f"{name} is {n_probs}, but {answer} has memory for {n_most}")
+        raise Refusal(
+            400, f"{name} is {n_probs}, but the memory of {answer} allows at most {n_most}"
+        )
     limit = limit_of(data)
     if limit is None:
         if n_allowed < most_tokens:

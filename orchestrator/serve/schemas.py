@@ -481,8 +481,8 @@ SCHEMAS: dict[str, Schema] = {
         },
         streams_below={
             **COUNT,
-            "description": "A --ram in bytes with which some experts would be read from disk. Only "
-            "if layers is 0.",
+            "description": "If layers is 0: a value for --ram, in bytes, with which some "
+            "experts would be read from disk.",
         },
         experts=COUNT,
         tiers=listed(STRING),
@@ -539,7 +539,7 @@ GENERATING: dict[str, Schema] = {
     ),
     "/completion": operation("llama.cpp's completion.", _NATIVE, "NativeRequest", STREAM),
     "/infill": operation(
-        "llama.cpp's completion of a gap in a text, for models that support it.",
+        "Fill a gap in a text, as llama.cpp's server does. For models that support this.",
         _NATIVE,
         "InfillRequest",
         STREAM,

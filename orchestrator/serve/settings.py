@@ -65,7 +65,7 @@ class ServeSettings(Settings):
     )
     allow_host: str | None = setting(
         None,
-        "Further names of this server that a Host header may have, for example for use with a "
+        "Further names of this server that a Host header may have, such as the name of a "
         "proxy; separated by commas.",
         metavar="NAMES",
         group=MORE,

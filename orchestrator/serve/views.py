@@ -137,7 +137,7 @@ def _samples(state: State, served: Served) -> Iterator[tuple[str, str, str, Labe
     yield (
         "body_bytes",
         "gauge",
-        "Bytes of request bodies that arrive or wait.",
+        "Bytes of request bodies that are arriving or waiting.",
         {},
         bodies.kept_bytes,
     )

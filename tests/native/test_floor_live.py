@@ -51,9 +51,12 @@ TABLES = [
         lambda data: json.dumps({**data, "model": "0" * 64}),
         "another file .*run `moe-edge calibrate",
     ),
-    (lambda data: json.dumps(data)[:-9], "not a loss table, or damaged: run `moe-edge calibrate"),
-    (infinite, "not a loss table, or damaged: run `moe-edge calibrate"),
-    (unfitted, "no conversion of its errors to KL.*run `moe-edge calibrate"),
+    (
+        lambda data: json.dumps(data)[:-9],
+        "not a loss table, or is damaged: run `moe-edge calibrate",
+    ),
+    (infinite, "not a loss table, or is damaged: run `moe-edge calibrate"),
+    (unfitted, "cannot convert its errors to KL.*run `moe-edge calibrate"),
 ]
 
 
@@ -131,7 +134,10 @@ def test_evaluation_in_virtual_time(both, tmp_path):
     assert 0 < slow["usage"]["kl_estimate"] <= 0.012 and slow["usage"]["skip"] > 0
     assert slow["text"]["kl"][0] > 0
     printed = render(slow)
-    assert "KL estimated" in printed and "(virtual: reads of 977 KiB/s and 9 us" in printed
+    assert (
+        "KL estimated" in printed
+        and "(simulated: the disk reads 977 KiB/s with a latency of 9 us" in printed
+    )
 
 
 @pytest.mark.parametrize(("routing", "halved"), [((-9.0, 9.0), False), ((8.0, 9.0), True)])

@@ -94,7 +94,7 @@ def test_the_frontier_is_printed_and_drawn(model, tmp_path, monkeypatch):
     monkeypatch.setattr(ExpertModel, "lookup_text", "rows (4 GiB)")
     shown = run(model, *LITTLE)
     assert shown.exit_code == 0, shown.output
-    assert "on disk in managed plans: rows (4 GiB)" in shown.stderr
+    assert "Plans with an expert store leave these tensors on disk: rows (4 GiB)" in shown.stderr
     assert "`chat` and `serve` use dymoe" in shown.stdout
     assert "quality loss (KL) is unknown" in shown.stderr and "calibrate" in shown.stderr
     assert "Other programs used the processor" in shown.stdout
@@ -222,13 +222,15 @@ def test_max_loss_chooses_the_plan(fitted):
     for allowed in (0.0, 0.05, 1.0):
         with Runtime.open(build(fitted, max_loss=allowed)) as runtime, runtime.evaluator() as e:
             ran[allowed] = e.inside.policy.name, e.plan.tier_names
-            assert f"within {allowed:g} nats of q8_0" in str(runtime.note)
+            assert f"at most {allowed:g} nats per token from q8_0" in str(runtime.note)
     assert ran[0.0][1][0] == "q8_0" and ran[0.0][0] in ("lru", "dymoe")
     assert ran[0.05] in ((name, ("q4_k", "q2_k")) for name in ("mixed", "dynaexq"))
     assert ran[1.0] == ("lru", ("q2_k",))
     shown = run(fitted, *LITTLE, "--max-loss", "0.05")
     assert shown.exit_code == 0 and f"use {ran[0.05][0]} (" in shown.stdout
-    assert shown.stderr.splitlines() == [f"on disk in managed plans: {LOOKUP}"]
+    assert shown.stderr.splitlines() == [
+        f"Plans with an expert store leave these tensors on disk: {LOOKUP}"
+    ]
     assert sum(line.startswith("*") for line in shown.stdout.splitlines()) == 1
     found = candidates(fitted, *LITTLE, "--max-loss", "0.05")["candidates"]
     floor = next(each for each in found if each["policy"] == "floor")
@@ -246,7 +248,9 @@ def test_a_named_table_chooses_a_plan(fitted, tmp_path):
     for more in ((), ("--max-loss", "0.05")):
         shown = run(fitted, *LITTLE, "--losses", str(named), *more)
         assert shown.exit_code == 0
-        assert shown.stderr.splitlines() == [f"on disk in managed plans: {LOOKUP}"]
+        assert shown.stderr.splitlines() == [
+            f"Plans with an expert store leave these tensors on disk: {LOOKUP}"
+        ]
     with Runtime.open(build(fitted, losses=named, max_loss=0.05)) as runtime:
         assert "estimated to lose" in runtime.mode
 

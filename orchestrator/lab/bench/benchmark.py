@@ -111,9 +111,13 @@ class Benchmark(ABC):
         self.compare(rows, runs)
         # Put the description of the model into the title, because tables are often quoted without
         # the heading.
-        made = f"{self.model.n_layers} layers, {on.runs} run{'s' if on.runs > 1 else ''}"
+        runs_text = "1 run" if on.runs == 1 else f"{on.runs} runs"
+        made = f"{self.model.n_layers} layers, {runs_text}"
         if not on.trained:
-            made += f", each layer adds {RESIDUAL_POWER:.1f} of the residual stream's power"
+            made += (
+                f"; random weights with which each layer adds {RESIDUAL_POWER:.1f} of the "
+                "residual stream's power to the stream"
+            )
         for same in caps_of(rows):
             cap, limit = same[0]["cap"], same[0]["limit_bytes"]
             title = "everything in memory" if cap is None else self.cap_words.format(cap)
@@ -125,16 +129,20 @@ class Benchmark(ABC):
         """Return lines that describe the model, the machine, the disk and the routing."""
         on, model, disks = self.on, self.model, self.bandwidths
         threads, speeds = on.n_threads, [each.bytes_per_s / 1e9 for each in disks]
+        weights = "trained" if on.trained else "random weights"
+        routing = "trained" if on.trained else on.routing
+        cores = len(os.sched_getaffinity(0))
+        threads_text = "1 compute thread" if threads == 1 else f"{threads} compute threads"
+        how = "direct" if all(each.direct for each in disks) else "buffered"
+        all_speeds = ", ".join(f"{each:.2f}" for each in speeds)
         return [
             f"{on.model_name}: {model.n_layers} layers of {model.n_expert} experts, top-"
             f"{model.n_expert_used}, {format_size(self.file_bytes)} in {model.tiers[0].name}, "
-            f"{'trained' if on.trained else 'random weights'}",
-            f"{processor_name()}, {len(os.sched_getaffinity(0))} cores, {threads} compute "
-            f"thread{'s' if threads > 1 else ''}",
-            f"{'direct' if all(each.direct for each in disks) else 'buffered'} reads of "
-            f"{disks[0].slice_bytes / 1e6:.2f} MB by {on.io_threads} threads: "
-            f"{statistics.median(speeds):.2f} GB/s ({', '.join(f'{each:.2f}' for each in speeds)})",
-            f"{'trained' if on.trained else on.routing} routing",
+            f"{weights}",
+            f"{processor_name()}, {cores} cores, {threads_text}",
+            f"{how} reads of {disks[0].slice_bytes / 1e6:.2f} MB from the disk by {on.io_threads} "
+            f"threads: {statistics.median(speeds):.2f} GB/s ({all_speeds})",
+            f"{routing} routing",
         ]
 
     def measure_all(self, listed: Sequence[Case]) -> list[list[Result]]:
@@ -246,7 +254,10 @@ class Benchmark(ABC):
             return self._spawn(job)
         with memory_group(limit) as group:
             if isinstance(group, str):
-                self.skip(f"process memory cannot be limited: {group}; ignore the mmap rows")
+                self.skip(
+                    f"the memory of the process cannot be limited: {group}. Ignore the "
+                    "rows with mmap, which need this limit"
+                )
                 return self._spawn(job)
             return self._spawn(job, partial(group.write_text, "0"))
 

@@ -224,23 +224,24 @@ class Caps(Benchmark):
 
     def intro(self) -> list[str]:
         options = self.on
-        after = (
-            f"after the same {options.prompt_tokens} {options.words} tokens for all rows; "
-            f"{options.runs} alternating runs, speeds from the median step; dymoe has r = "
-            f"{options.retention}"
+        rows = (
+            f"All rows decode {options.tokens} steps after the same {options.prompt_tokens} "
+            f"{options.words} tokens, in {options.runs} alternating runs. Speeds are those of the "
+            f"median step. The policy dymoe has --retention {options.retention}."
         )
         if options.together > 1:
-            return [f"{options.together} sequences, {options.tokens} decode steps {after}"]
+            return [f"{rows} Each step decodes a token of {options.together} sequences."]
         return [
-            f"{options.tokens} decode steps {after}",
-            "bound: the median over the steps of max(compute time, missed bytes / bandwidth). The "
-            "compute time is that of the faster upstream row with everything in memory, minus "
-            "the time that low and skipped experts save. The bandwidth is the highest of the "
-            "disk probes before and after the row and of the row itself. The row fewer experts "
-            f"uses {self.fewer_experts[1]} of {self.model.n_expert_used} experts per token",
-            "all TYPE: all experts have the largest type with which the whole model fits in "
-            "memory. This is the fastest alternative. Quality cannot be measured with random "
-            "weights: see docs/quality.md",
+            rows,
+            "bound: the highest possible speed. Its time per token is the median over the "
+            "steps of max(compute time, missed bytes / bandwidth). The compute time is that of "
+            "the faster upstream row with everything in memory, minus the time that low and "
+            "skipped experts save. The bandwidth is the highest of the disk probes before and "
+            'after the row and of the row itself. The row "fewer experts" uses '
+            f"{self.fewer_experts[1]} of {self.model.n_expert_used} experts per token",
+            'rows "all TYPE": all experts have the largest type with which the whole model '
+            "fits in memory. This is the fastest alternative. Quality cannot be measured with "
+            "random weights: see docs/quality.md",
         ]
 
     def notes(self, rows: Sequence[Result]) -> list[str]:
@@ -250,7 +251,7 @@ class Caps(Benchmark):
         footnotes instead give the speed relative to the run with all experts in memory.
         """
         return super().notes(rows) + [
-            f"{row['name']}: {row['of_resident']:.2f} of the speed with everything in memory"
+            f"{row['name']}: {row['of_resident']:.2f} times the speed with everything in memory"
             for row in rows
             if {"budget_bytes", "of_resident"} <= row.keys() and row["cap"]
             if "bound_tpot_ms" not in row

@@ -203,14 +203,18 @@ def count(retention: float, note: Note) -> Report:
     """
     rows = count_rows(build_emulation(), retention, note)
     columns = (NAME, *(Column(name, name, lambda figure: f"{figure:g}") for name in FIGURES))
-    title = f"per layer and token; {SHAPE.n_layer} layers, {SHAPE.n_expert} experts"
+    title = (
+        f"GPU operations per layer and token of a model with {SHAPE.n_layer} layers of "
+        f"{SHAPE.n_expert} experts"
+    )
     heading = [
-        f"{SHAPE.n_layer} layers of {SHAPE.n_expert} experts, top-{SHAPE.n_expert_used}, 256 x 256 "
-        f"on the emulated GPU; {STEPS} decode steps after {PROMPT_TOKENS + SETTLE_STEPS} tokens",
-        f"rows 1 to 6 are those of DyMoE's Table 3, with {SHARE:.0%} of the experts on the GPU; "
-        f"dymoe has r = {retention}; before the first step, host memory has all experts in both "
-        "precisions",
-        "the counts include the embedding and the output, spread over the layers; misses are "
-        "copied to the GPU",
+        f"The model has {SHAPE.n_layer} layers of {SHAPE.n_expert} experts, of which a token "
+        f"uses {SHAPE.n_expert_used}, with matrices of 256 x 256. On the emulated GPU, {STEPS} "
+        f"decode steps are counted after {PROMPT_TOKENS + SETTLE_STEPS} tokens.",
+        f"Rows 1 to 6 are those of DyMoE's Table 3, with {SHARE:.0%} of the experts on the GPU. "
+        f"The policy dymoe has --retention {retention}. Before the first step, host memory has "
+        "all experts in both precisions.",
+        "The counts include the operations of the embedding and the output, divided among the "
+        "layers. Missing experts are copied to the GPU.",
     ]
     return Report(heading, [Table(title, columns, rows)], [])

@@ -331,7 +331,9 @@ class Gpu(Benchmark):
         for row in good(rows):
             if "hit_rate" in row:
                 waits = ", ".join(f"{cause} {row[f'{cause} wait']:.0f}" for cause in WAITS)
-                lines.append(f"{row['name']}: waits per layer, us: {waits}")
+                lines.append(
+                    f"{row['name']}: microseconds of waiting per layer and token, by cause: {waits}"
+                )
         return super().notes(rows) + lines
 
     def compare(self, rows: Sequence[Result], runs: Sequence[Sequence[Result]]) -> None:
@@ -363,14 +365,17 @@ class Gpu(Benchmark):
             for name in ("pinned", "pageable", "compute")
         )
         return [
-            f"{gpu['name']}, {format_size(gpu['total_bytes'])}; copies to it {pinned} pinned, "
-            f"{pageable} pageable; the host computes {compute}",
-            f"{options.tokens} decode steps with the same {options.words} tokens for all rows, "
-            f"after {options.prompt_tokens} others; {options.runs} alternating runs; x TPOT and "
-            f"x TTFT are relative to the best upstream row; dymoe has r = {options.retention}",
-            "bound: max(compute time with all experts on the GPU, missed bytes / bandwidth)",
-            "rows 1 to 6 are those of DyMoE's Table 3, with misses copied to the GPU; x row 1 "
-            "compares TPOT with row 1",
+            f"{gpu['name']}, {format_size(gpu['total_bytes'])}; copies to the GPU reach "
+            f"{pinned} from pinned memory and {pageable} from pageable memory; the CPU computes "
+            f"experts at {compute}",
+            f"All rows decode {options.tokens} steps with the same {options.words} tokens, "
+            f"after {options.prompt_tokens} others, in {options.runs} alternating runs. The "
+            "columns x TPOT and x TTFT are relative to the best upstream row. The policy dymoe "
+            f"has --retention {options.retention}.",
+            "bound: the shortest possible time, which is max(compute time with all experts on "
+            "the GPU, missed bytes / bandwidth)",
+            "Rows 1 to 6 are those of DyMoE's Table 3, and their missing experts are copied to "
+            "the GPU. The column x row 1 compares TPOT with that of row 1.",
         ]
 
 

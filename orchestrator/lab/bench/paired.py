@@ -112,14 +112,17 @@ class PairedOptions(BenchOptions):
     routing: str = inherit(BenchOptions, "routing", "zipf")
     tier: str = setting(HIGH, "Type of the experts of a random-weight model.")
     ours: tuple[str, ...] = setting(
-        ("policy=lru", "force_managed=true"), "Settings of our side, as NAME=VALUE.", notation=WORDS
+        ("policy=lru", "force_managed=true"),
+        "Settings of the first side (ours), as NAME=VALUE.",
+        notation=WORDS,
     )
     theirs: tuple[str, ...] = setting(
         (UPSTREAM,),
-        "Settings of the other side. The word upstream selects llama.cpp with its fastest flags.",
+        "Settings of the second side (theirs), as NAME=VALUE. The word upstream selects "
+        "llama.cpp with its fastest flags.",
         notation=WORDS,
     )
-    other: Path | None = setting(None, "Source checkout that runs the other side.", metavar="DIR")
+    other: Path | None = setting(None, "Source checkout that runs the second side.", metavar="DIR")
     python: str = setting(
         sys.executable,
         "Python interpreter that runs the checkout of --other.",
@@ -288,8 +291,8 @@ class Paired:
             note(f"pair {number + 1} of {on.runs}: ratio {rows[-1]['ratio']:.4f}")
         median, low, high = median_interval([row["ratio"] for row in rows])
         footnote = (
-            f"median ratio {median:.4f}, 95 % interval {low:.4f} to {high:.4f}; above 1: ours is "
-            "faster"
+            f"median ratio {median:.4f}, 95 % interval {low:.4f} to {high:.4f}; a ratio above 1 "
+            "means that our side is faster"
         )
         what = f"a prompt of {on.prompt} tokens" if on.prompt else "a decoded token"
         table = Table(f"{what}, medians of each start", COLUMNS, rows, [footnote])

@@ -192,7 +192,8 @@ def row_notes(rows: Sequence[Result]) -> list[str]:
             continue
         parts = [f"peak {row['peak_bytes'] / MIB:.0f} MiB"]
         if limit is not None:
-            parts.append(f"{'OVER' if over else 'within'} its cap of {limit / MIB:.0f}")
+            state, cap_mib = "OVER" if over else "within", limit / MIB
+            parts.append(f"{state} its cap of {cap_mib:.0f}")
         if "budget_bytes" in row:
             parts.append(f"slots {row['budget_bytes'] / MIB:.0f} MiB")
         if row.get("callback_us_p50") is not None:
@@ -203,8 +204,9 @@ def row_notes(rows: Sequence[Result]) -> list[str]:
 
 def _bound_note(row: Result) -> str:
     line = (
-        f"{row['name']}: bound {1e3 / row['bound_tpot_ms']:.1f} tok/s, set by {row['bound_by']} "
-        f"(computing takes {row['bound_compute_ms']:.1f} ms, misses {row['bound_wait_ms']:.1f} ms)"
+        f"{row['name']}: at most {1e3 / row['bound_tpot_ms']:.1f} tok/s are possible, limited "
+        f"by {row['bound_by']} (computing takes {row['bound_compute_ms']:.1f} ms, misses take "
+        f"{row['bound_wait_ms']:.1f} ms)"
     )
     if "probe_bytes_per_s" in row:
         probes = row["probe_bytes_per_s"]

@@ -426,12 +426,15 @@ def describe_difference(found: Result, layer: tuple[int, float | None] | None) -
 
     row = found["first"]
     where = "after the prompt" if row == 0 else f"after token {row} of the answer"
-    text = f"the logits differ from llama.cpp's {where} by {amount(found['first_error'])}, at most "
-    text += f"by {amount(found['most'])}; the most likely token differs in "
-    text += f"{found['choices']} of {found['rows']} rows"
+    first, most = amount(found["first_error"]), amount(found["most"])
+    text = (
+        f"the logits differ from llama.cpp's {where} by {first}, at most by {most}; the most "
+        f"likely token differs in {found['choices']} of {found['rows']} rows"
+    )
     if layer is None:
         return f"{text}; in one batch, the experts of all layers give equal results"
-    return f"{text}; the first layer whose experts differ is {layer[0]}, by {amount(layer[1])}"
+    number, error = layer[0], amount(layer[1])
+    return f"{text}; the first layer whose experts differ is layer {number}, by {error}"
 
 
 def describe_machine(machine: Machine) -> dict[str, Any]:

@@ -27,7 +27,7 @@ def render(report: dict[str, Any]) -> str:
     asked = report["as_asked"]
     if asked and "error" not in asked:
         prompt, decode = _tok_s(asked)
-        speeds = f"prompt {prompt} tokens/s, decode {decode} tokens/s"
+        speeds = f"prompts at {prompt} tokens/s, decode at {decode} tokens/s"
         lines += ["", f"as asked: {asked['mode']}", f"  {speeds}; {_memory(asked)}"]
     if report["own_bytes"]:
         own = format_size(report["own_bytes"], up=True)
@@ -38,8 +38,8 @@ def render(report: dict[str, Any]) -> str:
     if report["ok"]:
         lines.append("Good: every run equals llama.cpp bit for bit, within its planned memory.")
     else:
-        n = len(report["problems"])
-        lines.append(f"Not good: {n} problem{'s' if n > 1 else ''}, see above.")
+        problems = _problems(len(report["problems"]))
+        lines.append(f"Not good: {problems}, see above.")
     return "\n".join([*lines, *row(report)])
 
 
@@ -52,7 +52,7 @@ def row(report: dict[str, Any]) -> list[str]:
     run, machine = report["as_asked"], report["machine"]
     if not report["ok"] or not run or "error" in run:
         return []
-    n = len(run["prompt"])
+    n, seconds = len(run["prompt"]), len(run["prompt"]) / run["prompt_tok_s"]
     hits = f"{run['hit_rate']:.1%}" if "hit_rate" in run else "all in memory"
     where = [machine["processor"], f"{machine['cores']} cores", machine["device"]]
     cells = (
@@ -60,7 +60,7 @@ def row(report: dict[str, Any]) -> list[str]:
         ", ".join(filter(None, where)),
         format_size(run["used_bytes"], up=True),
         f"{run['decode_tok_s']:.1f}",
-        f"{n / run['prompt_tok_s']:.1f} s of {n}",
+        f"{seconds:.1f} s of {n}",
         hits,
         machine["versions"]["moe-edge"] or "?",
     )
@@ -91,9 +91,13 @@ def _file(report: dict[str, Any]) -> list[str]:
         lines += [f"fallback: {text}" for text in facts["fallbacks"]]
     if verified:
         n = verified["findings"]
-        state = "good" if not n else f"{n} problem{'s' if n > 1 else ''}"
+        state = _problems(n) if n else "good"
         lines.append(f"every block read: {state}, {format_size(verified['bytes'])}")
     return lines
+
+
+def _problems(n: int) -> str:
+    return "1 problem" if n == 1 else f"{n} problems"
 
 
 def _words(words: dict[str, Any] | None) -> list[str]:

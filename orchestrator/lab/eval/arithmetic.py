@@ -44,7 +44,10 @@ def change(nll: np.ndarray, base: np.ndarray) -> Estimate:
     Raises ValueError if the lengths differ.
     """
     if len(nll) != len(base):
-        raise ValueError(f"{len(nll)} tokens cannot be paired with {len(base)}")
+        raise ValueError(
+            f"the two runs scored {len(nll)} and {len(base)} tokens, so that they "
+            "cannot be compared token by token"
+        )
     ratio = perplexity(nll - base)
     return Estimate(ratio.value - 1.0, ratio.error)
 

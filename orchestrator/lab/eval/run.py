@@ -307,7 +307,7 @@ def render(result: dict[str, Any]) -> str:
     lines = [f"{result['model']}, {result['mode']}"]
 
     def add(label: str, value: str, note: str = "") -> None:
-        lines.append(f"{label:16}{value}{f'  ({note})' if note else ''}")
+        lines.append(f"{label:16}{value}" + (f"  ({note})" if note else ""))
 
     if (text := result.get("text")) is not None:
         prompt = result["prompt_tokens"]
@@ -315,7 +315,7 @@ def render(result: dict[str, Any]) -> str:
         how = "one decode step per token" if decode else "read as prompts"
         if "kl" in text:
             add(f"KL from {text['best_tier']}", with_error(text["kl"], 5), "nats")
-        note = f"{text['tokens']} tokens, {how}{after}, windows of {result['window']}"
+        note = f"{text['tokens']} tokens, {how}{after}, in windows of {result['window']} tokens"
         add("perplexity", with_error(text["perplexity"]), note)
         for name, value in text["domains"].items():
             add(f"  {name}", with_error(value))
@@ -329,13 +329,15 @@ def render(result: dict[str, Any]) -> str:
             add("KL estimated", f"{usage['kl_low']:.5f} to {lost:.5f}", "from the loss table")
         if usage["limit_halved"]:
             note = "the text differs from those of the loss table"
-            add("limit halved", f"{100 * usage['limit_halved']:.0f} % of the tokens", note)
+            percent = 100 * usage["limit_halved"]
+            add("limit halved", f"{percent:.0f} % of the tokens", note)
         asked = {key: usage[key] for key in ("high", "low", "skip") if usage[key] is not None}
         add("experts asked", ", ".join(f"{100 * part:.1f} % {key}" for key, part in asked.items()))
         if (virtual := result.get("virtual")) is not None and virtual["tpot_ms_mean"]:
             note = (
-                f"virtual: reads of {format_size(virtual['bandwidth'])}/s and "
-                f"{virtual['latency_us']} us, computing {virtual['compute_ms']:.2f} ms"
+                f"simulated: the disk reads {format_size(virtual['bandwidth'])}/s with a "
+                f"latency of {virtual['latency_us']} us, and computing takes "
+                f"{virtual['compute_ms']:.2f} ms"
             )
             add("time a token", f"{virtual['tpot_ms_mean']:.2f} ms", note)
         if usage["computed_low"] is not None:
@@ -343,7 +345,7 @@ def render(result: dict[str, Any]) -> str:
             add("computed low", f"{100 * usage['computed_low']:.1f} %", how)
         reads = format_size(usage["bytes_read"])
         if usage["hit_rate"] is not None:
-            reads += f", {100 * usage['hit_rate']:.1f} % found in memory"
+            reads += f"; {100 * usage['hit_rate']:.1f} % of the requested experts were in memory"
         add("read", reads)
     return "\n".join(lines)
 
@@ -357,4 +359,5 @@ def with_error(pair: Sequence[float | None], digits: int = 3) -> str:
 
 def share_with_error(pair: Sequence[float | None], digits: int = 1) -> str:
     """Format a fraction and its standard error in percent."""
-    return f"{with_error([None if x is None else 100 * x for x in pair], digits)} %"
+    percent = [None if x is None else 100 * x for x in pair]
+    return f"{with_error(percent, digits)} %"

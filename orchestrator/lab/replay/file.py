@@ -213,7 +213,10 @@ def _check(trace: Trace) -> None:
         raise _Wrong(f"arrays missing or unknown: {', '.join(sorted(set(a) ^ set(ARRAYS)))}")
     for name, (kind, shape) in ARRAYS.items():
         if a[name].dtype != kind or a[name].ndim != len(shape):
-            raise _Wrong(f"{name} is {a[name].dtype} in {a[name].ndim} dimensions")
+            raise _Wrong(
+                f"the array {name} has the wrong type or number of dimensions: "
+                f"{a[name].dtype}, {a[name].ndim} dimensions"
+            )
     if header.n_expert_used > header.n_expert:
         raise _Wrong(
             f"{header.n_expert_used} experts per token, but only {header.n_expert} experts"
@@ -232,7 +235,9 @@ def _check(trace: Trace) -> None:
         if (np.diff(a[name][:, 0]) < 0).any():
             raise _Wrong(f"{name}: not sorted by step")
     if a["restored"][:, 2].sum(dtype=np.int64) != len(a["restored_use"]):
-        raise _Wrong("restored: its sizes do not add up to that of restored_use")
+        raise _Wrong(
+            "the sizes in the array restored do not add up to the size of the array restored_use"
+        )
 
 
 def _check_shape(name: str, array: np.ndarray, lengths: Mapping[str, int]) -> None:
@@ -317,4 +322,4 @@ def _check_events(trace: Trace) -> None:
         ids[(ids == ids[:, :1]) & (a[scores] == 0) & (columns > 0)] = -1
         ids = np.where(ids < 0, -1 - columns, ids)
         if (np.diff(np.sort(ids, axis=1), axis=1) == 0).any():
-            raise _Wrong(f"{name}: a token has an expert twice")
+            raise _Wrong(f"the array {name} names an expert twice for one token")

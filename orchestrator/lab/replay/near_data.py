@@ -185,7 +185,10 @@ class NearData(PlacementSettings):
         super().__post_init__()
         model, most = self.model, int(self.model.gpu_slots / self.model.n_layers)
         if self.n_hot > model.n_expert:
-            raise ConfigError(f"--hot {self.n_hot}: {model.name} has {model.n_expert} per layer")
+            raise ConfigError(
+                f"--hot {self.n_hot} is too large: {model.name} has "
+                f"{model.n_expert} experts per layer"
+            )
         if self.n_hot > most:
             raise ConfigError(
                 f"--hot {self.n_hot}: the GPU's {GPU_BYTES / 1e9:g} GB hold at most {most} of each "
@@ -285,7 +288,10 @@ def generated(shape: PaperModel) -> Routing:
         chosen, _ = _choose(random, answer, shape.n_expert_used)
         counts, gates = (_by_expert(ids, shape.size, each) for each in (1.0, weights))
         made.append(Sequence(counts, gates, chosen))
-    source = f"{N_SEQUENCES} generated sequences of {N_TOKENS} + {N_TOKENS} tokens, skew {SKEW:g}"
+    source = (
+        f"{N_SEQUENCES} generated sequences, each with {N_TOKENS} tokens of a prompt and "
+        f"{N_TOKENS} of an answer, skew {SKEW:g}"
+    )
     return Routing(source, made, np.zeros(shape.size))
 
 
@@ -652,8 +658,8 @@ def near_tables(result: dict[str, Any]) -> list[Table]:
     runs = [{"name": each, **run} for each, run in result["runs"].items()]
     lengths = [{"name": run["name"], **row} for run in runs for row in run["lengths"]]
     title = (
-        f"{result['shape']}, {result['n_hot']} hot experts per layer, the others at "
-        f"{result['near_bits']:g} bits; {result['routing']}"
+        f"{result['shape']} with {result['n_hot']} hot experts per layer on the GPU and the "
+        f"others at {result['near_bits']:g} bits per weight; {result['routing']}"
     )
     return [
         Table(f"Decode steps: {title}", steps, runs),

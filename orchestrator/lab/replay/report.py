@@ -53,7 +53,7 @@ class ReplayOptions(Settings):
 
     policy: str | None = setting(
         None,
-        lambda: f"The policy that decides: {', '.join(POLICIES)}.",
+        lambda: f"Policy with which the trace is replayed: {', '.join(POLICIES)}.",
         shown="as recorded",
     )
     expert_ram: int | None = setting(
@@ -83,7 +83,7 @@ class ReplayOptions(Settings):
     )
     compute_ms: float | None = setting(
         None,
-        "Compute time of a decoded token, without waits.",
+        "Compute time of a decoded token, without waits, in milliseconds.",
         metavar="MS",
         within=(0, 10**6),
         shown="as recorded",
@@ -99,7 +99,8 @@ class ReplayOptions(Settings):
     )
     wait: str = setting(
         MATRIX,
-        "Reads that a matrix product waits for: its own matrix, or the whole expert.",
+        "Which reads a matrix product waits for: that of its own matrix (matrix), or those of "
+        "the whole expert (whole).",
         choices=WAITS,
         group=MORE,
     )
@@ -315,9 +316,10 @@ def render(result: dict[str, Any]) -> str:
     heading = [
         f"{result['model']}: {prompt} prompt tokens, {tokens} decoded; "
         f"{format_size(result['expert_bytes'])} of expert slots",
-        f"reads: {format_size(result['bandwidth'])}/s, {result['latency_us']} us, "
-        f"{result['io_threads']} at once{odd}; computing: {compute:.2f} ms per token, "
-        f"{100 * result['dense_share'][Phase.DECODE]:.0f} % of it outside the experts",
+        f"the simulated disk reads {format_size(result['bandwidth'])}/s with a latency of "
+        f"{result['latency_us']} us and {result['io_threads']} reads at once{odd}; computing "
+        f"takes {compute:.2f} ms per token, {100 * result['dense_share'][Phase.DECODE]:.0f} % "
+        "of it outside the experts",
     ]
     best, bound, recorded = result["belady"]["decode"], result["bound"], result["recorded"]
     rows = [

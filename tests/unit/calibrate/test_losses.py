@@ -457,7 +457,9 @@ def test_a_damaged_table_is_a_sentence(key, value, files, tmp_path):
     with ExpertModel.open(files[0]) as model:
         save(path, model, small(model))
         path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
-        with pytest.raises(ConfigError, match=r"t\.json: not a loss table, or damaged"):
+        with pytest.raises(
+            ConfigError, match=r"t\.json: this file is not a loss table, or is damaged"
+        ):
             load(path, model)
         path.write_text("[" * 100_000)
         with pytest.raises(ConfigError, match="not a loss table"):

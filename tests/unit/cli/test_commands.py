@@ -245,7 +245,7 @@ def test_a_context_beyond_the_model_is_noted(words, library, tmp_path, monkeypat
     (tmp_path / "text.txt").write_text("A text that is read. " * 20)
     done = run(*words, "-m", module.demo_model(), "--ctx=5000")
     assert done.exit_code == 0, done.output
-    assert "--ctx 5000: limited to the model's training context, 1024 tokens." in done.output
+    assert "--ctx 5000 is reduced to the model's training context, 1024 tokens." in done.output
 
 
 def test_a_context_that_is_rounded_up_is_noted(opened, monkeypatch):

@@ -176,7 +176,7 @@ PLAIN["mode"] = "llama.cpp's own path: everything fits (0.05 of 12.0 GiB)"
     (PLAIN, ["first word 12 ms", "memory 300 MiB of 1 GiB"]),
     ({"finish": "end", "ttft_ms": 61234.0}, ["first word 61.2 s"]),
     ({"finish": "length"}, ["cut at --max-tokens"]),
-    ({"finish": "context"}, ["cut: the context is full (--ctx)"]),
+    ({"finish": "context"}, ["cut, because the context (--ctx) is full"]),
     ({"finish": "cancelled"}, ["stopped"]),
     (
         {"kl_estimate": 0.0098, "hit_rate": None},
@@ -228,7 +228,7 @@ WRONG = {
 def test_other_files_are_refused(tmp_path, name):
     path = tmp_path / "wrong.jsonl"
     path.write_bytes(WRONG[name])
-    with pytest.raises(ConfigError, match=r"wrong\.jsonl: this is no conversation"):
+    with pytest.raises(ConfigError, match=r"wrong\.jsonl: this file is not a conversation"):
         read_conversation(path)
 
 

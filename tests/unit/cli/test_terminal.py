@@ -160,7 +160,7 @@ COMMANDS = [
     ("/policy", ["dymoe 4/2"]),
     ("/policy lru", ["managed: lru"]),
     ("/policy lur", ["Error: unknown policy 'lur'; known: dymoe, lru"]),
-    ("/retention 0.5", ["retention has no effect under this policy", "managed: lru"]),
+    ("/retention 0.5", ["retention has no effect with the current policy", "managed: lru"]),
     ("/policy dymoe", ["managed: dymoe"]),
     ("/retention 0.25", ["managed: dymoe r=0.25"]),
     ("/retention much", ["must be a number from 0 to 1, not 'much'"]),

@@ -225,11 +225,19 @@ def test_a_retention_that_the_schedule_cannot_reach_is_described():
     least = policy_of(DyMoE, shape, DyMoE.Settings(retention=0.0)).placement.depth.realised
     assert 0.5 < least < 0.75
     for retention, schedule, said in (
-        (least - 0.05, "cosine", "cosine reaches no smaller share; --schedule flat does)"),
+        (
+            least - 0.05,
+            "cosine",
+            "cosine has no smaller share of critical experts; --schedule flat does)",
+        ),
         (least, "cosine", f"(realised {least:.3f})"),
         (0.75, "cosine", "(realised 0.750)"),
         (least - 0.05, "flat", "(realised 0.500)"),
-        (0.1, "flat", "(realised 0.250: the schedule flat reaches no smaller share)"),
+        (
+            0.1,
+            "flat",
+            "(realised 0.250: the schedule flat has no smaller share of critical experts)",
+        ),
     ):
         policy = policy_of(DyMoE, shape, DyMoE.Settings(retention=retention, schedule=schedule))
         assert policy.describe().endswith(said), (retention, schedule, policy.describe())

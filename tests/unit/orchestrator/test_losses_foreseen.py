@@ -149,8 +149,8 @@ OF_OTHER = {"format": "moe-edge loss table", "version": 3, "model": "x", "name":
     (None, "m.gguf has no loss table"),
     (OF_OTHER, "m.gguf.calib.json: this loss table was made with another file (o.gguf)"),
     ({**OF_OTHER, "version": 2}, "m.gguf.calib.json: this loss table has another format version"),
-    (json.dumps(OF_OTHER)[:-9], "m.gguf.calib.json: not a loss table, or damaged"),
-    (table(), "m.gguf.calib.json has no conversion of its errors to KL"),
+    (json.dumps(OF_OTHER)[:-9], "m.gguf.calib.json: this file is not a loss table, or is damaged"),
+    (table(), "m.gguf.calib.json cannot convert its errors to KL"),
     (table(FIT), "m.gguf.calib.json lacks one of q4_k, q1_0"),
 )
 def test_who_needs_it_is_told_what_to_run(found, reason, tmp_path, monkeypatch):

@@ -52,7 +52,7 @@ def test_copies_to_a_device_are_timed(model):
     text = render(health)
     assert (
         "there and back" in text
-        and "experts are copied to the GPU: host memory cannot be pinned" in text
+        and "experts are copied to the GPU, because host memory cannot be pinned" in text
     )
 
 
@@ -60,9 +60,12 @@ def test_the_fastest_way_to_handle_a_miss_is_named():
     slow_link = Bandwidths(pinned=1e9, pageable=1e9, round_trip_us=10, compute=20e9)
     line = misses_line(slow_link, 2_400_000)
     assert "copied 2.40 ms, computed on the CPU 0.12 ms" in line
-    assert "0.02 ms per layer" in line and "first miss of a layer is computed on the CPU" in line
+    assert (
+        "0.02 ms per layer" in line
+        and "first missing expert of a layer is computed on the CPU" in line
+    )
     far = slow_link._replace(round_trip_us=5000)
-    assert "is copied, further ones are split" in misses_line(far, 2_400_000)
+    assert "is copied, and further ones are divided" in misses_line(far, 2_400_000)
     assert "computed" not in misses_line(far._replace(compute=0), 2_400_000)
 
 

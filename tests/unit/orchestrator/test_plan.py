@@ -156,7 +156,7 @@ def test_notes_on_the_context_and_on_mixed_parts(models, tmp_path):
     high, low = models["high"].path, models["low"].path
     assert notes(high, ctx=2048) == []
     assert notes(high, ctx=4000) == [
-        "--ctx 4000: limited to the model's training context, 2048 tokens."
+        "--ctx 4000 is reduced to the model's training context, 2048 tokens."
     ]
     parts, others = (split(each, tmp_path / each.stem, 3) for each in (high, low))
     assert notes(parts[0]) == notes(parts[0], low=others[0]) == []
