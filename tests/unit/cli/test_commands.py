@@ -291,7 +291,7 @@ def measured(monkeypatch):
     with."""
 
     def replace(name):
-        seen, benchmark = [], type(load(BENCHMARKS, name))
+        seen, benchmark = [], type(load(name))
         report = Report(["heading"], [], [])
         monkeypatch.setattr(
             benchmark, "run", lambda self, options, note: seen.append(options) or report
@@ -318,6 +318,6 @@ def test_a_benchmark_gets_its_options(measured, name, args, options):
     result = run("bench", *name.split(), *args)
     assert result.exit_code == 0, result.stderr
     assert result.stdout == "heading\n"
-    assert seen == [load(BENCHMARKS, name).options(**options)]
+    assert seen == [load(name).options(**options)]
     found = json.loads(run("bench", *name.split(), "--json").stdout)
     assert found == {"heading": ["heading"], "tables": [], "notes": []}
