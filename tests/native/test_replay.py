@@ -159,7 +159,7 @@ def test_an_answer_is_recorded(policy, both):
 
     The first steps of the server core, with which it tests the context's memory, are not recorded.
     """
-    config = build(both, policy=policy, ubatch=8)
+    config = build(both, policy=policy, ubatch=8, temp=0.0)
     with Runtime.open(config, answering=Answering(reads_ahead=False)) as runtime:
         trace = record_answer(runtime, "Hello", 6)
         phases = trace.arrays["step_phase"].tolist()

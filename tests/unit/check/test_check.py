@@ -105,7 +105,7 @@ def test_a_wrong_precision_is_reported(model, monkeypatch):
     assert found["layer"][1] > 0
     (said,) = report["problems"]
     assert "the logits differ from llama.cpp's after the prompt" in said
-    assert "the first layer whose experts differ is 0, by" in said
+    assert "the first layer whose experts differ is layer 0, by" in said
     assert "differ from 0" in render(report)
 
 

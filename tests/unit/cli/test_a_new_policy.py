@@ -127,7 +127,7 @@ def test_options_and_help_of_a_new_policy(folder):
     ("--policy stripes --stripe 10", "'--stripe': must be 1 to 9, not 10"),
     ("--policy lru --stripe 3", "--stripe has no effect with --policy lru, which runs one"),
     ("--policy stripes --retention 0.5", "--policy stripes, which uses the index only"),
-    ("--policy stripes --high-tier q4_k", "stripes works with 3 precisions: give --low FILE"),
+    ("--policy stripes --high-tier q4_k", "stripes needs at least 3 precisions: give --low FILE"),
     ("--stripe 3", "--stripe is for --policy stripes: leave it out"),
 )
 def test_checks_of_a_new_policy(folder, model, options, said):

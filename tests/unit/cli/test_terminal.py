@@ -229,7 +229,7 @@ def test_read_adds_a_file_to_the_next_message(start, tmp_path):
             f"/read {text}"
         )
     text.write_text("x" * 10**6)
-    assert f"Error: {text}: too long for the context" in terminal.ask(f"/read {text}")
+    assert f"Error: {text}: the file is too long for the context" in terminal.ask(f"/read {text}")
     assert "<nothing was added>" in terminal.ask("nothing was added")
 
 

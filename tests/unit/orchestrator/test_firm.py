@@ -257,7 +257,7 @@ def test_given_or_recalled_votes_are_not_saved():
         "'n_ahead' 3 does not suit the votes '4,1', which need 1 layers",
     ),
     ({"tune": "climb"}, "'tune' climb has no effect with votes"),
-    ({"tune": "all"}, "'tune' is all"),
+    ({"tune": "all"}, "'tune' all has no effect"),
     ({"prefetch": "off"}, "'votes' 4,3 has no effect, because nothing is prefetched"),
     (
         {"votes": None, "n_ahead": 0, "tune": "climb"},

@@ -415,7 +415,9 @@ def test_an_8_bit_kv_cache_leaves_more_for_experts(models):
     plan = plan_for(models["more"], ram=ram, kv="q8_0", **asked)
     assert usual.kv_bytes - plan.kv_bytes == plan.budget_bytes - usual.budget_bytes
     assert plan.kv_bytes * 32 == usual.kv_bytes * 17
-    with pytest.raises(ConfigError, match="multiple of 32, and those of this model have 40"):
+    with pytest.raises(
+        ConfigError, match="multiple of 32, and those of this model have the length 40"
+    ):
         plan_for(models["odd heads"], kv="q8_0", ctx=512)
 
 

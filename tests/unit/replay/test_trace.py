@@ -215,7 +215,10 @@ def changed(name, index, value):
 WRONG = [
     (lambda a: a.pop("ids"), "arrays missing or unknown: ids"),
     (lambda a: a.update(more=np.zeros(1)), "arrays missing or unknown: more"),
-    (lambda a: a.update(ids=a["ids"].astype(np.int64)), "ids is int64 in 2"),
+    (
+        lambda a: a.update(ids=a["ids"].astype(np.int64)),
+        "the array ids has the wrong type or number of dimensions: int64, 2",
+    ),
     (lambda a: a.update(ids=a["ids"][:-1]), "ids has the shape"),
     (lambda a: a.update(counters=a["counters"][:, 1:]), "counters has the shape"),
     (changed("marks", (0, 0), 99), "marks, column 0, has a value"),

@@ -147,7 +147,7 @@ ONE, TWO = [tool("a")], [tool("a"), tool("b")]
     # More than the server computes for one request.
     (CHAT, {"x": nested(MOST_DEPTH)}, "nested more than 100 levels deep"),
     (CHAT, {"logit_bias": {str(n): 1 for n in range(1025)}}, "logit_bias must be"),
-    (CHAT, {"logit_bias": [["word " * 4000, 1]]}, "texts of logit_bias: 20000"),
+    (CHAT, {"logit_bias": [["word " * 4000, 1]]}, "texts of logit_bias has 20000"),
     # Tokens that the model does not have.
     (
         CHAT,
@@ -177,9 +177,9 @@ ONE, TWO = [tool("a")], [tool("a"), tool("b")]
     (
         CHAT,
         {"tools": [tool("f", {"properties": {LONG_NAME: {}}})]},
-        "a name in tools: 300 characters",
+        "a name in tools has 300 characters",
     ),
-    (CHAT, {"json_schema": {"$ref": LONG_NAME}}, "a name in json_schema: 300 characters"),
+    (CHAT, {"json_schema": {"$ref": LONG_NAME}}, "a name in json_schema has 300 characters"),
     # Pieces of tokens take a hundred times the memory of their text.
     ("/tokenize", {"content": "a" * 140_000, "with_pieces": True}, "at most 128 KiB"),
     # Fields that llama.cpp's server would ignore without an error.
