@@ -17,6 +17,7 @@ Other threads get no signals. `cancellable` lets another thread stop their work.
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
 import threading
@@ -213,14 +214,15 @@ class _Watch:
         self._lock = threading.Lock()
         self._stop: Callable[[], None] | None = None
         self._n_begun = 0
-        self._writer = self._before = -1
+        self._reader = self._writer = self._before = -1
 
     def begin(self, stop: Callable[[], None]) -> None:
         """Call `stop` whenever a signal arrives that this module handles, until `end` is called."""
         if self._writer < 0:
-            reader, self._writer = os.pipe()
+            self._reader, self._writer = os.pipe()
+            os.set_blocking(self._reader, False)
             os.set_blocking(self._writer, False)
-            threading.Thread(target=self._run, args=(reader,), name="signals", daemon=True).start()
+            threading.Thread(target=self._run, name="signals", daemon=True).start()
         self._stop = stop
         self._n_begun += 1
         self._before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
@@ -234,11 +236,15 @@ class _Watch:
         signal.set_wakeup_fd(self._before)
         with self._lock:
             self._stop = None
+            # A signal that arrived during this C call must not stop the next one.
+            with suppress(BlockingIOError):
+                os.read(self._reader, 64)
 
-    def _run(self, reader: int) -> None:
+    def _run(self) -> None:
         while True:
-            for number in os.read(reader, 64):
-                with self._lock:
+            select.select([self._reader], [], [])
+            with self._lock, suppress(BlockingIOError):
+                for number in os.read(self._reader, 64):
                     if self._stop is not None:
                         self._react(number, self._stop)
 

@@ -94,7 +94,7 @@ def test_fields_without_effect_are_removed_and_internal_ones_refused(path):
     assert asked(path, {**needed, "lora": [], "chat_parser": None}) == (200, needed)
 
 
-LONG_NAME, WIDE, MANY = "!" * 300, schema(513), "an object in {}: 513 properties"
+LONG_NAME, WIDE, MANY = "!" * 300, schema(513), "an object in {} has 513 properties"
 FORM, OBJECT = {"type": "json_schema"}, "schema must be an object"
 ONE, TWO = [tool("a")], [tool("a"), tool("b")]
 
