@@ -524,7 +524,7 @@ class FIRMSettings(LookAhead):
         for name, value in (("votes", votes), ("tune", self.tune)):
             useless = (self.prefetch == OFF or n_ahead == 0) and value not in (None, OFF)
             complaint = (
-                f"{value} has no effect, because nothing is prefetched with {off}: "
+                f"is {value}, which has no effect, because nothing is prefetched with {off}: "
                 "leave one of the two out"
             )
             refuse(useless, name, complaint)
@@ -532,23 +532,25 @@ class FIRMSettings(LookAhead):
             refuse(
                 deepest > 1,
                 "votes",
-                f"'{votes}' lets {deepest} layers vote, but with agree {self.agree} only one "
-                f"layer votes: write K,1, or choose {MOL} for agree",
+                f"is '{votes}', which lets {deepest} layers vote, but with agree {self.agree} "
+                f"only one layer votes: write K,1, or choose {MOL} for agree",
             )
             refuse(
                 (n_ahead or 0) > 1,
                 "n_ahead",
-                f"{n_ahead} has no effect, because with agree {self.agree} only the previous "
-                f"layer votes: leave n_ahead out, or choose {MOL} for agree",
+                f"is {n_ahead}, which has no effect, because with agree {self.agree} only the "
+                f"previous layer votes: leave n_ahead out, or choose {MOL} for agree",
             )
         if votes is not None and most is not None:
-            complaint = f"'{votes}' lets {deepest} layers vote, and the maximum is {most[1]:g}"
+            complaint = (
+                f"is '{votes}', which lets {deepest} layers vote, and the maximum is {most[1]:g}"
+            )
             refuse(deepest > most[1], "votes", complaint)
-            complaint = f"{n_ahead} does not suit the votes '{votes}', which need {deepest} layers"
+            complaint = f"is {n_ahead}, but the votes '{votes}' need {deepest} layers"
             refuse(n_ahead not in (None, deepest), "n_ahead", f"{complaint}: leave it out")
             complaint = (
-                f"{self.tune} has no effect with votes, which sets the tuned values: "
-                "leave one of the two out"
+                f"is {self.tune}, which has no effect with votes, because votes sets the tuned "
+                "values: leave one of the two out"
             )
             refuse(self.tune not in (None, OFF), "tune", complaint)
 

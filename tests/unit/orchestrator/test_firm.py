@@ -243,25 +243,25 @@ def test_given_or_recalled_votes_are_not_saved():
     "settings, said",
     (
         {"agree": "rank", "votes": "4,3"},
-        "'4,3' lets 3 layers vote, but with agree rank only one layer votes",
+        "is '4,3', which lets 3 layers vote, but with agree rank only one layer votes",
     ),
     ({"agree": "margin", "votes": "4,1/4,2/4,1"}, "but with agree margin only one layer votes"),
     ({"agree": "rank", "n_ahead": 3, "votes": None}, "only the previous layer votes"),
-    ({"votes": "4,5"}, "'4,5' lets 5 layers vote, and the maximum is 4"),
+    ({"votes": "4,5"}, "is '4,5', which lets 5 layers vote, and the maximum is 4"),
     (
         {"votes": "4,3", "n_ahead": 1},
-        "'n_ahead' 1 does not suit the votes '4,3', which need 3 layers",
+        "'n_ahead' is 1, but the votes '4,3' need 3 layers",
     ),
     (
         {"votes": "4,1", "n_ahead": 3},
-        "'n_ahead' 3 does not suit the votes '4,1', which need 1 layers",
+        "'n_ahead' is 3, but the votes '4,1' need 1 layers",
     ),
-    ({"tune": "climb"}, "'tune' climb has no effect with votes"),
-    ({"tune": "all"}, "'tune' all has no effect"),
-    ({"prefetch": "off"}, "'votes' 4,3 has no effect, because nothing is prefetched"),
+    ({"tune": "climb"}, "'tune' is climb, which has no effect with votes"),
+    ({"tune": "all"}, "'tune' is all"),
+    ({"prefetch": "off"}, "'votes' is 4,3, which has no effect, because nothing is prefetched"),
     (
         {"votes": None, "n_ahead": 0, "tune": "climb"},
-        "'tune' climb has no effect, because nothing is prefetched",
+        "'tune' is climb, which has no effect, because nothing is prefetched",
     ),
     ({"votes": "5,1"}, "have 5 candidates, and this model's routers choose 4 experts"),
 )
