@@ -48,4 +48,4 @@ def test_bench(device, monkeypatch, kernels):
     assert all(row["peak_bytes"] > 0 for row in rows.values())
     assert not any(row["peak_bytes"] > (row["limit_bytes"] or 1 << 50) for row in rows.values())
     text = report.text()
-    assert "GB/s pinned" in text and "of bound" in text and "OVER" not in text
+    assert "from pinned memory" in text and "of bound" in text and "OVER" not in text

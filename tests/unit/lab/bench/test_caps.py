@@ -200,4 +200,4 @@ def test_sequences_together_end_to_end(real_engine):
         assert rows[name]["hit_rate"] == 1.0
         assert rows[name]["tokens_per_s"] == pytest.approx(5e3 / rows[name]["tpot_ms_p50"])
     assert rows["lru"]["hit_rate"] < 1.0
-    assert "lru: " in report.text() and "of the speed with everything in memory" in report.text()
+    assert "lru: " in report.text() and "times the speed with everything in memory" in report.text()
