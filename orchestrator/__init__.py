@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from orchestrator.library.results import ChatAnswer as ChatAnswer
     from orchestrator.library.results import Chunk as Chunk
     from orchestrator.library.results import Completion as Completion
-    from orchestrator.library.results import ResolvedPlan as ResolvedPlan
+    from orchestrator.library.results import PlanSummary as PlanSummary
     from orchestrator.library.results import Score as Score
     from orchestrator.library.results import ToolCall as ToolCall
 
@@ -43,8 +43,8 @@ __all__ = [
     "HubError",
     "MoeEdgeError",
     "NativeError",
+    "PlanSummary",
     "PolicyError",
-    "ResolvedPlan",
     "ResourceError",
     "Score",
     "Stream",
@@ -53,7 +53,7 @@ __all__ = [
     "record",
     "replay",
 ]
-_RESULTS = ("ChatAnswer", "Chunk", "Completion", "ResolvedPlan", "Score", "ToolCall")
+_RESULTS = ("ChatAnswer", "Chunk", "Completion", "PlanSummary", "Score", "ToolCall")
 # {public name: its module}
 _PLACES = {
     **dict.fromkeys(__all__, "orchestrator.errors"),

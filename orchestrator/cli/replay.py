@@ -90,7 +90,7 @@ def trace(
             recorded = record_text(evaluator, words, tokens, prefill)
     else:
         with open_runtime(config, Console(), Answering(reads_ahead=False)) as runtime:
-            recorded = record_answer(runtime, prompt or "", tokens or 512)
+            recorded = record_answer(runtime, prompt or "", tokens)
     write_trace(out, recorded)
     steps, nbytes = len(recorded.arrays["step_phase"]), out.stat().st_size
     click.echo(f"{out}: a trace of {steps} steps of {recorded.header.model}, {format_size(nbytes)}")

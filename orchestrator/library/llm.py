@@ -33,8 +33,8 @@ from orchestrator.events import GenerationStats, Phase
 from orchestrator.library.models import config_of, find_model
 from orchestrator.library.process import check_process, closed, free_memory, loading, opening
 from orchestrator.library.progress import Bars
-from orchestrator.library.results import ChatAnswer, Chunk, Completion, ResolvedPlan, Score
-from orchestrator.library.worker import Worker
+from orchestrator.library.results import ChatAnswer, Chunk, Completion, PlanSummary, Score
+from orchestrator.library.worker import Stops, Worker
 from orchestrator.native.llama import Model
 from orchestrator.policy import POLICIES, Policy
 from orchestrator.runtime.answer import Answer
@@ -169,13 +169,13 @@ class LLM(Closing):
         return tuple(self._notes)
 
     @property
-    def plan(self) -> ResolvedPlan:
+    def plan(self) -> PlanSummary:
         """The settings and memory sizes that were chosen when the model was loaded.
 
         They include the policy, the precisions, the length of the context, and the bytes for each
         purpose.
         """
-        return self._call(lambda: ResolvedPlan.of(self._runtime))
+        return self._call(lambda: PlanSummary.of(self._runtime))
 
     @property
     def stats(self) -> GenerationStats | None:
@@ -287,17 +287,13 @@ class LLM(Closing):
         asked = text if isinstance(text, str) else list(text)
         if not asked:
             raise ConfigError("the text is empty: there is nothing to score")
-        stops: list[Callable[[], None]] = []
+        stops = Stops()
 
         def scored() -> Score:
             prompt = read_prompt(self._runtime.vocabulary, asked, self._served.about.n_ctx)
             return _scored(self._runtime, prompt, stops)
 
-        def stop() -> None:
-            for each in [*stops]:
-                each()
-
-        return self._call(scored, stop)
+        return self._call(scored, stops)
 
     def embed(self, text: str | Sequence[str]) -> Sequence[float]:
         """Always raise ConfigError: embeddings are not supported."""
@@ -600,23 +596,17 @@ def _finish(worker: Worker, runtime: Runtime, pid: int) -> None:
         worker.join()
 
 
-def _scored(runtime: Runtime, prompt: Prompt, stops: list[Callable[[], None]]) -> Score:
-    """Return the log-probabilities of a prompt.
-
-    While the prompt is evaluated, `stops` holds a function that ends the evaluation soon.
-    """
+def _scored(runtime: Runtime, prompt: Prompt, stops: Stops) -> Score:
+    """Return the log-probabilities of a prompt. `stops` can end the evaluation soon."""
     read = prompt.tokens[:-1].tolist()
     try:
-        with runtime.evaluator() as evaluator:
-            stops.append(evaluator.cancel)
+        with runtime.evaluator() as evaluator, stops.including(evaluator.cancel):
             rows = evaluator.eval_each(read, 0, Phase.PREFILL) if read else ()
             found = judged(prompt, rows, 0, 0)
     except (MoeEdgeError, OSError):
         raise
     except Exception as error:
         raise PolicyError(sentence_of(error)) from error
-    finally:
-        stops.clear()
     tokens = found.tokens.tolist()
     return Score(
         tuple(tokens),

@@ -16,7 +16,7 @@ from orchestrator.errors import ConfigError, ResourceError
 from orchestrator.library.models import config_of, find_model, parsed
 from orchestrator.library.process import check_process, loading
 from orchestrator.library.progress import Bars
-from orchestrator.library.worker import Worker
+from orchestrator.library.worker import Stops, Worker
 from orchestrator.policy import DEFAULT, POLICIES, Policy, policy_class, policy_settings
 
 if TYPE_CHECKING:
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Given = str | type[Policy]
-
-# Tokens of a recorded text or answer without a limit.
-_TOKENS = 512
 
 
 class Rows(list[dict[str, Any]]):
@@ -215,7 +212,7 @@ def record(
     if (text is None) == (prompt is None):
         raise ConfigError("record needs either a text or a prompt")
     check_process(settings.get("ram"))
-    stops: list[Callable[[], None]] = []
+    stops = Stops()
 
     def work() -> Path:
         from orchestrator.lab.replay.file import check_trace_target, write_trace
@@ -230,26 +227,18 @@ def record(
         config = config_of(found, given)
         loading()
         answering = Answering(reads_ahead=False) if text is None else None
-        with Runtime.open(config, bars.stage, answering) as runtime:
-            stops.append(runtime.stop)
-            try:
-                if text is None:
-                    recorded = record_answer(runtime, prompt or "", tokens or _TOKENS)
-                else:
-                    with runtime.evaluator() as evaluator:
-                        recorded = record_text(evaluator, text, tokens, prefill)
-            finally:
-                stops.clear()
+        with Runtime.open(config, bars.stage, answering) as runtime, stops.including(runtime.stop):
+            if text is None:
+                recorded = record_answer(runtime, prompt or "", tokens)
+            else:
+                with runtime.evaluator() as evaluator:
+                    recorded = record_text(evaluator, text, tokens, prefill)
         write_trace(path, recorded)
         return path
 
-    def stop() -> None:
-        for each in [*stops]:
-            each()
-
     bars = Bars(progress)
     try:
-        return _done(work, stop)
+        return _done(work, stops)
     finally:
         bars.close()
 

@@ -26,7 +26,7 @@ def shows_bars() -> bool:
     return in_notebook() or (sys.stderr is not None and sys.stderr.isatty())
 
 
-class Download:
+class DownloadBar:
     """Shows the progress of a download. Call it with the share that is done, 0 to 1.
 
     The download sets `total_bytes` to its size.
@@ -56,10 +56,10 @@ class Bars:
         self.show(label, share or 0.0, 0)
 
     @contextmanager
-    def download(self) -> Iterator[Download]:
-        """Yield a Download that shows a bar, and remove the bar at the end of the block."""
+    def download(self) -> Iterator[DownloadBar]:
+        """Yield a DownloadBar that shows a bar, and remove the bar at the end of the block."""
         try:
-            yield Download(self)
+            yield DownloadBar(self)
         finally:
             self.close()
 

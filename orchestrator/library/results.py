@@ -151,7 +151,7 @@ class Score:
 
 
 @dataclass(frozen=True)
-class ResolvedPlan:
+class PlanSummary:
     """The settings and memory sizes that were chosen when a model was loaded.
 
     `mode` is the status line. `policy` is "plain" if llama.cpp runs without expert management.
@@ -174,8 +174,8 @@ class ResolvedPlan:
     settings: dict[str, Any]
 
     @classmethod
-    def of(cls, runtime: Runtime) -> ResolvedPlan:
-        """Create a ResolvedPlan from a runtime that has loaded a model."""
+    def of(cls, runtime: Runtime) -> PlanSummary:
+        """Create a PlanSummary from a runtime that has loaded a model."""
         plan, about = runtime.inside.plan, runtime.about
         slots = plan.slots
         return cls(

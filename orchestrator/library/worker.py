@@ -7,8 +7,8 @@ this thread replaces a handler, because only the main thread has any.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar, cast
 
@@ -17,6 +17,30 @@ from orchestrator.errors import ClosedError
 from orchestrator.runtime import threads
 
 T = TypeVar("T")
+
+
+class Stops:
+    """Functions that end native work soon. Calling this object calls them.
+
+    It is the `stop` of Worker.call for work that begins after the call.
+    """
+
+    def __init__(self) -> None:
+        self._functions: list[Callable[[], object]] = []
+
+    def __call__(self) -> None:
+        """Call the functions of the work that is running."""
+        for each in [*self._functions]:
+            each()
+
+    @contextmanager
+    def including(self, function: Callable[[], object]) -> Iterator[None]:
+        """Call the function too, if this object is called within the `with` block."""
+        self._functions.append(function)
+        try:
+            yield
+        finally:
+            self._functions.remove(function)
 
 
 class Posted(Generic[T]):

@@ -280,10 +280,6 @@ class Model:
         """Whether a token ends an answer."""
         return bool(self.api.llama_vocab_is_eog(self.vocab, token))
 
-    def is_control(self, token: int) -> bool:
-        """Whether a token is a control token."""
-        return bool(self.api.llama_vocab_is_control(self.vocab, token))
-
     def adds_bos(self) -> bool:
         """Whether the tokenizer starts a text with BOS."""
         return bool(self.api.llama_vocab_get_add_bos(self.vocab))

@@ -29,6 +29,9 @@ from orchestrator.runtime.runtime import Runtime
 # Number of decode steps, and of prompts, that measure the compute time outside the experts.
 DENSE_STEPS, DENSE_PROMPTS = 9, 3
 
+# Largest number of tokens of a recorded answer, unless another limit is given.
+ANSWER_TOKENS = 512
+
 
 class Recorder:
     """Records the routing of each step of a model, for a later replay.
@@ -273,14 +276,18 @@ def record_text(
     return _with_dense_share(evaluator, recorder.trace(disk))
 
 
-def record_answer(runtime: Runtime, prompt: str, n_tokens: int) -> Trace:
+def record_answer(runtime: Runtime, prompt: str, n_tokens: int | None) -> Trace:
     """Answer a prompt as a chat does, with at most n_tokens tokens, and return the recording.
 
-    The runtime must have been opened without prefetching between answers (`Answering.reads_ahead`).
-    Raises ConfigError if the prompt does not fit in the context.
+    If n_tokens is None, the limit is ANSWER_TOKENS. The runtime must have been opened without
+    prefetching between answers (`Answering.reads_ahead`). Raises ConfigError if the prompt does not
+    fit in the context.
     """
     disk = measured(runtime.inside)
-    body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": n_tokens}
+    body = {
+        "messages": [{"role": "user", "content": prompt}],
+        "max_tokens": n_tokens or ANSWER_TOKENS,
+    }
     with Recorder(runtime.inside) as recorder:
         with closing(runtime.submit(json.dumps(body).encode())) as answer:
             for _ in answer:

@@ -1,6 +1,7 @@
 """`moe-edge bench gpu` with its processes. On the emulated GPU only some cases run."""
 
 import os
+from dataclasses import replace
 
 import pytest
 
@@ -30,6 +31,12 @@ def test_bench(device, monkeypatch, kernels):
     def few(benchmark):
         listed = every(benchmark)
         chosen = [case for case in listed if case.name in CASES or gpu.UPSTREAM in case.name]
+        # The cap would hold all experts of this small model.
+        tight = {"expert_ram": 1 << 19}
+        chosen = [
+            replace(case, settings=case.settings | tight) if case.name == MIXED_AHEAD else case
+            for case in chosen
+        ]
         return chosen if device.emulated else listed
 
     every = gpu.Gpu.cases
@@ -44,7 +51,7 @@ def test_bench(device, monkeypatch, kernels):
         rows[gpu.MANAGED_ON_GPU]["hit_rate"] == 1
     )  # counted on the GPU, because these steps have no hook
     assert rows[gpu.MANAGED_ON_GPU]["mix"]["high"] == 1
-    assert rows[MIXED_AHEAD]["callback_us_p50"] > 0  # the policy decides
+    assert rows[MIXED_AHEAD]["copied_bytes_per_token"] > 0
     assert all(row["peak_bytes"] > 0 for row in rows.values())
     assert not any(row["peak_bytes"] > (row["limit_bytes"] or 1 << 50) for row in rows.values())
     text = report.text()
