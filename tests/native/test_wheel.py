@@ -143,7 +143,7 @@ def test_the_server_needs_no_compiler(run, tmp_path):
     code = """
 from orchestrator.native.llama import Bindings
 from orchestrator.runtime.answering import server_library
-server_library(Bindings.load(), lambda: True)
+server_library(Bindings.load())
 """
     done = run("-c", code)
     assert done.returncode == 0, done.stderr
@@ -283,11 +283,11 @@ def test_an_installed_moe_edge_cuda_is_used(run, cuda):
         "libgmoe.so": ("", "llama.cpp cannot be loaded"),
         portable.STAMP: (
             '{"patches": "others"}',
-            "moe-edge-cuda and moe-edge have different versions",
+            "moe-edge-cuda and moe-edge have different versions:",
         ),
     }
     for name, (text, why) in damages.items():
         (cuda / name).write_text(text)
         done = run("-m", "orchestrator", *QUESTION)
-        assert done.returncode == 1 and done.stderr.startswith(f"Error: {why} ")
+        assert done.returncode == 1 and done.stderr.startswith(f"Error: {why}")
         assert len(done.stderr.splitlines()) == 1 and "moe-edge-cuda" in done.stderr

@@ -88,16 +88,23 @@ def pressed(*args, **kwargs):
     threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
     return submit(*args, **kwargs)
 Runtime.submit = pressed
+stop, close, told = Runtime.stop, Runtime.close, []
+Runtime.stop = lambda self: (told.append("stop"), stop(self))
+Runtime.close = lambda self: (told.append("close"), close(self))
 try:
     record("t.npz", {str(DEMO)!r}, prompt="word " * 800, tokens=100, ram="400MiB", ubatch=4)
 except KeyboardInterrupt:
-    print("interrupted", os.listdir())
+    print("interrupted", os.listdir(), told[:2])
 """
 
 
 def test_an_interrupt_ends_a_recorded_answer(library, tmp_path):
     done = python("-c", RECORD, folder=tmp_path, PYTHONPATH=str(REPO))
-    assert (done.returncode, done.stderr, done.stdout) == (0, "", "interrupted []\n")
+    assert (done.returncode, done.stderr, done.stdout) == (
+        0,
+        "",
+        "interrupted [] ['stop', 'close']\n",
+    )
 
 
 def test_record_wants_one_input(tmp_path):

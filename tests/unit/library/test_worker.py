@@ -6,11 +6,11 @@ import threading
 import time
 
 import pytest
-from waiting import wait_until
+from waiting import HANG_S, wait_until
 
 from gguf_tools import interrupts
 from orchestrator.errors import ClosedError
-from orchestrator.library.worker import Worker
+from orchestrator.library.worker import Stops, Worker
 
 
 @pytest.fixture
@@ -75,6 +75,21 @@ def test_an_interrupted_call_ends_and_its_result_is_discarded(worker):
     assert signal.getsignal(signal.SIGINT) is before
     assert not interrupts.asked()
     assert worker.call(lambda: interrupts.asked()) is False
+
+
+def test_an_interrupt_stops_native_work_that_runs(worker):
+    stops, stopped = Stops(), threading.Event()
+
+    def work():
+        with stops.including(stopped.set):
+            os.kill(os.getpid(), signal.SIGINT)
+            assert stopped.wait(HANG_S)
+        stopped.clear()
+        stops()
+
+    with pytest.raises(KeyboardInterrupt):
+        worker.call(work, stops)
+    assert not stopped.is_set()  # work that has ended is not stopped
 
 
 def test_a_call_after_the_end_is_refused():
