@@ -21,7 +21,8 @@ COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#0
 def require_matplotlib(option: str | None = None) -> None:
     """Raise ConfigError if matplotlib is not installed.
 
-    `option` is the option that needs a plot, if a command works without it.
+    `option` is the command's option that needs matplotlib. The message suggests to remove it. None
+    means that the command cannot run without matplotlib.
     """
     if importlib.util.find_spec("matplotlib") is None:
         advice = f", or remove {option}" if option else ""
@@ -31,8 +32,8 @@ def require_matplotlib(option: str | None = None) -> None:
 def save_figure(figure: Any, path: Path) -> None:
     """Write a matplotlib figure to a PNG or SVG file, depending on the ending of the path.
 
-    The file is replaced atomically. The same figure always gives the same SVG bytes. Raises
-    OSError.
+    The file is replaced atomically. The same figure always gives the same SVG bytes. Raises OSError
+    if the file cannot be written.
     """
     kind = path.suffix.lower().removeprefix(".")
     metadata = {"Date": None} if kind == "svg" else None
@@ -63,10 +64,12 @@ class Line:
 class Panel:
     """One plot of a figure: labels of the axes and lines.
 
-    - levels: horizontal lines for comparison, by label.
+    - levels: values of horizontal lines for comparison, by label.
     - percent: the values are fractions, and are shown in percent.
-    - scale, ends: scale ("linear", "log" or "symlog") and limits of the y axis.
-    - ticks: labels of the x positions 0, 1, 2 and so on. bars: draw bars instead of lines.
+    - scale: scale of the y axis, "linear", "log" or "symlog".
+    - ends: limits of the y axis. None chooses a limit from the data.
+    - bars: draw bars instead of lines.
+    - ticks: labels of the x positions 0, 1, 2 and so on.
     """
 
     x: str

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 
 class Place(NamedTuple):
-    """A benchmark: "module:Class" below this package, and the help text of its command."""
+    """The definition of a benchmark: its module and class as "module:Class", and its help text."""
 
     where: str
     help: str

@@ -47,7 +47,7 @@ BITS = (3.0, 2.0)
 
 
 def table_3(on: Measured) -> Made:
-    """Make Table 3: the quality loss if experts that are not hot have only 2 or 3 bits."""
+    """Make Table 3: the quality loss if rarely used experts have only 2 or 3 bits."""
     found = NearBits().measure(on.subject())
     rows = [row for row in found.tables[0].rows if row["hot"]]
     half = max((row["hot"] for row in rows), default=0)
@@ -133,7 +133,10 @@ def figure_2(on: Measured) -> Made:
 
 
 def figure_3(on: Measured) -> Made:
-    """Make Figure 3: how much of a step's experts later steps and other inputs use."""
+    """Make Figure 3: how many experts of a step are used again by later steps.
+
+    Also compares how often two sequences use each expert.
+    """
     routes = on.routes
     rows: list[Row] = []
     groups = {"all": routes} | {
@@ -217,10 +220,10 @@ def figure_4(on: Measured) -> Made:
 
 @cache
 def near_data(on: Measured) -> list[dict[str, Any]]:
-    """Simulate all strategies on the paper's machine, a GPU with a near-data memory.
+    """Simulate the paper's methods on its machine, a GPU with a near-data memory.
 
-    Each of the paper's models and bit widths is simulated with generated routing and with the
-    routing of our model.
+    A near-data memory computes experts in the memory that holds them. Each of the paper's models
+    and bit widths is simulated twice: with random routing, and with the routing of our model.
     """
     found = []
     for shape in SHAPES:
@@ -245,7 +248,7 @@ _FREE = "contains no fitted constant; HBM, link and packed arithmetic (16 / b) a
 
 
 def figure_5(on: Measured) -> Made:
-    """Make Figure 5: simulated end-to-end latency, and the time of the near-data memory."""
+    """Make Figure 5: the simulated time of a prompt and its answer, compared with other methods."""
     results = near_data(on)
     compared = [
         Compared(
@@ -308,7 +311,7 @@ def _near_times(results: Sequence[dict[str, Any]]) -> str:
 
 
 def figure_6(on: Measured) -> Made:
-    """Make Figure 6: simulated decode throughput, with and without the fitted constant."""
+    """Make Figure 6: the simulated decode speed, compared with other methods."""
     results = near_data(on)
     paper = {
         ("mixtral-8x7b", 3.0): "8.7",

@@ -81,7 +81,10 @@ def _times(rows: Sequence[Row]) -> str:
 
 
 def table_2(on: Measured) -> Made:
-    """Make Table 2: the quality loss if less important experts are computed low or skipped."""
+    """Make Table 2: the quality loss if less important experts have low precision or none.
+
+    An expert without a precision is skipped.
+    """
     subject, found = on.subject(), accuracy(on)
     rows = found.tables[1].rows
     paper = {0.75: "4/0 0.6714, 4/2 0.6782", 0.9: "4/0 0.6807, 4/2 0.6821", 1.0: "0.6795"}
@@ -103,7 +106,7 @@ def table_2(on: Measured) -> Made:
 
 
 def figure_3(on: Measured) -> Made:
-    """Make Figure 3: the quality loss if critical experts are chosen by importance or at random."""
+    """Make Figure 3: the quality loss if important experts, or random ones, keep high precision."""
     found = Critical().measure(on.subject(FEW))
     compared = []
     for table in found.tables[2:]:  # prompts, of which the paper skips experts
@@ -121,7 +124,10 @@ def figure_3(on: Measured) -> Made:
 
 
 def figure_4(on: Measured) -> Made:
-    """Make Figure 4: how often heavy hitters use each expert, and how often all tokens do."""
+    """Make Figure 4: how often heavy hitters and all tokens use each expert.
+
+    Heavy hitters are the tokens that receive the most attention.
+    """
     found = loads(on.trace(PROMPT, 8, "dymoe"), HEAVY)
     if not found:
         raise Unavailable("the model's graph gives no attention scores")
@@ -222,7 +228,7 @@ def figure_5(on: Measured) -> Made:
 
 
 def figure_6(on: Measured) -> Made:
-    """Make Figure 6: the similarity of neighbouring layers."""
+    """Make Figure 6: the similarity of the hidden states of neighbouring layers."""
     found = Similarity().measure(on.subject())
     cosines = [
         value[0]
@@ -269,7 +275,8 @@ def _cases(on: Measured) -> list[tuple[Case, dict[str, Any]]]:
 def simulated(on: Measured) -> Times:
     """Simulate the systems of Table 3 for each cache size and prompt length.
 
-    Prompts start with an empty cache. Answers follow the middle prompt length.
+    Each prompt starts with an empty cache. The decode time is that of an answer to the prompt of
+    middle length.
     """
     high, found = on.subject().high, Times()
     for n in LENGTHS:
@@ -293,9 +300,9 @@ def simulated(on: Measured) -> Times:
 
 @cache
 def live(on: Measured) -> Times:
-    """Measure the live times of the systems of Table 3 for each cache size and prompt length.
+    """Measure the real times of the systems of Table 3 for each cache size and prompt length.
 
-    Times are medians over the rounds. In each round, all systems take turns.
+    Each time is the median over several rounds. In each round, every system is measured once.
     """
     subject = on.subject()
     with subject.model() as model:
@@ -407,7 +414,7 @@ def table_3(on: Measured) -> Made:
 
 
 def figure_10(on: Measured) -> Made:
-    """Make Figure 10: the latency of DyMoE, of loading on demand and of an LRU cache."""
+    """Make Figure 10: the speed of DyMoE over loading on demand and over an LRU cache."""
     times = simulated(on)
     names = _names(times)
     lru, best = names[0], names[-1]
@@ -446,7 +453,7 @@ def figure_10(on: Measured) -> Made:
 
 
 def figure_11(on: Measured) -> Made:
-    """Make Figure 11: the quality loss over the share of critical experts."""
+    """Make Figure 11: the quality loss by the fraction of experts that keep high precision."""
     found = Retention().measure(on.subject())
     rows = [row for row in found.tables[0].rows if row["retention"] is not None]
     labels = dict.fromkeys(row["configuration"] for row in rows)

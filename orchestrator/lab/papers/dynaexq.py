@@ -96,7 +96,7 @@ def _activated(on: Measured, rows: list[Row], said: str, what: str) -> Made:
 
 
 def table_1(on: Measured) -> Made:
-    """Make Table 1: the share of a layer's experts that a decode step uses, by batch size."""
+    """Make Table 1: the fraction of a layer's experts that a decode step uses, by batch size."""
     rows = [
         {"batch": batch, "length": None, "active": active_in_decode(on.routes, batch)}
         for batch in BATCHES
@@ -106,7 +106,10 @@ def table_1(on: Measured) -> Made:
 
 
 def table_2(on: Measured) -> Made:
-    """Make Table 2: the share of a layer's experts that prompts use, by batch size and length."""
+    """Make Table 2: the fraction of a layer's experts that the prompts of a batch use.
+
+    The fraction is measured for several batch sizes and prompt lengths.
+    """
     rows = [
         {"batch": batch, "length": n, "active": active_in_prefill(on.routes, batch, n)}
         for n in (4, 16, 64)
@@ -117,7 +120,10 @@ def table_2(on: Measured) -> Made:
 
 
 def table_4(on: Measured) -> Made:
-    """Make Table 4: the quality of a hot set, of low precision alone and of uniform types."""
+    """Make Table 4: the quality if only the most used experts (hot set) have the high tier.
+
+    Experts of one type for the whole model are measured for comparison.
+    """
     subject = on.subject()
     found, equal = HotMemory().measure(subject), EqualMemory().measure(subject)
     rows = [row for row in found.tables[0].rows if row["configuration"] == STARTED]
@@ -212,7 +218,10 @@ def figure_1(on: Measured) -> Made:
 
 
 def figure_2(on: Measured) -> Made:
-    """Make Figure 2: the skew of expert use, and the overlap of hot sets of different texts."""
+    """Make Figure 2: how unevenly experts are used, and how many hot experts two texts share.
+
+    Hot experts are the most used experts of a layer.
+    """
     counts = {"all": total_counts(on.routes)} | {
         name: total_counts([each for each in on.routes if each.domain == name])
         for name in (on.domains if len(on.domains) > 1 else ())
@@ -263,7 +272,7 @@ def figure_2(on: Measured) -> Made:
 
 
 def figure_3(on: Measured) -> Made:
-    """Make Figure 3: the quality loss by the number of low experts, the coldest first."""
+    """Make Figure 3: the quality loss by the number of experts in the low tier."""
     found = Demotion().measure(on.subject())
     rows = found.tables[0].rows
     half = on.subject().n_expert // 2
@@ -288,9 +297,10 @@ class System:
 
 
 def systems(on: Measured) -> list[System]:
-    """Return three systems that use the same memory.
+    """Return the three systems to compare: their names and settings.
 
     They are the low precision for all experts, a system that loads missing experts, and DynaExq.
+    The last two have the same memory for experts.
     """
     subject = on.subject()
     residency = Residency(subject)
@@ -320,7 +330,7 @@ def _timed(on: Measured, parts: list[Part]) -> dict[str, list[list[Any]]]:
 
 @cache
 def timed_batches(on: Measured) -> list[Row]:
-    """Measure the live times of prompts and decode steps for each system and batch size.
+    """Measure the real times of prompts and decode steps for each system and batch size.
 
     Each sequence of a batch has its own prompt.
     """

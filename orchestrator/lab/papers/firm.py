@@ -52,19 +52,20 @@ _MACHINE = (
 def played(
     on: Measured, prompt: int | None = None, answer: int | None = None, reads: float = SLOW
 ) -> Played:
-    """Return a recording with look-ahead, and the options to replay it.
+    """Return a trace that contains predictions for later layers, and the options to replay it.
 
-    `prompt` and `answer` are the recorded numbers of tokens. `reads` sets the speed of the
-    simulated link (`on_link`).
+    - prompt, answer: number of recorded tokens of the prompt and of the answer.
+    - reads: time to read all experts of a token, divided by the time to compute the token.
     """
     trace = on.trace(prompt or PROMPT, answer or ANSWER)
     return Played(on.library, trace, on_link(trace, reads))
 
 
 def table_1(on: Measured) -> Made:
-    """Make Table 1: the gain of each part of FIRM-MoE on the paper's kind of link.
+    """Make Table 1: the speed-up of each part of FIRM-MoE on a simulated link like the paper's.
 
-    The link has one queue for all reads, and an expert is computed only when all of it is read.
+    The link has one queue for all reads. The computation of an expert starts when all of its
+    matrices have been read.
     """
     (table, panel), (other, _) = (
         played_parts(played(on, reads=reads), BASE, SHARES) for reads in (SLOW, FAST)
@@ -96,7 +97,7 @@ def _by_share(rows: Sequence[Row], name: str, key: str, digits: int = 2) -> str:
 
 
 def table_2(on: Measured) -> Made:
-    """Make Table 2: speed if 1, 2 or 3 matrices of each expert are prefetched."""
+    """Make Table 2: the speed if one, two or three matrices of each expert are prefetched."""
     run, rows = played(on), []
     every = expert_bytes(run.trace)
     worlds: dict[str, dict[str, Any]] = {"as the store reads": {}, "rigid link": {"link": RIGID}}
@@ -243,10 +244,10 @@ def figure_5(on: Measured) -> Made:
 
 
 def figure_6(on: Measured) -> Made:
-    """Make Figure 6: the loss of eq. 11 for each K candidates and P voting layers.
+    """Make Figure 6: the loss of eq. 11 for each pair (K, P).
 
-    K goes up to twice the number of experts per token. Also runs Algorithm 1 and our searches on
-    these losses.
+    The P layers before a layer each predict K of its experts. K is at most twice the number of
+    experts per token. Also shows which pairs Algorithm 1 of the paper and our searches choose.
     """
     subject = on.subject(LOGITS)
     k, n_expert = subject.n_expert_used, subject.n_expert
@@ -314,7 +315,7 @@ def figure_6(on: Measured) -> Made:
 
 
 def figure_7(on: Measured) -> Made:
-    """Make Figure 7: utilisation and accuracy of strategies that predict a layer's experts."""
+    """Make Figure 7: how well different strategies predict a layer's experts."""
     found = VotesStudy().measure(on.subject())
     k = on.subject().n_expert_used
     rows = {row["strategy"]: row for row in found.tables[0].rows}

@@ -48,8 +48,8 @@ _PART_S = 120.0
 class Source(NamedTuple):
     """The text to measure on.
 
-    folder: a folder of texts; None for the demo's conversations. max_tokens: the most tokens of the
-    text that one measurement reads; None for no limit.
+    - folder: a folder with texts. None uses the demo model's conversations.
+    - max_tokens: maximum number of tokens that one measurement reads. None means no limit.
     """
 
     folder: Path | None = None
@@ -57,10 +57,12 @@ class Source(NamedTuple):
 
 
 def read_data(folder: Path) -> list[list[Document]]:
-    """Read a folder of texts. Returns one list of texts for each domain.
+    """Read the texts in a folder, and return one list of texts for each domain.
 
-    A file is plain text, or has one text per JSON line; .xz files are decompressed. The domain is
-    the record's own, or else the name of the file. Raises ConfigError.
+    A file is plain text, or has one text per JSON line. Files that end in .xz are decompressed. The
+    domain of a text is the one in its JSON line, or else the name of the file.
+
+    Raises ConfigError if the folder has no texts or a text cannot be read.
     """
     paths = sorted(path for path in folder.glob("*") if path.name.endswith(_TEXTS))
     if not paths:
@@ -107,7 +109,7 @@ def conversations() -> list[list[Document]]:
 class Measured(AbstractContextManager["Measured"]):
     """The model, the text and the shared measurements of one run of `moe-edge paper`.
 
-    folder: where results are written; traces are kept there too.
+    `folder` is the folder for results and for recorded traces.
     """
 
     def __init__(
@@ -172,7 +174,7 @@ class Measured(AbstractContextManager["Measured"]):
 
     @cached_property
     def routes(self) -> Sequence[Routes]:
-        """The experts of every token, for many short sequences of the text."""
+        """The experts that each token uses, for many short sequences of the text."""
         return read_routes(self.subject(ROUTED, SEQUENCE))
 
     @cached_property
@@ -183,12 +185,15 @@ class Measured(AbstractContextManager["Measured"]):
         return Bindings.load().library()
 
     def trace(self, prompt: int, answer: int, policy: str = FIRM.name) -> Trace:
-        """Return the recorded routing of a prompt and an answer from the start of the text.
+        """Return the recorded routing of the first tokens of the text.
 
-        `prompt` and `answer` are their numbers of tokens.
+        The first `prompt` tokens are read as a prompt, the next `answer` tokens as decode steps.
+        The recording is kept on disk for later calls and runs.
 
-        With the policy `firm` the recording has the deepest look-ahead, with `dymoe` the importance
-        of tokens. It is kept on disk and used again, because a new recording has other times.
+        - policy: `firm` records predictions for as many later layers as possible. `dymoe` records
+          the importance of tokens.
+
+        Raises ConfigError if the text has too few tokens.
         """
         key = digest(self.basis())[:8]
         path = self.folder / f"trace-{policy}-{prompt}-{answer}-{key}.npz"

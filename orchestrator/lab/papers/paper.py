@@ -63,9 +63,11 @@ class Unavailable(ConfigError):
 class Figure:
     """A table or figure of a paper.
 
-    - name: as in the paper, such as "Table 3". about: its subject in a few words.
-    - measure: measures ours. None if it cannot be made on this machine; `why` is the reason.
-    - paper: the values in the paper's text, shown if nothing is measured.
+    - name: its name in the paper, such as "Table 3".
+    - about: its subject in a few words.
+    - measure: measures our version of it. None if this machine cannot make it.
+    - paper: the values in the paper's text, which are shown if nothing is measured.
+    - why: the reason why nothing is measured.
     """
 
     name: str
@@ -82,9 +84,10 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Paper:
-    """A paper: its name in the command, its title, and its tables and figures.
+    """A paper whose tables and figures can be reproduced.
 
-    least_tiers: the number of precisions that the model's file must have.
+    - name: the name in the command, such as "dymoe".
+    - least_tiers: minimum number of precisions in the model's file.
     """
 
     name: str
@@ -93,9 +96,9 @@ class Paper:
     least_tiers: int = 2
 
     def chosen(self, only: str | None) -> list[Figure]:
-        """Return the tables and figures that `only` names, separated by commas; None for all.
+        """Return the tables and figures whose names `only` lists, separated by commas.
 
-        Raises ConfigError for an unknown name.
+        None returns all of them. Raises ConfigError for an unknown name.
         """
         if only is None:
             return list(self.figures)
@@ -109,7 +112,10 @@ class Paper:
         return [known[name.title()] for name in asked]
 
     def check(self, config: Config) -> None:
-        """Raise ConfigError or GGUFError if this model does not suit the paper."""
+        """Check that the model has at least two MoE layers and the precisions that the paper needs.
+
+        Raises ConfigError if not, and GGUFError if the model cannot be read or has no experts.
+        """
         with ExpertModel.open(config.model, config.low) as model:
             if model.n_layers < 2:
                 raise ConfigError(
@@ -134,9 +140,11 @@ def publish(
 ) -> dict[str, Any]:
     """Measure the chosen tables and figures of a paper, and return their results for JSON.
 
-    Results that an earlier run left in `folder` are not measured again. Each result is written as a
-    JSON file and pictures as soon as it is finished. NAME.json and NAME.md have all results. Raises
-    ConfigError for a model, a text or a folder that cannot be used, and OSError.
+    Results that an earlier run left in `folder` are not measured again. Each result is written to
+    `folder` as soon as it is finished. `only` names the tables and figures. None measures all.
+
+    Raises ConfigError for a model, a text or a folder that cannot be used, and OSError if a file
+    cannot be written.
     """
     figures = paper.chosen(only)
     require_matplotlib()
@@ -237,7 +245,7 @@ def _compared_markdown(figure: Row) -> str:
 
 
 def heading(result: dict[str, Any]) -> str:
-    """Return one line about the paper, the model, the text, the machine and the days."""
+    """Return one line that names the paper, model, text, machine and dates of the results."""
     machines = dict.fromkeys(figure["machine"] for figure in result["figures"])
     days = sorted({figure["day"] for figure in result["figures"]})
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"

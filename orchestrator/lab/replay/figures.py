@@ -31,9 +31,9 @@ def recorded_figures(trace: Trace) -> Figures:
 
 
 def counted(stats: CStats) -> np.ndarray:
-    """Return the counters of a store as an array, int64 [2, len(COUNTERS)].
+    """Return the counters of an expert store as an array, int64 [2, len(COUNTERS)].
 
-    The rows are the phases prefill and decode. A trace has the same counters.
+    Row 0 has the counters of prefill, and row 1 those of decode.
     """
     rows = np.zeros((len(Phase), len(COUNTERS)), np.int64)
     for phase in Phase:
@@ -92,18 +92,18 @@ Expert = tuple[int, int]  # (layer, expert)
 def belady(trace: Trace, shape: ModelShape, plan: SlotPlan, tier: int) -> dict[str, list[int]]:
     """Compute the cache hits of an optimal cache, which knows the whole trace in advance.
 
-    The cache has one precision and the same slots as the replay. The optimum keeps the experts
-    whose next use is soonest, among those in the cache and those just requested.
+    The cache has one precision and the same slots as the replay. It keeps the experts whose next
+    use is soonest. No policy with one precision that loads experts on demand has more hits.
 
-    All assumptions favor the optimum. The slots of one matrix kind and slot size form one pool,
-    even if the plan groups them differently. An expert may be evicted right after its use, and
-    loads need no additional slots. The result is therefore a bound for lru, and for every policy
-    with one precision that loads on demand. Its misses are also a bound for the reads of a policy
-    that prefetches.
+    - tier: index of the precision among the tiers of the trace's model.
 
-    `tier` is the index, among the tiers of the trace's model, of the precision in the cache.
-    Returns the "requests", "hits" and "miss_bytes" of expert matrices, each as [prefill, decode].
+    Returns the number of "requests" and "hits" of expert matrices, and the "miss_bytes". Each value
+    is a list [prefill, decode].
     """
+    # All assumptions favor the optimum. The slots of one matrix kind and slot size form one pool,
+    # even if the plan groups them differently. An expert may be evicted right after its use, and
+    # loads need no additional slots. The misses are also a lower bound for the reads of a policy
+    # that prefetches.
     totals = np.zeros((3, len(Phase)), np.int64)
     pools: dict[
         tuple[int, int], tuple[set[int], set[int]]
@@ -138,8 +138,8 @@ def fewest_misses(
 ) -> list[tuple[Phase, int, int, int]]:
     """Simulate an optimal cache with `capacity` slots that knows all events in advance.
 
-    An event is (phase, layer, requested experts). Returns (phase, layer, requests, hits) for each
-    event.
+    An event is (phase, layer, requested experts). Returns (phase, layer, number of requests, number
+    of hits) for each event.
     """
     uses: dict[Expert, list[int]] = {}
     for when, (_, layer, ids) in enumerate(events):

@@ -68,12 +68,11 @@ def link_ms(n_bytes: float) -> float:
 class PaperModel:
     """A model of the paper's Table 1, with the times of its parts on the simulated machine.
 
-    - kv_width: width of one token's keys, and of its values. It comes from the model, not from the
-      paper.
+    - kv_width: number of values in the keys of one token, which is also that of its values.
     - other_weights: number of weights outside the experts.
-    - n_hot: hot experts per layer (section 5.1).
-    - fitted_migrations: experts that MoNDE moves over the link per token, chosen such that the
-      speed-ups over MoNDE come close to the paper's.
+    - n_hot: number of experts per layer that are on the GPU.
+    - fitted_migrations: number of experts per token that the method MoNDE moves over the link. It
+      is fitted to the speed-ups in the paper.
     """
 
     name: str
@@ -110,24 +109,34 @@ class PaperModel:
         return (GPU_BYTES - 2 * self.other_weights) / self.expert_bytes()
 
     def gpu_ms(self, n_tokens: float = 1, bits: float = FULL_BITS) -> float:
-        """Return the time of one expert on the GPU: the longer of reading and multiplying."""
+        """Return the time to compute one expert on the GPU for n_tokens tokens, in milliseconds.
+
+        This is the time to read its weights or the time to multiply, whichever is longer.
+        """
         read = self.expert_bytes(bits) / GPU_BYTES_PER_S
         return 1e3 * max(read, 2 * n_tokens * self.expert_weights / GPU_FLOPS)
 
     def near_ms(self, bits: float = FULL_BITS, n_tokens: float = 1) -> float:
-        """Return the time of one expert in the near-data memory, with weights of `bits` bits."""
+        """Return the time to compute one expert in the near-data memory, in milliseconds.
+
+        - bits: bits per weight of the expert.
+        - n_tokens: number of tokens that use the expert.
+        """
         read = self.expert_bytes(bits) / NEAR_BYTES_PER_S
         macs_per_s = NEAR_MACS_PER_S * FULL_BITS / bits
         return 1e3 * max(read, n_tokens * self.expert_weights / macs_per_s)
 
     def trip_ms(self, n_tokens: float = 1) -> float:
-        """Return the time to send FP16 activations to the near-data memory and back, per layer."""
+        """Return the time to send activations to the near-data memory and back, in milliseconds.
+
+        These are the FP16 activations of n_tokens tokens for one layer.
+        """
         return 2 * (LINK_US / 1e3 + link_ms(2 * self.hidden * n_tokens))
 
     def dense_ms(self, n_tokens: float = 1) -> float:
-        """Return the GPU time of a layer outside the experts: query, key, value and output weights.
+        """Return the time to compute a layer's attention matrices on the GPU, in milliseconds.
 
-        Reads of the KV cache are ignored.
+        They are the query, key, value and output matrices. Reads of the KV cache are ignored.
         """
         weights = 2 * self.hidden * (self.hidden + self.kv_width)
         read, multiply = 2 * weights / GPU_BYTES_PER_S, 2 * n_tokens * weights / GPU_FLOPS
@@ -136,12 +145,16 @@ class PaperModel:
     def prompt_layer_ms(
         self, tokens: np.ndarray, on_gpu: np.ndarray, n_prompt: int
     ) -> tuple[float, np.ndarray]:
-        """Return a layer's time in a prompt, and the experts streamed to the GPU, bool [E].
+        """Return the time of one layer in a prompt, and which experts are copied to the GPU.
 
-        `tokens` float64 [E] is the number of tokens per expert; on_gpu is bool [E]. An expert that
-        is not on the GPU is either streamed there over the link, or computed in the near-data
-        memory at 16 bits. Experts with the most tokens are streamed. Their number is chosen so that
-        both sides finish as early as possible.
+        An expert that is not on the GPU is computed in the near-data memory, or copied to the GPU
+        over the link. Experts with the most tokens are copied, as many as make the layer fastest.
+
+        - tokens: number of tokens of each expert, float64 [n_expert].
+        - on_gpu: whether each expert is on the GPU from the start, bool [n_expert].
+        - n_prompt: number of tokens of the prompt.
+
+        The time is in milliseconds. The copied experts are returned as bool [n_expert].
         """
         gpu = sum(self.gpu_ms(n) for n in tokens[on_gpu] if n > 0)
         rest = [e for e in np.argsort(-tokens, kind="stable") if not on_gpu[e] and tokens[e] > 0]
@@ -169,9 +182,10 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class NearData(PlacementSettings):
-    """Options of a near-data replay.
+    """Options for the simulation of a GPU with a near-data memory.
 
-    Raises SettingError, and ConfigError for more hot experts than the layer or the GPU can hold.
+    Raises SettingError for a value out of range. Raises ConfigError if a layer has fewer experts
+    than `hot`, or if the GPU cannot hold this number of experts of each layer.
     """
 
     shape: str = setting(
@@ -206,12 +220,12 @@ class NearData(PlacementSettings):
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """One prompt with its answer.
+    """The routing of one prompt and its answer.
 
     - counts: number of prompt tokens routed to each expert, float64 [n_layers, n_expert].
-    - gates: sum of the prompt's routing weights per expert, float64 [n_layers, n_expert].
-    - ids: experts of the answer's tokens, int64 [T, n_layers, k], ordered by gate weight; -1 for
-      none.
+    - gates: sum of each expert's gate weights for the prompt, float64 [n_layers, n_expert].
+    - ids: the experts of each answer token, int64 [T, n_layers, k], the largest gate weight first.
+      An entry is -1 if the token uses fewer experts.
     """
 
     counts: np.ndarray
@@ -219,7 +233,7 @@ class Sequence:
     ids: np.ndarray
 
     def decode_counts(self) -> np.ndarray:
-        """Return each expert's number of answer tokens, float64 [n_layers, n_expert]."""
+        """Return the number of answer tokens that use each expert, float64 [n_layers, n_expert]."""
         return _by_expert(self.ids, self.counts.shape)
 
 
@@ -244,10 +258,12 @@ def _by_expert(
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Consecutive sequences, and the usage known before the first one.
+    """The routing of consecutive prompts and their answers.
 
-    `usual` is float64 [n_layers, n_expert], zeros if unknown. `source` describes the origin for the
-    report.
+    - source: description of the routing's origin, for the report.
+    - sequences: the prompts and answers.
+    - usual: expert usage that is known before the first sequence, float64 [n_layers, n_expert]. It
+      is zero if unknown.
     """
 
     source: str
@@ -255,9 +271,10 @@ class Routing:
     usual: np.ndarray
 
     def others(self, index: int) -> np.ndarray:
-        """Return the usage known without one sequence, float64 [n_layers, n_expert].
+        """Return the mean expert usage in all answers except one, float64 [n_layers, n_expert].
 
-        It is the mean usage in the answers of all other sequences, or `usual` if there are none.
+        `index` is the index of the sequence whose answer is left out. If the routing has no other
+        sequence, the result is `usual`.
         """
         rest = [each for at, each in enumerate(self.sequences) if at != index]
         if not rest:
@@ -267,10 +284,10 @@ class Routing:
 
 
 def generated(shape: PaperModel) -> Routing:
-    """Generate random routing for a shape.
+    """Generate random routing for a model of the paper.
 
-    Each layer of each sequence has its own distribution, from which each token draws distinct
-    experts.
+    Each layer of each sequence has its own probabilities of experts. Each token draws its experts
+    with these probabilities.
     """
     random = np.random.default_rng(0)
     powers = np.arange(1, shape.n_expert + 1, dtype=np.float64) ** -SKEW
@@ -296,10 +313,10 @@ def generated(shape: PaperModel) -> Routing:
 
 
 def blended(base: np.ndarray, other: np.ndarray, wanted: float) -> np.ndarray:
-    """Return (1 - x) base + x other along the last axis.
+    """Mix two arrays so that the result has a wanted mean cosine similarity to `base`.
 
-    x is chosen so that the mean cosine similarity to `base` equals `wanted`. If even `other` is
-    more similar, it is returned.
+    The result is (1 - x) base + x other, with one x for all. Similarity is computed along the last
+    axis. If `other` is more similar to `base` than wanted, the result is `other`.
     """
     low, high = 0.0, 1.0
     for _ in range(40):
@@ -323,11 +340,13 @@ def _choose(
 
 
 def from_trace(shape: PaperModel, trace: Trace) -> Routing:
-    """Return the routing of a trace, converted to a shape.
+    """Convert the routing of a trace to the number of layers and experts of a model of the paper.
 
-    Layers are repeated as often as needed. If the trace has more experts, neighboring experts are
-    merged and their weights added, and each token keeps its best n_expert_used. Raises ConfigError
-    if the experts cannot be divided evenly, TraceError if the trace has no prompt with an answer.
+    The layers of the trace are repeated as often as needed. If the trace has more experts, groups
+    of neighboring experts are merged into one expert each.
+
+    Raises ConfigError if the experts cannot be divided into equal groups, or if the trace has fewer
+    experts per token. Raises TraceError if the trace has no prompt with an answer.
     """
     fold, rest = divmod(trace.n_expert, shape.n_expert)
     if rest or trace.n_expert_used < shape.n_expert_used:
@@ -359,11 +378,13 @@ def from_trace(shape: PaperModel, trace: Trace) -> Routing:
 def folded(
     ids: np.ndarray, weights: np.ndarray, fold: int, shape: PaperModel
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Merge each `fold` neighboring experts of a trace into one expert of a shape.
+    """Merge each `fold` neighboring experts of a trace into one expert, and add their gate weights.
 
-    ids and weights are [T, k]. Each token keeps the n_expert_used experts with the largest summed
-    weights, largest first, and -1 if it has fewer. Returns ids and weights, both [T,
-    n_expert_used].
+    `ids` and `weights` are the experts and gate weights of each token, [T, k]. Each token keeps the
+    n_expert_used experts with the largest weights.
+
+    Returns their ids and weights, [T, n_expert_used], the largest weight first. The id is -1 if a
+    token has fewer experts.
     """
     rows = np.broadcast_to(np.arange(len(ids))[:, None], ids.shape)
     sums = np.zeros((len(ids), shape.n_expert))
@@ -420,10 +441,11 @@ def _rows(
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The placement of the experts of one sequence.
+    """The placement of all experts while one sequence is computed.
 
-    hot bool [n_layers, n_expert]: on the GPU at 16 bits. bits float64 [n_layers, n_expert]:
-    precision of the others in the near-data memory.
+    - hot: whether each expert is on the GPU, with 16 bits per weight, bool [n_layers, n_expert].
+    - bits: bits per weight of the other experts, which are in the near-data memory, float64
+      [n_layers, n_expert].
     """
 
     hot: np.ndarray
@@ -432,10 +454,11 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """Means per decoded token.
+    """The simulated decoding of an answer, as means per token.
 
-    step_ms is the duration of a step, near_ms the compute time of the near-data memory, and
-    hot_mass the fraction of routed experts on the GPU.
+    - step_ms: duration of a step.
+    - near_ms: compute time of the near-data memory.
+    - hot_mass: fraction of the used experts that are on the GPU.
     """
 
     step_ms: float
@@ -444,7 +467,11 @@ class Decoded:
 
 
 def placed(asked: NearData, scores: np.ndarray) -> Plan:
-    """Put the experts with the largest scores on the GPU, the others at near_bits on average."""
+    """Return the placement with the experts of the largest scores on the GPU.
+
+    All other experts are in the near-data memory, with near_bits bits per weight on average.
+    `scores` is [n_layers, n_expert].
+    """
     losses = nominal_losses(NEAR_BITS, *asked.model.size)
     tiers = place(scores, asked.n_hot, losses, NEAR_BITS, asked)
     widths = np.array([FULL_BITS, *NEAR_BITS], np.float64)
@@ -452,7 +479,7 @@ def placed(asked: NearData, scores: np.ndarray) -> Plan:
 
 
 def decode(shape: PaperModel, plan: Plan, sequence: Sequence) -> Decoded:
-    """Simulate the decoding of a sequence's answer under a plan."""
+    """Simulate the decoding of a sequence's answer. `plan` is the placement of the experts."""
     ids = sequence.ids
     there, layers = ids >= 0, _layers_of(ids)
     hot = plan.hot[layers, ids] & there
@@ -469,10 +496,12 @@ def decode(shape: PaperModel, plan: Plan, sequence: Sequence) -> Decoded:
 def on_demand(
     shape: PaperModel, sequences: list[Sequence], bits: tuple[int, ...], n_slots: float
 ) -> Decoded:
-    """Simulate a GPU without near-data memory, with a cache of n_slots experts at 16 bits.
+    """Simulate a GPU without near-data memory, which copies missing experts when they are needed.
 
-    A missing expert is copied over the link on demand; there is no prefetch. `bits` is a tuple such
-    as HOBBIT_BITS. The first sequence runs twice, to warm up the cache.
+    - bits: bits per weight of a token's first expert, of its second, and so on.
+    - n_slots: size of the GPU's cache, as a number of experts with 16 bits per weight.
+
+    The first sequence is simulated twice, because the first pass fills the cache.
     """
     free = n_slots * shape.expert_bytes()
     held: OrderedDict[tuple[int, int], float] = OrderedDict()  # least recently used first
@@ -507,9 +536,11 @@ def on_demand(
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A strategy applied to all sequences, with times in milliseconds.
+    """The simulated times of one method of placing experts, in milliseconds.
 
-    `prompts` and `moves` (migration times) are [n_sequences, len(LENGTHS)].
+    - decoded: the decoding of each sequence's answer.
+    - prompts: time of each prompt, [n_sequences, len(LENGTHS)].
+    - moves: time to move experts between prompt and answer, [n_sequences, len(LENGTHS)].
     """
 
     decoded: list[Decoded]
@@ -520,7 +551,10 @@ class Run:
         return float(np.mean([getattr(each, name) for each in self.decoded]))
 
     def times(self) -> list[dict[str, float]]:
-        """Return the end-to-end time and its parts for each pair of LENGTHS."""
+        """Return the mean times for each pair of prompt length and answer length in LENGTHS.
+
+        They are the time of the prompt, the time to move experts, and the total with the answer.
+        """
         rows = []
         for column, (prompt, answer) in enumerate(LENGTHS):
             prompt_ms = float(self.prompts[:, column].mean())
@@ -538,7 +572,7 @@ class Run:
 
 
 def strategies(asked: NearData, routing: Routing) -> dict[str, Run]:
-    """Run all strategies on one routing."""
+    """Simulate all methods of placing experts on the same routing. Returns the times by method."""
     shape, sequences = asked.model, routing.sequences
 
     def run(plans: list[Plan], there: list[Plan]) -> Run:
@@ -598,9 +632,10 @@ def _before(
 
 
 def replay_near_data(asked: NearData, trace: Trace | None) -> dict[str, Any]:
-    """Run all strategies on the routing of a trace, or on generated routing if it is None.
+    """Simulate a GPU with a near-data memory, with all methods of placing experts.
 
-    Returns plain types for JSON. Raises ConfigError and TraceError.
+    The routing is that of a trace. With None, random routing is generated. Returns a dict for JSON.
+    Raises ConfigError or TraceError if the trace is not suitable.
     """
     shape = asked.model
     routing = generated(shape) if trace is None else from_trace(shape, trace)
@@ -631,10 +666,7 @@ def replay_near_data(asked: NearData, trace: Trace | None) -> dict[str, Any]:
 
 
 def near_tables(result: dict[str, Any]) -> list[Table]:
-    """Return the result of `replay_near_data` as tables: decode steps, and end to end.
-
-    Ratios over near-only contain no fitted constant and come first.
-    """
+    """Return two tables for a result of `replay_near_data`: decode steps, and whole answers."""
     name, times, seconds = Column("", "name", left=True), fixed(2), fixed(2, 1e3)
     ratios = [
         Column("x near-only", "over_near_only", times),

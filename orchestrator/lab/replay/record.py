@@ -36,14 +36,12 @@ ANSWER_TOKENS = 512
 class Recorder:
     """Records the routing of each step of a model, for a later replay.
 
-    This is a context manager, which must be entered and left while no step runs. After that,
-    trace() returns the recording. The recording calls Python in every layer, but does not change
-    the store's behavior. While it runs, no experts may be prefetched between answers (see
-    `Answering.reads_ahead`).
+    Enter and leave this context manager while no step runs, then call trace(). Meanwhile, no
+    experts may be prefetched between answers.
 
-    Raises ConfigError if the model runs without a store, or if such a prefetch has already
-    happened. Raises ConfigError if the policy has already made decisions, because a replay starts
-    with a new policy.
+    Raises ConfigError if the model runs without an expert store. Also raises it if a replay could
+    not repeat the run, because the policy has learned from earlier steps or experts were prefetched
+    between answers.
     """
 
     def __init__(self, inside: Inside) -> None:
@@ -303,13 +301,11 @@ def _with_dense_share(evaluator: Evaluator, trace: Trace) -> Trace:
 
 
 def measured(inside: Inside) -> Transport:
-    """Measure the bandwidth and the latency of reads from the model's file.
-
-    The file is read with all I/O threads and with one thread. The difference gives the latency.
-    """
+    """Measure the bandwidth and the latency of reads from the model's file."""
     threads, tier = inside.config.io_threads, inside.plan.tiers[0]
     many = read_bandwidth(inside.model, tier=tier, threads=threads, seconds=0.5)
     one = read_bandwidth(inside.model, tier=tier, threads=1, seconds=0.5)
+    # One thread waits for the latency of each read. Many threads overlap their latencies.
     latency_s = one.slice_bytes * (1 / one.bytes_per_s - 1 / many.bytes_per_s)
     return Transport(int(many.bytes_per_s), max(0, round(1e6 * latency_s)), threads)
 
@@ -317,9 +313,8 @@ def measured(inside: Inside) -> Transport:
 def dense_share(evaluator: Evaluator, trace: Trace) -> tuple[float, float]:
     """Measure the fraction of a step's compute time that is spent outside the experts.
 
-    Returns (prefill, decode). Steps that skip all experts are timed, and their median is divided by
-    the median of the recorded steps. The policy does not learn from these steps. Clears the KV
-    cache.
+    Steps that skip all experts are timed, and compared with the recorded steps. Returns one
+    fraction for prefill and one for decode. Clears the KV cache.
     """
     inside = evaluator.inside
     steps: dict[Phase, list[float]] = {phase: [] for phase in Phase}

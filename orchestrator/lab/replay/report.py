@@ -46,9 +46,9 @@ WAITS = MATRIX, WHOLE = ("matrix", "whole")
 
 @dataclass(frozen=True)
 class ReplayOptions(Settings):
-    """Options of a replay: changes relative to the recorded run. None means as recorded.
+    """Options of a replay. With None, an option has the same value as in the recorded run.
 
-    `settings` holds settings of policies by name. Raises SettingError for a value out of range.
+    `settings` has settings of policies by name. Raises SettingError for a value out of range.
     """
 
     policy: str | None = setting(
@@ -120,12 +120,13 @@ class ReplayOptions(Settings):
 
 
 def replay(library: Library, trace: Trace, options: ReplayOptions) -> dict[str, Any]:
-    """Replay a trace with the chosen policy and with lru, and compute bounds for both.
+    """Replay a trace with the chosen policy and with the policy lru, and compare the results.
 
-    Both replays start with an empty store, with the same simulated disk and the same memory for
-    experts. The bounds are the hits of an optimal cache with lru's slots, and the time that its
-    misses take. Returns a dict for JSON. Raises MoeEdgeError if the trace cannot be replayed with
-    these options.
+    Both replays start with an empty store. They have the same simulated disk and the same memory
+    for experts. For comparison, the result has the hits of an optimal cache, and the shortest
+    possible time with these hits.
+
+    Returns a dict for JSON. Raises MoeEdgeError if the trace cannot be replayed with these options.
     """
     header = trace.header
     if options.policy == PLAIN:

@@ -37,11 +37,11 @@ _INTS = ctypes.POINTER(ctypes.c_int32)
 
 
 class Simulation:
-    """Drives a simulated expert store: tells it each layer's routing, and advances its clock.
+    """Runs an expert store with a simulated disk and a virtual clock, in nanoseconds.
 
-    The store must have been created with `simulated`. Times are in nanoseconds of virtual time. One
-    thread calls Store.begin_step for each step. For each layer it then calls `route`, and `use` for
-    each matrix kind in the order of the graph.
+    Call Store.begin_step for each step. Then, for each layer, call `route` once, and `use` for each
+    matrix kind in the order of the graph. All calls must come from one thread. Raises NativeError
+    if the store was not created with `simulated`.
     """
 
     def __init__(self, store: Store) -> None:
@@ -247,7 +247,8 @@ def set_up(
     - tiers: the precisions to use, as indices into the trace's tiers, best first.
     - threads: number of concurrent reads.
     - estimate: quality loss of these precisions; None if unknown.
-    - whole_experts, rigid: fields of StoreSpec.
+    - whole_experts: compute an expert only when all of its matrices are in memory.
+    - rigid: use a single queue for demand reads and prefetches.
 
     Raises PolicyError if the policy cannot use the tiers, and BudgetError if the memory is too
     small.

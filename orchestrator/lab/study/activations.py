@@ -32,35 +32,41 @@ Activations = dict[tuple[str, int], np.ndarray]
 
 
 def applied_gates(found: Activations, layer: int) -> np.ndarray:
-    """Return the weights of each token's experts [T, k] as the model applies them.
+    """Return the gate weights of each token's experts [T, k], as the model applies them.
 
-    In model families that renormalize, they add up to 1 or to the model's scale.
+    Some models scale the weights so that they sum to 1 or to another constant.
     """
     return next(found[name, layer] for name in reversed(GATES) if (name, layer) in found)
 
 
 def top(logits: np.ndarray, k: int) -> np.ndarray:
-    """Return the column indices of each row's k largest values, largest first.
+    """For each row, return the column indices of the k largest values, the largest first.
 
-    logits is [T, n], the result int64 [T, k].
+    `logits` is [T, n], and the result is int64 [T, k].
     """
     return np.argsort(-logits, axis=1, kind="stable")[:, :k]
 
 
 def recall(predicted: np.ndarray, actual: np.ndarray) -> np.ndarray:
-    """Return the fraction [T] of each row's actual entries [T, k] that are predicted [T, p]."""
+    """For each row, return the fraction of the entries of `actual` that are also in `predicted`.
+
+    `predicted` is [T, p], `actual` is [T, k], and the result is [T].
+    """
     share: np.ndarray = (actual[:, :, None] == predicted[:, None, :]).any(axis=2).mean(axis=1)
     return share
 
 
 def routers_of(on: Subject) -> list[np.ndarray | None]:
-    """Return the router of each MoE layer, float32 [n_expert, width]; None if it has none."""
+    """Return the router matrix of each MoE layer, float32 [n_expert, width].
+
+    The list has None for a layer without such a matrix.
+    """
     with on.model() as model:
         return [tensor(model, f"blk.{il}.ffn_gate_inp.weight") for il in on.layer_ids]
 
 
 def read_windows(on: Subject, windows: Sequence[Window]) -> Iterator[tuple[Window, Activations]]:
-    """Yield each window with its activations in the best tier."""
+    """Read windows of the text with the best tier, and yield each window with its activations."""
     threads = on.config.n_threads
     texts = [window.tokens for window in windows]
     found = activations_of(on.config.model, texts, threads, on.config.ram)
@@ -72,12 +78,16 @@ def read_windows(on: Subject, windows: Sequence[Window]) -> Iterator[tuple[Windo
 def activations_of(
     path: Path, texts: Sequence[Sequence[int]], threads: int, ram: int | None = None
 ) -> Iterator[Activations]:
-    """Yield the activations of each text, each read in one batch.
+    """Yield the activations of each text, a dict by tensor name and layer number.
 
-    They map (name, layer) to float32 [T, width], or to int32 [T, k] for CHOSEN. `ram` limits the
-    memory: experts are then read from the file on demand. None loads the whole model.
+    Each text is read in one batch of T tokens. Values are float32 [T, width]. Those of CHOSEN, the
+    experts of each token, are int32 [T, k].
 
-    Raises GGUFError or BudgetError, and NativeError if the model's graph has none of the names.
+    `ram` is a memory cap in bytes, with which experts are read from the file on demand. None loads
+    the whole model.
+
+    Raises GGUFError for an invalid file, BudgetError if the cap is too small, and NativeError if
+    the router's inputs are not found in the model's graph.
     """
     found: Activations = {}
     longest, budget = max(map(len, texts)), None

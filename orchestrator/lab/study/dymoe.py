@@ -56,7 +56,11 @@ def _mixes(on: Subject, ratios: tuple[float, ...], ask: bool = False) -> list[Ca
 
 
 class Accuracy(ScoredStudy):
-    """Tables 1 and 2: each tier alone, then high/skip and high/low at three ratios."""
+    """Study for Tables 1 and 2 of DyMoE: quality with one and with two precisions.
+
+    In the mixes, critical experts have the high tier. All other experts are skipped, or have the
+    low tier. Each mix is measured with three fractions of critical experts.
+    """
 
     def cases(self, on: Subject) -> list[Case]:
         alone = uniform_cases(on, on.tiers[::-1], ask=True)
@@ -86,7 +90,10 @@ class Accuracy(ScoredStudy):
 
 
 class Retention(ScoredStudy):
-    """Figure 11: quality by retention ratio, from few critical experts to all of them."""
+    """Study for Figure 11 of DyMoE: quality by the retention ratio.
+
+    The retention ratio is the fraction of critical experts, which keep the high precision.
+    """
 
     def cases(self, on: Subject) -> list[Case]:
         ends = [Case(tier, on.uniform(tier), tier, ask=True) for tier in (on.high, on.low)]
@@ -129,10 +136,10 @@ SPREADS = {"cosine": "depth-based", "flat": "equal"}
 
 
 class Critical(ScoredStudy):
-    """Figure 3: critical experts chosen by importance or at random.
+    """Study for Figure 3 of DyMoE: critical experts are chosen by importance or at random.
 
-    Each is measured with the cosine schedule and with the same ratio in all layers, for decode
-    steps and for prompts.
+    Critical experts keep the high precision. Their number is the same in all layers, or decreases
+    with depth (cosine schedule). Decode steps and prompts are measured separately.
     """
 
     def cases(self, on: Subject) -> list[Case]:
@@ -183,9 +190,9 @@ class Critical(ScoredStudy):
 
 
 class Depth(ScoredStudy):
-    """Figure 5: one layer at a time in the low tier, all others in the best one.
+    """Study for Figure 5 of DyMoE: quality with one layer at a time in the low tier.
 
-    It tests two separate claims: shallow layers are sensitive, and deep layers are resilient.
+    All other layers are in the best tier.
     """
 
     def cases(self, on: Subject) -> list[Case]:
@@ -230,10 +237,13 @@ WAYS = {
 
 
 class Similarity(Study):
-    """Similarity of neighboring layers, and prediction of experts from the layer before."""
+    """Study for Figure 6 of DyMoE: similarity of the hidden states of neighboring layers.
+
+    It also measures how well the experts of a layer are predicted from the layer before (eq. 6).
+    """
 
     def measure(self, on: Subject) -> Findings:
-        """Read the text once with the best tier.
+        """Read the text once with the best tier, and compare each layer with the layer before.
 
         Experts are ranked by the router's logits. A model's selection biases and expert groups are
         ignored.

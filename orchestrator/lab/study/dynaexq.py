@@ -48,7 +48,7 @@ NEVER = {"update_steps": 0}
 
 
 class Residency:
-    """The high and the low tier of a subject, with the memory they need."""
+    """Computes memory sizes and settings for experts in the two tiers of a study's subject."""
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
@@ -58,9 +58,10 @@ class Residency:
             self.shape = model_shape(model, tiers)
 
     def budget_bytes(self, n_high: int) -> int:
-        """Return the smallest budget that holds n_high experts per layer in high.
+        """Return the memory that experts need if n_high experts of each layer have the high tier.
 
-        It includes the slots that swaps need.
+        All other experts have the low tier. The size in bytes includes the spare slots with which
+        experts change their tier.
         """
         plenty = 2 * (self.shape.all_slot_bytes(HIGH) + self.shape.all_slot_bytes(LOW))
         found = resident_plan(self.shape, plenty, n_high)
@@ -73,9 +74,10 @@ class Residency:
         return sorted({max(1, round(share * self.shape.n_expert)) for share in shares})
 
     def settings(self, n_high: int, **more: Any) -> Settings:
-        """Return settings with the n_high hottest experts of each layer in the high tier.
+        """Return settings for the policy `dynaexq` with n_high experts per layer in the high tier.
 
-        Without known usage, these are the first experts.
+        These are the most used experts. If the usage is unknown, they are the experts with the
+        lowest numbers. `more` are further settings.
         """
         return {
             "policy": "dynaexq",
@@ -88,10 +90,10 @@ class Residency:
         }
 
     def placed(self, n_high: int) -> Settings:
-        """Return settings for the policy that places experts after each prompt.
+        """Return settings for the policy `context`, which chooses experts' tiers after each prompt.
 
-        The memory is the same as in `settings`. It puts as many experts in the high tier as fit, at
-        most n_high.
+        The memory is that of the policy `dynaexq` with n_high experts of each layer in the high
+        tier.
         """
         bits = float(nominal_bits(self.subject.low))
         return self.settings(n_high, policy="context", hot_experts=None, near_bits=bits)
@@ -102,7 +104,11 @@ COLD, RANDOM, HOT_FIRST = ("cold first", "at random", "hot first")
 
 
 class Demotion(ScoredStudy):
-    """The quality loss of demotion. Residency does not change while the text is read."""
+    """Study for Figure 3 of DynaExq: the quality loss if some experts are in the low tier.
+
+    The experts of each layer are demoted from the high tier in three orders: the least used first,
+    the most used first, and at random.
+    """
 
     halved = True
 
@@ -182,16 +188,17 @@ N_ENDS = 3
 
 
 class HotMemory(ScoredStudy):
-    """The KL that a hot set recovers in the same memory."""
+    """Study for Table 4 of DynaExq: quality with a hot set, the most used experts of each layer.
+
+    The hot set has the high tier, and all other experts have the low tier. The study measures how
+    much of the KL divergence between the two tiers the hot set recovers.
+    """
 
     halved = True
     rivals = True
 
     def n_before(self, on: Subject) -> int:
-        """Return the number of passes that measure usage, one per part of the text.
-
-        A pass over one domain is shorter than a pass over the whole text.
-        """
+        """Return the number of passes that measure expert usage: one for each part of the text."""
         return len(parts_of(on))
 
     def cases(self, on: Subject) -> list[Case]:
@@ -324,7 +331,7 @@ MIX = "dynaexq"
 
 
 class EqualMemory(ScoredStudy):
-    """Uniform types and precision mixes in the same memory."""
+    """Study that compares experts of one type with a mix of two precisions of the same size."""
 
     halved = True
     rivals = True

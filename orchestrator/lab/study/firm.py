@@ -43,7 +43,10 @@ Grid = list[list[float]]
 
 
 class Part(NamedTuple):
-    """One compared system: its name, policy, settings, and changes to the replay options."""
+    """A system that is compared in replays: its name, policy, settings and replay options.
+
+    `changes` are the replay options in which the system differs from the others.
+    """
 
     name: str
     policy: str
@@ -52,7 +55,7 @@ class Part(NamedTuple):
 
 
 class Played(NamedTuple):
-    """A trace with look-ahead, and the options of its replays."""
+    """A trace that contains predictions for later layers, and the options of its replays."""
 
     library: Library
     trace: Trace
@@ -65,9 +68,10 @@ class Played(NamedTuple):
         every: int | None = None,
         **changes: Any,
     ) -> tuple[Setup, Outcome]:
-        """Replay the trace with a policy.
+        """Replay the trace with a policy, and return its setup and the outcome.
 
-        `every` is the interval of FIRM's tuner, in steps. `changes` are changes to the options.
+        - every: number of steps between two updates of FIRM's tuner. None keeps the default.
+        - changes: replay options that replace those of this object.
         """
         asked = replace(self.options, policy=policy, settings=settings, **changes)
         speed, time = speed_and_time(self.trace.header, asked)
@@ -77,7 +81,11 @@ class Played(NamedTuple):
         return made, simulate(self.library, self.trace, made, speed, time)
 
     def answer(self, part: Part, expert_bytes: int) -> np.ndarray:
-        """Return the time until each token of the answer, float64 [n], in ms from the prompt on."""
+        """Replay the trace with a system, and return when each token of the answer is computed.
+
+        The times are float64 [n], in milliseconds from the start of the prompt. `expert_bytes` is
+        the memory for experts.
+        """
         _, outcome = self.play(part.policy, part.settings, expert_ram=expert_bytes, **part.changes)
         decoded = self.trace.arrays["step_phase"] == Phase.DECODE
         found: np.ndarray = np.cumsum(outcome.step_us)[decoded] / 1000
@@ -85,10 +93,11 @@ class Played(NamedTuple):
 
 
 def parts(k: int) -> dict[str, list[Part]]:
-    """Return the systems that are compared with each of two baselines.
+    """Return the systems to compare with each baseline, by the baseline's name.
 
-    The first baseline has no prefetch and reads as our store does. The second is the paper's, with
-    one queue for all reads. K and P are 3 if the model uses at least 3 experts per token.
+    The baseline NO_PREFETCH reads missing experts on demand, as our store does. The baseline BASE
+    is that of the FIRM-MoE paper: it prefetches whole experts over a link with one queue. `k` is
+    the number of experts per token.
     """
     off, whole, rigid = {"prefetch": "off"}, {"wait": WHOLE}, {"link": RIGID}
     dymoe = {"prefetch": "on", "retention": 1.0}
@@ -117,7 +126,7 @@ def parts(k: int) -> dict[str, list[Part]]:
 
 
 def expert_bytes(trace: Trace, name: str | None = None) -> int:
-    """Return the bytes of all experts in a tier, by default the trace's high precision."""
+    """Return the size of all experts in one tier, in bytes. Default: the trace's high precision."""
     tier = trace.tier_index(name or trace.header.in_use[0])
     return trace.n_expert * sum(
         each.expert_bytes
@@ -128,11 +137,12 @@ def expert_bytes(trace: Trace, name: str | None = None) -> int:
 
 
 def on_link(trace: Trace, reads: float, tier: str | None = None) -> ReplayOptions:
-    """Return replay options with a link speed relative to the recorded computing time.
+    """Return replay options in which reading takes a fixed multiple of the computing time.
 
-    Reading all experts of a token in a tier takes `reads` times as long as computing the token. So
-    ratios of speeds do not depend on the load of the machine. The default of `tier` is the trace's
-    high precision.
+    The ratio of two replayed speeds then does not depend on the load of the machine.
+
+    - reads: time to read all experts of a token, divided by the recorded time to compute a token.
+    - tier: precision of these experts. None is the trace's high precision.
     """
     decoded = trace.arrays["step_phase"] == Phase.DECODE
     compute_s = float(np.median(trace.compute_ms[decoded])) / 1000
@@ -141,11 +151,14 @@ def on_link(trace: Trace, reads: float, tier: str | None = None) -> ReplayOption
 
 
 def played_parts(on: Played, base: str, shares: Sequence[float]) -> tuple[Table, Panel]:
-    """Measure the gain of each part of FIRM, by the share of the experts that have slots.
+    """Replay the trace with each part of FIRM-MoE, and return a table and a plot of the speeds.
 
-    `base` names the baseline: NO_PREFETCH or BASE. Shares with too few slots for a policy are left
-    out. Slots are divided evenly among the layers; the paper has one LRU cache for all of them.
+    - base: name of the baseline, NO_PREFETCH or BASE.
+    - shares: fractions of the experts that have slots. A fraction that is too small is left out.
+
+    Raises ConfigError if all fractions are too small.
     """
+    # Slots are divided evenly among the layers. The paper has one LRU cache for all layers.
     every, world, rows = expert_bytes(on.trace), WORLDS[base], []
     left_out = []
     for held in shares:
@@ -214,11 +227,12 @@ def _measured(on: Played, part: Part, expert_bytes: int) -> Row:
 
 
 def measure_votes(on: Played) -> Findings:
-    """Measure the loss of every pair of K candidates and P voting layers, and the tuned pairs.
+    """Measure the loss (eq. 11 of FIRM-MoE) of every pair of K candidates and P voting layers.
 
-    K is at most the number of experts per token. One replay counts every pair on every token. One
-    more replay for each tuning method gives the pair that it chooses. Raises ConfigError if no
-    expert is missing.
+    The P layers before a layer each predict K of its experts. K is at most the number of experts
+    per token. The result also has the pair that each tuning method chooses.
+
+    Raises ConfigError if all experts were in memory, so that there was no loss.
     """
     way = on.options.settings.get("agree", MOL)
     depth = depth_of(way, int(on.trace.arrays["event_ahead"].max()))

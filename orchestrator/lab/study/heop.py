@@ -36,9 +36,11 @@ PATIENCE = 2
 
 
 class Losses:
-    """Computes the loss of eq. 11 of each token for all K candidates and P voting layers.
+    """Computes the loss (eq. 11 of FIRM-MoE) of each token for all pairs (K, P).
 
-    The losses of the layers of a group (shallow, middle, deep) are added.
+    The P layers before a layer each predict K of its experts. The loss counts experts that are
+    predicted and not used, or used and not predicted. Experts in the cache are not counted. Losses
+    are added within each group of layers: shallow, middle and deep.
     """
 
     def __init__(self, n_layers: int, n_expert: int, k: int, slots: int) -> None:
@@ -53,7 +55,12 @@ class Losses:
     def count(
         self, read: Activations, layer_ids: list[int], routers: list[np.ndarray | None]
     ) -> None:
-        """Add the losses of all tokens of one text, in order."""
+        """Add the losses of all tokens of one text.
+
+        - read: the activations of the text.
+        - layer_ids: layer number of each MoE layer.
+        - routers: router matrix of each MoE layer. A layer with None is not predicted.
+        """
         votes, used = {}, {}
         for at, (il, router) in enumerate(zip(layer_ids, routers, strict=True)):
             used[at] = top(read[ROUTER_LOGITS, il], self.k).tolist()
@@ -91,9 +98,10 @@ class Losses:
             cache.popitem(last=False)
 
     def of(self, group: int) -> np.ndarray:
-        """Return the mean loss per layer of one group for each token, P and K.
+        """Return the losses of one group of layers, float64 [T, P, K].
 
-        float64 [T, DEEPEST, most].
+        The group is shallow, middle or deep. Each value is the loss of one token for one pair (K,
+        P), as a mean over the layers of the group.
         """
         n = sum(each == group for each in self._groups[1:])
         found: np.ndarray = np.stack([token[group] for token in self._tokens]) / max(1, n)
@@ -101,15 +109,19 @@ class Losses:
 
     @property
     def groups(self) -> list[int]:
-        """The groups that have at least one layer whose experts can be predicted."""
+        """The groups of layers (indices of shallow, middle and deep) that have losses.
+
+        The model's first layer has no loss, because it has no layer before it.
+        """
         return sorted(set(self._groups[1:]))
 
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """The pair (K, P) that a search method chose.
+    """The pair of K candidates and P voting layers that a search method chose.
 
-    ratio: the pair's mean loss over the smallest mean loss of all pairs.
+    - way: the name of the method.
+    - ratio: mean loss of this pair, divided by the smallest mean loss of all pairs.
     """
 
     way: str
@@ -118,9 +130,10 @@ class Search:
 
 
 def searches(losses: np.ndarray) -> list[Search]:
-    """Run each search method on the losses of a group: Algorithm 1, our climb, and all pairs.
+    """Search the best pair (K, P) for a group of layers with each method, and return the results.
 
-    losses: float64 [T, P, K].
+    The methods are Algorithm 1 of the FIRM-MoE paper, our hill climbing, and a search of all pairs.
+    `losses` is float64 [T, P, K], the loss of each token for each pair.
     """
     means = losses.mean(axis=0)
     smallest = float(means.min())
@@ -142,12 +155,14 @@ def searches(losses: np.ndarray) -> list[Search]:
 
 
 def as_printed(losses: np.ndarray, axis: int, delta: int) -> Votes:
-    """Return the pair (K, P) that Algorithm 1 chooses if it is run as the paper prints it.
+    """Return the pair (K, P) that Algorithm 1 of the FIRM-MoE paper chooses.
 
-    losses: float64 [T, P, K]. axis: 0 starts with K, 1 with P, in steps of `delta`; the paper draws
-    both at random. The history is never cleared, so its mean mixes all pairs visited before. The
-    paper leaves three choices open. Here the search starts at the largest K and P, a step outside
-    the bounds is not taken, and the patience is PATIENCE.
+    The algorithm is run as printed, so its mean loss includes all pairs visited before. The search
+    starts at the largest K and P.
+
+    - losses: float64 [T, P, K], the loss of each token for each pair.
+    - axis: 0 changes K first, 1 changes P first. The paper decides this at random.
+    - delta: the first change, 1 or -1. The paper decides this at random.
     """
     n_p, n_k = losses.shape[1:]
     at = [n_k, n_p]
@@ -169,7 +184,10 @@ def as_printed(losses: np.ndarray, axis: int, delta: int) -> Votes:
 
 
 def climbed(losses: np.ndarray) -> Votes:
-    """Return the pair (K, P) that our hill climbing chooses. losses: float64 [T, P, K]."""
+    """Return the pair (K, P) that our hill climbing chooses.
+
+    `losses` is float64 [T, P, K], the loss of each token for each pair.
+    """
     n_p, n_k = losses.shape[1:]
     climb = Climb(n_k, n_p, PATIENCE)
     for end in range(OUR_STEPS, len(losses) + 1, OUR_STEPS):

@@ -77,9 +77,13 @@ Choices = dict[str, np.ndarray | None]
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """The expert usage of one window, each array [n_layers, n_expert].
+    """How often the prompt and the answer in one window use each expert.
 
-    counts and gates: uses and summed gate weights in its prompt. answer: uses in its answer.
+    Each array is [n_layers, n_expert].
+
+    - counts: number of prompt tokens that are routed to the expert.
+    - gates: sum of the expert's gate weights for these tokens.
+    - answer: number of answer tokens that are routed to the expert.
     """
 
     domain: str
@@ -89,22 +93,30 @@ class Usage:
 
     @property
     def all(self) -> np.ndarray:
-        """Uses in prompt and answer together."""
+        """The number of tokens in prompt and answer that are routed to each expert."""
         both: np.ndarray = self.counts + self.answer
         return both
 
 
 def captured(scores: np.ndarray, used: np.ndarray, n_hot: int) -> float:
-    """Return the uses [n_layers, n_expert] of the n_hot best-scored experts per layer, summed."""
+    """Return how many uses the n_hot experts with the highest scores in each layer have together.
+
+    `scores` and `used` are the score and the number of uses of each expert, [n_layers, n_expert].
+    """
     hot = np.argsort(-scores, axis=1, kind="stable")[:, :n_hot]
     return float(np.take_along_axis(used, hot, axis=1).sum())
 
 
 def choices(usages: Sequence[Usage], at: int, k: int) -> Choices:
-    """Return the scores of each prediction method for one window.
+    """Predict which experts the answer in one window uses, with each prediction method.
 
-    "others" is the mean of all other windows of the same domain. "other domains" is the wrong
-    profile: the mean of all windows of other domains.
+    Some methods use the window's own prompt, others use the other windows of the same domain
+    ("others"), windows of other domains, or a combination. The scores of a method are None if it
+    has no text to predict from.
+
+    - usages: the expert usage of all windows.
+    - at: index of the window.
+    - k: number of experts per token.
     """
     own, uniform = usages[at], np.zeros(usages[at].counts.shape)
 
@@ -133,19 +145,21 @@ def choices(usages: Sequence[Usage], at: int, k: int) -> Choices:
 
 
 def blend(profile: str) -> str:
-    """Return the label of the window's own prompt combined with a profile."""
+    """Return the label of the method that combines a prompt with the usage of other texts.
+
+    `profile` is the label of those texts.
+    """
     return f"prompt + {USUAL_PRIOR} of {profile}"
 
 
 class PromptContext(Study):
-    """How well a prompt predicts the experts of its answer."""
+    """Study of how well a prompt predicts the experts of its answer."""
 
     def measure(self, on: Subject) -> Findings:
-        """Read the text once with the best tier.
+        """Read the text once with the best tier, and compare predicted and actual expert usage.
 
-        The prompt is a record's context, or the first half of a window without one. The last
-        layer's usage in a prompt is predicted from the layer before, as in the policy. Raises
-        ConfigError if no window is long enough.
+        Each window that is long enough is divided into a prompt and an answer. Raises ConfigError
+        if no window is long enough.
         """
         usages = read_usages(on)
         n_hot = max(1, on.n_expert // 4)
@@ -189,14 +203,19 @@ class PromptContext(Study):
 
 
 def prompt_tokens(window: Window) -> int:
-    """Return the number of tokens of a window that count as its prompt."""
+    """Return the number of tokens at the start of a window that count as its prompt.
+
+    These are the tokens that are not scored. If they are fewer than LEAST, the first half of the
+    window is the prompt.
+    """
     return window.first if window.first >= LEAST else len(window.tokens) // 2
 
 
 def with_prompts(windows: Sequence[Window]) -> list[Window]:
-    """Return the windows that are long enough, divided into prompt and answer.
+    """Divide windows into a prompt and an answer, and return those that are long enough.
 
-    Raises ConfigError if there are none.
+    Prompt and answer need at least LEAST tokens each. Raises ConfigError if no window is long
+    enough.
     """
     found = [
         replace(window, first=n_prompt, prompt=True)
@@ -212,7 +231,10 @@ def with_prompts(windows: Sequence[Window]) -> list[Window]:
 
 
 def read_usages(on: Subject) -> list[Usage]:
-    """Return the usage of each window of with_prompts. Reads the text once in the best tier."""
+    """Return the expert usage of each window of the text that has a prompt and an answer.
+
+    The text is read once, in the best tier. Raises ConfigError if no window is long enough.
+    """
     router = routers_of(on)[-1]
     with on.model() as model:
         gating = model.hparams.gating
@@ -230,11 +252,14 @@ def usage_of(
     n_expert: int,
     gating: int = SOFTMAX,
 ) -> Usage:
-    """Return a window's expert usage: the experts that the model chose, with its gate weights.
+    """Return how often the prompt and the answer in a window use each expert.
 
-    `router` [n_expert, width] is that of the last layer, applied to the router input of the layer
-    before, as the hook does for the policy. Its gate weights are the scores of all experts. None
-    uses the last layer's own choices. `gating` has the meaning of Hyperparameters.
+    - found: activations of the window.
+    - layer_ids: layer number of each MoE layer.
+    - router: router matrix of the last layer, float32 [n_expert, width]. The last layer's experts
+      for the prompt are predicted from the layer before, because the policy knows only this
+      prediction. With None, the experts that the model chose are counted.
+    - gating: the router's gating function, SOFTMAX or SIGMOID.
     """
     n = prompt_tokens(window)
     counts, gates, answer = np.zeros((3, len(layer_ids), n_expert))
@@ -262,9 +287,13 @@ def _scores(logits: np.ndarray, gating: int) -> np.ndarray:
 
 
 def domain_rows(usages: Sequence[Usage], every: Sequence[Choices], n_hot: int) -> Iterator[Row]:
-    """Yield a row for each prediction method in each domain that it applies to.
+    """Yield a table row for each domain and each prediction method.
 
-    A row has the mean cosine and the fraction of all routed experts that the hot experts cover.
+    A row has the mean cosine similarity of predicted and actual expert usage. It also has the
+    fraction of the answers' experts that are among the n_hot predicted experts of their layer.
+
+    - usages: the expert usage of each window.
+    - every: the predictions for each window.
     """
     for domain in dict.fromkeys(usage.domain for usage in usages):
         for by in every[0]:
@@ -286,7 +315,14 @@ def domain_rows(usages: Sequence[Usage], every: Sequence[Choices], n_hot: int) -
 def layer_rows(
     usages: Sequence[Usage], every: Sequence[Choices], layer_ids: Sequence[int]
 ) -> Iterator[Row]:
-    """Yield a row per layer with the most and least used expert and the mean cosines."""
+    """Yield a table row for each layer.
+
+    A row has the usage of the most and of the least used expert. It also has, for each prediction
+    method, the mean cosine similarity of predicted and actual usage.
+
+    - usages: the expert usage of each window.
+    - every: the predictions for each window.
+    """
     frequency = shares(np.sum([usage.all for usage in usages], axis=0))
     known = {
         by: [
@@ -319,17 +355,19 @@ NearTiers = dict[float, str]
 
 
 def near_tiers(tiers: Sequence[str]) -> NearTiers:
-    """Return the best tier of each width below the best tier.
+    """Return the tiers that near experts (experts that are not hot) can have, by bits per weight.
 
-    `tiers` are a file's tiers, best first.
+    If several tiers have the same number of bits, the best of them is returned. `tiers` are all
+    tiers of a file, best first.
     """
     return {nominal_bits(name): name for name in best_of_each_width(tiers[1:])[-MAX_WIDTHS:]}
 
 
 class NearBits(ScoredStudy):
-    """The gain of choosing bits by the prompt over equal bits for all near experts.
+    """Study of low precision for near experts, which are the experts that are not hot.
 
-    The first half of each domain measures the expert usage, and its second half is scored.
+    Bits that are chosen by the prompt are compared with equal bits for all near experts. The first
+    half of each domain measures expert usage, and only its second half is scored.
     """
 
     def scored(self, on: Subject) -> Subject:

@@ -48,7 +48,7 @@ def read_routes(on: Subject) -> list[Routes]:
 
 
 def total_counts(routes: Sequence[Routes]) -> np.ndarray:
-    """Return the uses of each expert by all sequences, float64 [n_layers, n_expert]."""
+    """Return how often all sequences together use each expert, float64 [n_layers, n_expert]."""
     found: np.ndarray = np.sum([each.counts() for each in routes], axis=0)
     return found
 
@@ -63,10 +63,10 @@ def _distinct(ids: np.ndarray) -> int:
 
 
 def active_in_decode(routes: Sequence[Routes], batch: int, draws: int = 64) -> float:
-    """Return the share of a layer's experts that one step of `batch` sequences uses.
+    """Estimate the fraction of a layer's experts that one decode step of a batch uses.
 
-    Each draw takes one token of `batch` random sequences. Tokens of one sequence are drawn twice
-    only if there are fewer sequences than `batch`.
+    The result is a mean over all layers and over `draws` random batches. A batch has one random
+    token of each of `batch` random sequences.
     """
     random, found = np.random.default_rng(0), 0
     for _ in range(draws):
@@ -77,9 +77,10 @@ def active_in_decode(routes: Sequence[Routes], batch: int, draws: int = 64) -> f
 
 
 def active_in_prefill(routes: Sequence[Routes], batch: int, length: int, draws: int = 64) -> float:
-    """Return the share of a layer's experts that prompts of `batch` sequences use together.
+    """Estimate the fraction of a layer's experts that the prompts of a batch use together.
 
-    Each prompt is the first `length` tokens of a random sequence.
+    The result is a mean over all layers and over `draws` random batches. A batch has the first
+    `length` tokens of each of `batch` random sequences.
     """
     random, found = np.random.default_rng(0), 0
     for _ in range(draws):
@@ -90,10 +91,12 @@ def active_in_prefill(routes: Sequence[Routes], batch: int, length: int, draws: 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The share of a token's experts that the token `lag` positions later uses too.
+    """The fraction of a token's experts that the token `lag` positions later also uses.
 
-    kept: the measured share. by_use: the expected share if tokens chose experts independently, with
-    the sequence's frequencies. uniform: the expected share if they chose uniformly.
+    - kept: the measured fraction.
+    - by_use: the expected fraction if each token chose experts at random, with the frequencies of
+      its sequence.
+    - uniform: the expected fraction if all experts were equally likely.
     """
 
     lag: int
@@ -103,9 +106,9 @@ class Change:
 
 
 def changes(routes: Sequence[Routes], lags: Sequence[int]) -> list[Change]:
-    """Return how many experts tokens have in common with later tokens, for each lag.
+    """Measure how many experts a token has in common with the token `lag` positions later.
 
-    The values are means over sequences and layers.
+    The result has one entry for each lag. Its values are means over all tokens and layers.
     """
     n_layers, k = routes[0].ids.shape[1:]
     n_expert = routes[0].n_expert
@@ -127,10 +130,10 @@ def changes(routes: Sequence[Routes], lags: Sequence[int]) -> list[Change]:
 
 
 def concentration(counts: np.ndarray, share: float) -> float:
-    """Return the part of all uses that the most used experts of each layer have.
+    """Return the fraction of all uses that the most used experts of each layer have together.
 
-    counts: [n_layers, n_expert]. share: the share of a layer's experts that counts as most used, at
-    least one expert.
+    - counts: number of uses of each expert, [n_layers, n_expert].
+    - share: fraction of a layer's experts that count as most used. This is at least one expert.
     """
     n = max(1, round(share * counts.shape[1]))
     best = np.sort(counts, axis=1)[:, ::-1][:, :n]
@@ -138,9 +141,10 @@ def concentration(counts: np.ndarray, share: float) -> float:
 
 
 def sorted_shares(counts: np.ndarray) -> np.ndarray:
-    """Return each expert's share of its layer's uses by rank, the most used first.
+    """Return the mean usage of the most used expert of a layer, of the second, and so on.
 
-    The values are means over the layers, float64 [n_expert].
+    Usage is the fraction of all uses in the layer. The result is float64 [n_expert], a mean over
+    the layers. `counts` is the number of uses of each expert, [n_layers, n_expert].
     """
     shares = counts / np.maximum(1.0, counts.sum(axis=1, keepdims=True))
     found: np.ndarray = np.sort(shares, axis=1)[:, ::-1].mean(axis=0)
@@ -148,9 +152,10 @@ def sorted_shares(counts: np.ndarray) -> np.ndarray:
 
 
 def hot_overlap(one: np.ndarray, other: np.ndarray, n_hot: int) -> list[float]:
-    """Return the share of the most used experts that two texts have in common, for each layer.
+    """For each layer, return the fraction of the most used experts that two texts have in common.
 
-    n_hot: number of experts per layer that count as most used.
+    - one, other: number of uses of each expert in each of the texts, [n_layers, n_expert].
+    - n_hot: number of experts per layer that count as most used.
     """
     best = (np.argsort(-each, axis=1, kind="stable")[:, :n_hot] for each in (one, other))
     return [len(np.intersect1d(*rows)) / n_hot for rows in zip(*best, strict=True)]
@@ -158,10 +163,13 @@ def hot_overlap(one: np.ndarray, other: np.ndarray, n_hot: int) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The number of uses of each expert in one layer of a prompt.
+    """How often the tokens of one prompt use each expert of one layer.
 
-    total: by all tokens. heavy: by heavy hitters. random: by as many random tokens,
-    float64 [n_draws, n_expert].
+    Heavy hitters are the tokens with the highest importance scores.
+
+    - total: number of uses by all tokens, [n_expert].
+    - heavy: number of uses by heavy hitters, [n_expert].
+    - random: number of uses by random sets of as many tokens, float64 [n_draws, n_expert].
     """
 
     layer: int
@@ -171,10 +179,12 @@ class Load:
 
 
 def loads(trace: Trace, share: float, draws: int = 16) -> list[Load]:
-    """Return how often tokens of a trace's prompts use each expert, for each layer.
+    """Return how often the tokens of each prompt in a trace use each expert, for each layer.
 
-    Prompts without importance scores are left out. share: the share of the tokens that are heavy
-    hitters. draws: number of random sets of as many tokens, for comparison.
+    Prompts without importance scores are left out.
+
+    - share: fraction of the tokens that count as heavy hitters, those with the highest scores.
+    - draws: number of random sets of as many tokens, for comparison.
     """
     found, random = [], np.random.default_rng(0)
     for step in trace.steps():

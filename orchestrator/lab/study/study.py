@@ -57,10 +57,13 @@ share = percent(1, " %")
 
 
 def quality(best: str, base: str) -> tuple[Column, ...]:
-    """Return the quality columns, the same in all tables.
+    """Return the table columns that show the quality of a configuration.
 
-    The KL divergence from the best tier comes first. `base` names the configuration that the
-    perplexity is compared with.
+    They are the KL divergence from the best tier, the perplexity and its change, and how often the
+    most likely token is the same.
+
+    - best: name of the best tier.
+    - base: name of the configuration whose perplexity is the base of the change.
     """
     return (
         Column(f"KL from {best}", "kl", four_digits),
@@ -71,9 +74,10 @@ def quality(best: str, base: str) -> tuple[Column, ...]:
 
 
 def figures(score: Score, base: Score) -> Row:
-    """Return the metrics of a configuration, with standard errors and by domain.
+    """Return the metrics of a configuration for a table row.
 
-    `base` is the score that the perplexity is compared with.
+    Quality metrics are pairs of a value and its standard error. `base` is the score whose
+    perplexity is the base of the relative change.
     """
     found: Row = {
         "realised": score.realised,
@@ -90,7 +94,11 @@ def figures(score: Score, base: Score) -> Row:
 
 
 def above(score: Score, other: Score) -> list[float | None] | None:
-    """Return by how much a score's KL exceeds another's, paired; None for the same score."""
+    """Return by how much the KL divergence of one score exceeds that of another score.
+
+    The result is the mean difference per token and its standard error. It is None if both are the
+    same score.
+    """
     return None if score is other else pair(arithmetic.mean(score.text.kl - other.text.kl))
 
 
@@ -100,7 +108,7 @@ UNIFORM = "uniform"
 
 @dataclass(slots=True)
 class Findings:
-    """The results of a study. `rows` is the number of rows of panels in the plot."""
+    """The results of a study: tables, and plots (panels) that are drawn in `rows` rows."""
 
     tables: list[Table]
     panels: list[Panel]
@@ -108,31 +116,33 @@ class Findings:
 
 
 class Study(ABC):
-    """A study of a model and a text.
+    """Base class of a study, which measures configurations of a model on a text.
 
-    rivals: uniform types that fit whole are rows of the study.
+    `rivals` is True if files with all experts in one type are measured for comparison.
     """
 
     rivals: ClassVar[bool] = False
 
     @abstractmethod
     def measure(self, on: Subject) -> Findings:
-        """Perform all measurements. Raises MoeEdgeError if they cannot begin."""
+        """Perform all measurements and return the results.
+
+        Raises MoeEdgeError if the measurements cannot begin.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One configuration that a study scores.
+    """One configuration of the model that a study scores.
 
-    - settings: changes to the subject's config.
-    - group: the table or panel that shows the case.
-    - row: values known in advance. The values of adjacent cases with equal group, label, row and
-      part are averaged per token.
-    - part: the part of the text to score; None for all.
-    - used: returns the expert usage that the policy knows from before.
-    - decider: returns a replacement for the policy's decisions.
-    - prefill: read the text as prompts.
-    - ask: also score the questions.
+    - settings: settings that replace those of the subject.
+    - group: name of the table or plot that shows the case.
+    - row: values of the table row that are known before the case is scored.
+    - part: the part of the text to score. None scores the whole text.
+    - used: returns the expert usage that the policy knows at the start. None means no usage.
+    - decider: returns an object that replaces the policy. None keeps the policy.
+    - prefill: read the text as prompts, not token by token.
+    - ask: also score the multiple-choice questions.
     """
 
     label: str
@@ -147,7 +157,7 @@ class Case:
 
     @property
     def place(self) -> tuple[str, str, Row, Part | None]:
-        """The key that repeated cases share."""
+        """The identity of the case. Consecutive cases with the same identity are averaged."""
         return self.group, self.label, self.row, self.part
 
 
@@ -155,7 +165,10 @@ Scored = tuple[Case, Score]
 
 
 def uniform_cases(on: Subject, tiers: Sequence[str], ask: bool = False) -> list[Case]:
-    """Return a case for each tier, with all experts in it, and the tier's size."""
+    """Return one case for each tier, in which all experts have this tier.
+
+    `ask` is True if the multiple-choice questions are scored too.
+    """
     files = tiers_of(on.config)
     return [_of_file(files[tier], on.uniform(tier), tier, ask) for tier in tiers]
 
@@ -171,9 +184,11 @@ def _of_file(
 
 @dataclass(slots=True)
 class Scores:
-    """The scores of all cases in order.
+    """The cases that a study has scored, with their scores.
 
-    `on` is the scored subject. `reference` holds the log-probabilities of all its tokens.
+    - on: the model and the text.
+    - reference: log-probabilities of the best tier for all scored tokens of the text.
+    - scored: pairs of a case and its score, in the order of scoring.
     """
 
     on: Subject
@@ -181,7 +196,10 @@ class Scores:
     scored: list[Scored] = field(default_factory=list)
 
     def run(self, cases: Sequence[Case]) -> None:
-        """Score cases. Adjacent cases with the same settings share a loaded model."""
+        """Score cases, and append them and their scores to `scored`.
+
+        Consecutive cases with the same settings share a loaded model.
+        """
         runs: list[Scored] = []
         for (settings, part, used), same in groupby(
             cases, key=lambda each: (each.settings, each.part, each.used)
@@ -199,7 +217,10 @@ class Scores:
             self.scored.append((case, score.averaged([each for _, each in others])))
 
     def of(self, group: str, part: Part | None = None) -> list[Scored]:
-        """Return the scored cases of a group, optionally only those of one part."""
+        """Return the cases of a group with their scores.
+
+        If `part` is given, only the cases that score this part of the text are returned.
+        """
         return [
             (case, score)
             for case, score in self.scored
@@ -207,7 +228,7 @@ class Scores:
         ]
 
     def by_size(self) -> list[Scored]:
-        """Return the cases with all experts in one type, the smallest type first."""
+        """Return the cases with all experts in one type, and their scores, by increasing size."""
         return sorted(self.of(UNIFORM), key=lambda each: (each[0].row["bytes"], each[0].label))
 
     def one(self, group: str) -> Score:
@@ -220,9 +241,9 @@ class Scores:
         return next(score for case, score in self.scored if case.row.get("tier") == name)
 
     def rows(self, found: Iterable[Scored], base: Score) -> list[Row]:
-        """Return table rows for the cases.
+        """Return a table row for each of the given cases and scores.
 
-        `base` is the score that the perplexity is compared with.
+        `base` is the score whose perplexity is the base of the relative change.
         """
         return [
             {"configuration": case.label, "retention": None, **case.row, **figures(score, base)}
@@ -239,9 +260,10 @@ class Scores:
         after: Sequence[Column] = (),
         note: str = "",
     ) -> Table:
-        """Return a table of cases: `columns`, the quality columns, then `after`.
+        """Return a table with a row for each of the given cases and scores.
 
-        The perplexity is compared with `base`, which is called `name`.
+        The table has `columns`, then the quality columns, then the columns `after`. `base` is the
+        score whose perplexity is the base of the relative change, and `name` is its name.
         """
         every = (*columns, *quality(self.on.best, name), *after)
         rows, notes = self.rows(found, base), [note] if note else []
@@ -260,9 +282,11 @@ def lines(
     dashed: Callable[[str], bool] = lambda label: False,
     share: int = 1,
 ) -> list[Line]:
-    """Return one line per label, through the points of its rows.
+    """Return the lines of a plot. Rows with the same label become the points of one line.
 
-    `by` gives the label of a row. `share` consecutive lines have the same color.
+    - x, y, by: key, or function of a row, that gives a point's x, its y and its label.
+    - dashed: returns whether the line with a given label is dashed.
+    - share: number of consecutive lines that have the same color.
     """
 
     def of(row: Row, figure: Figure) -> Any:
@@ -278,28 +302,31 @@ def lines(
 
 
 class ScoredStudy(Study):
-    """A study of cases, each compared with the best tier token by token.
+    """A study that scores configurations of a model (cases) by comparing them with the best tier.
 
-    halved: the first half of each domain measures the expert usage, and only the second half is
-    scored.
+    `halved` is True if the first half of each domain measures expert usage, and only the second
+    half is scored.
     """
 
     halved: ClassVar[bool] = False
 
     @abstractmethod
     def cases(self, on: Subject) -> list[Case]:
-        """Return the cases in the order of the tables. Does not read the text yet."""
+        """Return the cases (configurations) to score, in the order of the tables."""
 
     @abstractmethod
     def show(self, found: Scores, on: Subject) -> Findings:
-        """Return the tables and panels. `on` is the subject with its whole text."""
+        """Return the tables and plots of the scored cases.
+
+        `on` is the subject with its whole text, including parts that were not scored.
+        """
 
     def scored(self, on: Subject) -> Subject:
-        """Return the subject with the part of its text that is scored."""
+        """Return the subject with only the part of its text that is scored."""
         return on.on(halves(on.windows)[1]) if self.halved else on
 
     def n_before(self, on: Subject) -> int:
-        """Return the number of passes that measure expert usage."""
+        """Return the number of passes over text that measure expert usage before the scoring."""
         return int(self.halved)
 
     def measure(self, on: Subject) -> Findings:

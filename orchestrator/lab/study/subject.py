@@ -60,10 +60,10 @@ class Wrapper:
 
 
 def random_critical(inner: Policy, seed: int) -> Wrapper:
-    """Choose critical experts at random: the baseline of Figure 3.
+    """Return a policy that chooses critical experts at random, as a baseline for Figure 3 of DyMoE.
 
-    Each layer and step has as many critical experts as the inner policy chose, drawn from those
-    that the router chose. The seed fixes the choice for each step and layer.
+    In each step, it shuffles the tiers that `inner` requested among the experts that a layer uses.
+    The number of experts in each tier does not change. `seed` is the seed of the random choices.
     """
 
     def decide(event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
@@ -76,9 +76,9 @@ def random_critical(inner: Policy, seed: int) -> Wrapper:
 
 
 def one_layer(inner: Policy, layer: int, tier: int) -> Wrapper:
-    """Request `tier` for all experts of one MoE layer, and the best tier elsewhere.
+    """Return a policy that requests `tier` for all experts of one MoE layer.
 
-    Used for Figure 5.
+    It requests the best tier for all other layers.
     """
 
     def decide(event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
@@ -89,10 +89,10 @@ def one_layer(inner: Policy, layer: int, tier: int) -> Wrapper:
 
 
 def placed(inner: Policy, **instead: Callable[..., Any]) -> Wrapper:
-    """Keep all experts in their first places, also after prompts.
+    """Return a policy that keeps each expert in the tier in which it started.
 
-    The wrapper must be installed before the first step, so that the reports contain the data that
-    the inner policy requires.
+    Otherwise it behaves like the policy `inner`, which it must replace before the first step.
+    `instead` are further methods to replace, by name.
     """
     stays: dict[str, Callable[..., Any]] = {
         "on_step": lambda report: (),
@@ -163,13 +163,14 @@ def duration(seconds: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The scores of one configuration.
+    """The scores of one configuration on a text.
 
-    - choices: scores of the questions; None if they were not asked.
-    - realised: mean fraction of critical experts in decode steps, as counted by the policy; None if
-      the policy does not count them.
-    - report: the policy's own report.
-    - slot_bytes: memory of all slots.
+    - choices: scores of the multiple-choice questions; None if they were not asked.
+    - usage: summary of the expert store's work.
+    - realised: mean fraction of critical experts in decode steps; None if the policy does not count
+      critical experts.
+    - report: values that the policy reports about itself.
+    - slot_bytes: memory of all expert slots.
     """
 
     text: TextScores
@@ -185,9 +186,9 @@ class Score:
         return (self.usage["high"] or 0.0) if self.usage else 0.0
 
     def averaged(self, others: Sequence[Score]) -> Score:
-        """Average the values of each token, and the high fraction, over this score and others.
+        """Return the mean of this score and of others that have the same reference.
 
-        All must have the same reference.
+        The values of each token and the fraction of experts in the high tier are averaged.
         """
         rows = (self, *others)
         text = replace(
@@ -202,15 +203,19 @@ class Score:
 
 
 def usual_high(tiers: Sequence[str]) -> str:
-    """Return q4_k or another tier of 4 bits above the lowest tier, or else the best tier."""
+    """Return a study's default high tier: q4_k, another tier of 4 bits, or else the best tier.
+
+    The lowest tier is not chosen for its 4 bits. `tiers` are all tiers of a file, best first.
+    """
     four_bits = [tier for tier in tiers[:-1] if tier.removeprefix("i").startswith("q4")]
     return "q4_k" if "q4_k" in four_bits else (four_bits or [*tiers])[0]
 
 
 class Subject:
-    """Loads the model in each configuration, and scores the same tokens with each.
+    """A model, a text and optional questions. A study scores each configuration on them.
 
-    high, low: the tiers of a two-tier plan. tiers: all tiers of the file, best first.
+    - high, low: names of the tiers in configurations with two precisions.
+    - tiers: names of all tiers of the model, best first.
     """
 
     def __init__(
@@ -270,17 +275,23 @@ class Subject:
         return f"{self.name}, {self.n_layers} layers, {self.n_tokens} tokens{questions}, one run"
 
     def on(self, windows: Sequence[Window]) -> Subject:
-        """Return the same subject with only these windows."""
+        """Return a copy of this subject whose text has only the given windows."""
         other = copy(self)
         other.windows = list(windows)
         return other
 
     def model(self) -> ExpertModel:
-        """Open the model's file with its lower precisions. The caller closes it."""
+        """Open the model, including a second file with lower precisions if it has one.
+
+        The caller closes the model.
+        """
         return ExpertModel.open(self.config.model, self.config.low)
 
     def reference(self) -> Reference:
-        """Return the best tier's log-probabilities from decode steps. The caller closes them."""
+        """Read the text token by token with the best tier, and return the log-probabilities.
+
+        The caller closes the result.
+        """
         step = self.passes.begin("Reading with the best tier")
         config = best_config(self.config, self.best)
         with (
@@ -303,9 +314,11 @@ class Subject:
         return settings
 
     def mixed(self, low: str, retention: float, **more: Any) -> Settings:
-        """Return settings with critical experts in high and the others in `low`.
+        """Return settings for the policy `dymoe`, which mixes two precisions.
 
-        `low` may be "skip".
+        Critical experts have the high tier. All other experts have the tier `low`, or are skipped
+        if `low` is "skip". `retention` is the fraction of critical experts. `more` are further
+        settings.
         """
         return {
             "policy": "dymoe",
@@ -342,9 +355,12 @@ class Subject:
         prefill: bool = False,
         ask: bool = False,
     ) -> Score:
-        """Score the text, and the questions if `ask` is set.
+        """Score the text with a loaded model, and the questions if `ask` is set.
 
-        `decider` returns a wrapper that replaces the policy until the scoring is done.
+        - label: name of the configuration, for the progress display.
+        - against: log-probabilities with which the model is compared.
+        - decider: returns an object that replaces the policy during the scoring.
+        - prefill: read the text as prompts, not token by token.
         """
         own = evaluator.inside.policy
         if decider is not None:
@@ -373,9 +389,9 @@ class Subject:
         )
 
     def uses(self, windows: Sequence[Window], tier: str) -> np.ndarray:
-        """Return each expert's fraction of the windows' tokens, float64 [n_layers, n_expert].
+        """Return the fraction of tokens that use each expert, float64 [n_layers, n_expert].
 
-        All experts are computed in one tier.
+        The windows are read token by token. All experts are computed in the tier `tier`.
         """
         settings = {**self.uniform(tier), "policy": "mixed", "ram": None, "expert_ram": 1 << 48}
         whole = [replace(window, prompt=False) for window in windows]
@@ -396,7 +412,7 @@ class Subject:
         return total / max(1, steps)
 
     def random_uses(self, seed: int) -> np.ndarray:
-        """Return random usage: a random order of each layer's experts."""
+        """Return random expert usage: the numbers 1 to n_expert in random order for each layer."""
         rng = np.random.default_rng(seed)
         return np.stack([rng.permutation(self.n_expert) + 1.0 for _ in range(self.n_layers)])
 
@@ -432,10 +448,11 @@ def halves(windows: Sequence[Window]) -> tuple[list[Window], list[Window]]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """A part of a text that is scored without interruption: the whole text or one domain.
+    """A part of a text that is scored on its own: the whole text or one domain.
 
-    `places` int [m] are the positions of its tokens among all scored tokens. Only the `second`
-    windows are scored; the `first` ones measure usage.
+    - places: positions of its tokens among all scored tokens, int [m].
+    - first: windows that measure expert usage and are not scored.
+    - second: windows that are scored.
     """
 
     name: str
@@ -445,7 +462,7 @@ class Part:
 
 
 def parts_of(on: Subject) -> list[Part]:
-    """Return the whole text, followed by its domains if there are several."""
+    """Return the parts of a text to score: the whole text, then each domain if it has several."""
     first, second = halves(on.windows)
     domains = np.repeat([each.domain for each in second], [each.n_scored for each in second])
     found = [Part(ALL, np.arange(len(domains)), first, second)]

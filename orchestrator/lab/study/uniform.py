@@ -35,11 +35,11 @@ USUAL = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k")
 
 @dataclass(frozen=True, slots=True)
 class UniformFile:
-    """A file with all experts in one type.
+    """A model file with all experts in one type.
 
     - method: quantization method, "" if the file does not name it.
-    - n_bytes: size of its experts, which is their memory if everything fits.
-    - slot_bytes: memory of their slots.
+    - n_bytes: size of all experts.
+    - slot_bytes: size of the slots that hold all experts in memory.
     - bits: mean bits per expert weight.
     """
 
@@ -56,9 +56,10 @@ class UniformFile:
 
 
 class UniformTypes:
-    """The uniform types to compare with: the usual ones that are smaller than a model's best tier.
+    """Creates files of a model with all experts in one type, for comparison with other mixes.
 
-    They are created one after another in a temporary folder, and each is deleted before the next.
+    The types are common ones that have fewer bits than the model's best tier. Each file is deleted
+    before the next one is created.
     """
 
     def __init__(self, config: Config) -> None:
@@ -80,11 +81,14 @@ class UniformTypes:
 
     @property
     def n_files(self) -> int:
-        """Number of files to compare with."""
+        """The number of files that are created."""
         return len(self._kinds)
 
     def cost(self) -> str | None:
-        """Return a sentence about the work of creating the files; None if there is none."""
+        """Return a sentence that tells the user how much has to be quantized and written.
+
+        Returns None if no file has to be created.
+        """
         if not self._kinds:
             return None
         types = ", ".join(each.tier_name for each in self._kinds)
@@ -95,9 +99,10 @@ class UniformTypes:
         )
 
     def files(self, report: Progress) -> Iterator[UniformFile]:
-        """Yield each file. It is valid until the next one is requested.
+        """Create each file and yield its properties.
 
-        Raises ConfigError if the folder has too little free space, QuantizeError as pack does.
+        A file is deleted before the next one is created. Raises ConfigError if the folder has too
+        little free space, and QuantizeError if the model cannot be quantized to a type.
         """
         free = shutil.disk_usage(spill_folder()).free
         if self._largest > free:
@@ -130,7 +135,7 @@ def _described(model: ExpertModel, tier: int) -> UniformFile:
 
 
 def tiers_of(config: Config) -> dict[str, UniformFile]:
-    """Return each tier of a model as a uniform type, by name."""
+    """Return the size and the quantization method of each tier of a model, by the tier's name."""
     with ExpertModel.open(config.model, config.low) as model:
         found = (_described(model, tier) for tier in range(len(model.tiers)))
         return {each.tier: each for each in found}

@@ -42,14 +42,20 @@ Predict = Callable[[Votes, Sequence[float]], Sequence[int]]
 
 
 def union(votes: Votes, candidates: int, layers: int) -> list[int]:
-    """Return the experts that any of the nearest P layers has among its first K."""
+    """Return the experts that at least one of the nearest `layers` layers predicts.
+
+    `votes` are the predictions of the earlier layers, the nearest layer first. The first
+    `candidates` experts of each prediction count.
+    """
     return list(dict.fromkeys(e for vote in votes[:layers] for e in vote[:candidates]))
 
 
 def weighted(votes: Votes, candidates: int, threshold: float) -> list[int]:
-    """Return the experts whose votes have a total weight of at least `threshold`.
+    """Return the experts whose predictions have a total weight of at least `threshold`.
 
-    If fewer layers vote, all of them suffice. The highest threshold needs all three layers.
+    `votes` are the predictions of the earlier layers, the nearest layer first. The first
+    `candidates` experts of a prediction count, with the weight of the layer in WEIGHTS. A threshold
+    that the existing layers cannot reach is lowered to their total weight.
     """
     weight: dict[int, float] = defaultdict(float)
     for vote, worth in zip(votes, WEIGHTS, strict=False):
@@ -60,9 +66,12 @@ def weighted(votes: Votes, candidates: int, threshold: float) -> list[int]:
 
 
 def strategies(k: int, most: int) -> dict[str, tuple[str, Predict]]:
-    """Return (kind, prediction function) by label, for a model with k experts per token.
+    """Return the strategies that predict a layer's experts from earlier layers, by their labels.
 
-    most: the number of candidates of each vote, at least k.
+    A strategy is a pair of its kind and its prediction function.
+
+    - k: number of experts per token.
+    - most: number of experts in the prediction of each earlier layer, at least k.
     """
 
     def agreeing(way: str, candidates: int, layers: int) -> tuple[str, Predict]:
@@ -85,10 +94,11 @@ def strategies(k: int, most: int) -> dict[str, tuple[str, Predict]]:
 
 
 class Voted:
-    """Counts, per token, the experts that each strategy named and the correct ones among them.
+    """Counts how many experts each strategy predicts for each token, and how many of them are used.
 
-    The first layer is excluded, because it has no earlier layer. distance[d] holds the recall of
-    the top k predicted from d layers before, for each token and layer.
+    The first layer is left out, because no layer before it predicts its experts. `distance[d]` has,
+    for each token and layer, the fraction of the used experts that the layer d layers before it
+    predicts.
     """
 
     def __init__(self, n_layers: int, k: int, n_expert: int) -> None:
@@ -102,7 +112,12 @@ class Voted:
     def count(
         self, read: Activations, layer_ids: list[int], routers: list[np.ndarray | None], first: int
     ) -> None:
-        """Add the activations of one text, from token `first` on."""
+        """Count the predictions for the tokens of one text, from token `first` on.
+
+        - read: the activations of the text.
+        - layer_ids: layer number of each MoE layer.
+        - routers: router matrix of each MoE layer. A layer with None is left out.
+        """
         k = self.k
         for at, (il, router) in enumerate(zip(layer_ids[1:], routers[1:], strict=True)):
             if router is None:
@@ -126,9 +141,11 @@ class Voted:
                     self._right[label, at].append(len(right.intersection(named)))
 
     def row(self, label: str, layers: Sequence[int] | None = None) -> Row:
-        """Return utilization (eq. 8), accuracy (eq. 7) and mean size of a strategy.
+        """Return a strategy's metrics: utilization, accuracy and mean number of predicted experts.
 
-        They are computed over some layers, by default over all.
+        Utilization is the fraction of the predicted experts that are used (eq. 8). Accuracy is the
+        fraction of the used experts that are predicted (eq. 7). `layers` are the indices of the
+        layers to include. None includes all.
         """
         chosen = range(self._n) if layers is None else layers
         named, right = (
@@ -145,9 +162,9 @@ class Voted:
         }
 
     def rows(self) -> list[Row]:
-        """Return the rows of all strategies.
+        """Return a row of metrics for each strategy.
 
-        Each has, for comparison, the utilization of the nearest layer cut to the same number of
+        For comparison, "cut" is the utilization if the nearest layer alone predicts as many
         experts.
         """
         rows = [self.row(label) for label in self.strategies]
@@ -161,10 +178,10 @@ class Voted:
 
 
 class VotesStudy(Study):
-    """How well several layers together predict the experts of a layer."""
+    """Study of how well several earlier layers together predict the experts of a layer."""
 
     def measure(self, on: Subject) -> Findings:
-        """Read the text once with the best tier, and count the scored tokens.
+        """Read the text once with the best tier, and count the predicted experts that are used.
 
         Experts are ranked by the router's logits. A model's selection biases and expert groups are
         ignored.
