@@ -35,9 +35,9 @@ def run_child(
 ) -> Result:
     """Run a Python module in a child process with a job, and return its result.
 
-    The module reads the job as JSON from stdin, see `answer`. `seconds` is the time limit. `enter`
-    is called in the child before Python starts. Returns {"error": message} if the process fails or
-    is ended.
+    The module calls `answer`, which reads the job as JSON and prints the result. `seconds` is the
+    time limit. `enter` is called in the child before Python starts. Returns {"error": message} if
+    the process fails or is ended.
     """
     try:
         with child(
@@ -139,10 +139,11 @@ def memory_folders() -> list[Path]:
 
 @contextlib.contextmanager
 def memory_group(limit_bytes: int) -> Iterator[Path | str]:
-    """Create a cgroup with a memory limit, and yield the file to write process ids to.
+    """Create a cgroup with a memory limit, and yield its file to which process ids are written.
 
-    A process whose id is written to the file is limited. At the end the cgroup is removed, and its
-    processes must have ended. If the cgroup cannot be created, the reason is yielded as a string.
+    A process whose id is written to the file is limited. At the end of the `with` block, the cgroup
+    is removed. Its processes must have ended before. If the cgroup cannot be created, the reason is
+    yielded as a string.
     """
     reason = "no memory cgroup is mounted here"
     try:
@@ -171,7 +172,8 @@ def memory_group(limit_bytes: int) -> Iterator[Path | str]:
 def forget_files(paths: Iterable[Path]) -> str:
     """Evict files from the page cache, so that later reads use the disk.
 
-    Returns "" on success. Returns a message if only these files could be evicted.
+    All other files are evicted too, if the system permits it. Returns "", or a message if the
+    system does not permit it.
     """
     for path in paths:
         with path.open("rb") as file:

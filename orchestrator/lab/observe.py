@@ -105,7 +105,10 @@ class Node:
         return values
 
     def check(self) -> None:
-        """Raise NativeError if this module assumes a wrong memory layout for ggml's tensors."""
+        """Check that this module reads ggml's tensors with the right memory layout.
+
+        Raises NativeError if the layout is wrong.
+        """
         lib, tensor, at = self._lib, self._tensor, self._address
         if (
             lib.ggml_get_name(at) != tensor.name
@@ -253,10 +256,11 @@ _COPIES = 4
 
 
 class CalibrationBudget(NamedTuple):
-    """A memory cap in bytes for a process that loads a model and reads a text.
+    """The memory cap of a process that loads a model and reads a text.
 
-    `own` bytes of the cap are reserved for the data of this process. `use` names their purpose in
-    error messages.
+    - ram: the cap, in bytes.
+    - own: number of bytes of the cap that are reserved for the process's own data.
+    - use: purpose of this data, for error messages.
     """
 
     ram: int
@@ -331,9 +335,13 @@ def observe(
 ) -> Observer:
     """Load a model and return an observer of its compute graph.
 
-    With `budget`, memory is capped, and experts are read from the file on demand. With None,
-    llama.cpp maps the whole model. `wanted` and `seen` select and receive tensors, see Observer.
-    Raises GGUFError, NativeError or BudgetError.
+    - wanted: returns whether a tensor of the graph should be observed.
+    - seen: receives each observed tensor.
+    - budget: a memory cap, with which experts are read from the file on demand. With None,
+      llama.cpp maps the whole model.
+
+    Raises GGUFError if the file is invalid, BudgetError if the cap is too small, and NativeError if
+    the model cannot be loaded.
     """
     with ExitStack() as stack:
         if budget is None:

@@ -133,8 +133,8 @@ class Table:
 def wrapped(text: str, indent: str = "") -> str:
     """Wrap a paragraph to lines of at most WIDTH characters.
 
-    All lines begin with `indent`, and lines after the first with more spaces. Numbers stay on a
-    line with their units.
+    All lines begin with `indent`. Lines after the first are indented further. A number stays on one
+    line with its unit.
     """
     own = text[: len(text) - len(text.lstrip())]
     filled = textwrap.fill(

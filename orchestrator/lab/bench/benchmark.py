@@ -182,10 +182,9 @@ class Benchmark(ABC):
             self.skip(forget_files([self.high, self.low]))
 
     def bandwidth(self, number: int, seconds: float = 1.5) -> disk.Bandwidth:
-        """Measure the current disk bandwidth with reads of the model, for about `seconds`.
+        """Measure the disk bandwidth by reading parts of the model for about `seconds`.
 
-        This is repeated before each run and around each case that reads experts, because the speed
-        of a shared disk changes. `number` is the number of the run.
+        `number` is the number of the run. It is the seed for the choice of the parts.
         """
         self.forget()
         return disk.read_bandwidth(
@@ -228,7 +227,10 @@ class Benchmark(ABC):
 
     @property
     def cap_words(self) -> str:
-        """The title of a table with a memory cap, as a format string for the cap's fraction."""
+        """The title of a table under a memory cap, with a placeholder for the cap.
+
+        The cap is a fraction of the file or of the experts.
+        """
         if self.on.caps_process:
             return "process memory limited to {:.0%} of the file"
         return "expert slots for {:.0%} of the experts"
@@ -296,10 +298,9 @@ class Benchmark(ABC):
 
 
 def token_slot_bytes(shape: ModelShape) -> int:
-    """Return the minimum size of the expert slots, in bytes.
+    """Return the smallest size of the expert slots with which the engine can run, in bytes.
 
-    It is enough for the experts of one token in one layer, and all layers share the slots. With
-    fewer slots, an operation would have to wait for a slot.
+    The slots hold the experts of one token in one layer. All layers share them.
     """
     sizes = {each for layer in shape.slots for each in layer[0].items()}
     return shape.n_expert_used * sum(size for _, size in sizes)

@@ -89,12 +89,12 @@ class Computing(NamedTuple):
     fewer_share: float
 
     def of_mix(self, run: int, mix: Mapping[str, float]) -> float:
-        """Estimate the compute time per token if some experts are low or skipped, in milliseconds.
+        """Estimate the compute time per token if some experts have low precision or are skipped.
 
-        `run` is the index of the run. `mix` has two fractions of the experts: "low" for the low
-        precision, and "skip" for skipped experts. If half of the experts are low, half of the
-        difference between `high` and `low` is saved. The time that a skipped expert saves follows
-        from the difference between `high` and `fewer`.
+        The estimate interpolates between the measured times. It is in milliseconds.
+
+        - run: index of the run.
+        - mix: fraction of the experts with the low precision ("low"), and of skipped ones ("skip").
         """
         high = self.high[run]
         found = high
@@ -110,6 +110,7 @@ def computing(rows: Sequence[Result], fewer_share: float) -> Computing:
     """Return the compute times of llama.cpp, from the rows with everything in memory.
 
     llama.cpp is measured with and without repacked weights. For each run, the faster time is used.
+    `fewer_share` is the fraction of the experts per token in the rows with fewer experts.
     """
     high, low, fewer = (
         best_runs([row for row in rows if row["cap"] is None and row["role"] == role])
@@ -119,12 +120,11 @@ def computing(rows: Sequence[Result], fewer_share: float) -> Computing:
 
 
 def add_disk_bound(row: Result, runs: Sequence[Result], compute: Computing) -> None:
-    """Add to a row the minimum time per token that the disk and the computation permit.
+    """Add a lower bound of the time per token to a row, and the bandwidths that it depends on.
 
-    `compute` estimates the time of the computation. The time of the disk is the number of bytes
-    that a step had to read, divided by the bandwidth. The bandwidth is the highest observed value.
-    It was observed in the disk measurements before and after the row, or in the row itself. `runs`
-    are the measurements of the row.
+    A step takes at least its compute time, which `compute` estimates. It also takes at least the
+    time to read its missing bytes with the highest bandwidth that was observed. `runs` are the
+    measurements of the row.
     """
     waits, reads, probes = [], [], []
     for run in runs:
@@ -167,8 +167,9 @@ class Caps(Benchmark):
     def cases(self) -> list[Case]:
         """Return the cases to measure: first with everything in memory, then under each cap.
 
-        Under each cap, these are upstream llama.cpp, all our policies, and the largest uniform
-        expert type with which the model fits. Batched decoding is measured with our policies only.
+        The cases under a cap are upstream llama.cpp, all our policies, and llama.cpp with smaller
+        experts. The smaller experts have the largest type with which the model fits in memory.
+        Batched decoding is measured with our policies only.
         """
         options = self.on
         if options.together > 1:
@@ -194,7 +195,7 @@ class Caps(Benchmark):
         return listed
 
     def largest_whole(self, cap: float) -> str | None:
-        """Return the largest uniform expert type with which the whole model fits under a cap.
+        """Return the largest type for all experts with which the model fits in memory under a cap.
 
         Returns None if no type is small enough.
         """
@@ -247,8 +248,8 @@ class Caps(Benchmark):
     def notes(self, rows: Sequence[Result]) -> list[str]:
         """Return the footnotes of a table.
 
-        In a benchmark of batched decoding, rows have no lower bound of the time per token. Their
-        footnotes instead give the speed relative to the run with all experts in memory.
+        For batched decoding, they give the speed of each row relative to the speed with all experts
+        in memory.
         """
         return super().notes(rows) + [
             f"{row['name']}: {row['of_resident']:.2f} times the speed with everything in memory"

@@ -15,12 +15,15 @@ from orchestrator.policy import POLICIES
 class Case:
     """A case of a benchmark: one system under one memory cap. It becomes a row of a table.
 
-    `system` is "upstream" (upstream llama.cpp, with settings of PlainModel) or "engine" (ours,
-    with settings of Config). `cap` is the share of the experts or of the file that fits in memory;
-    None is no cap. With one_token, the expert slots hold only the experts of one token in one
-    layer, so there are no cache hits. `tier` replaces the type of all experts.
+    - system: "upstream" (upstream llama.cpp, with settings of PlainModel) or "engine" (ours, with
+      settings of Config).
+    - cap: fraction of the experts or of the file that fits in memory. None means no cap.
+    - one_token: the expert slots hold only the experts of one token in one layer, so there are no
+      cache hits.
+    - tier: type of all experts. None keeps the types of the model file.
+    - role: how a report uses the case.
 
-    The role says how a report uses the case:
+    The roles are:
 
     - "upstream": baseline of speeds and bounds. The fastest case of each cap counts.
     - "reference": our engine with a store that holds all experts.
@@ -101,7 +104,10 @@ def mapped(cap: float) -> Case:
 
 
 def global_lru(cap: float) -> Case:
-    """Return the case of our baseline policy, one LRU cache for the experts of all layers."""
+    """Return the case of the baseline policy, one LRU cache for the experts of all layers.
+
+    `cap` is the fraction of the experts or of the file that fits in memory.
+    """
     return Case("lru", "engine", cap, "", {"policy": "lru", "force_managed": True})
 
 
@@ -150,12 +156,12 @@ PAPER = (ON_DEMAND, CACHE, CACHE_AHEAD, MIXED, MIXED_AHEAD, SKIP_AHEAD)
 def paper_rows(cap: float, retention: float) -> list[Case]:
     """Return the six rows of Table 3 of the DyMoE paper under one memory cap.
 
-    Row 1 has slots for the experts of one token in one layer, so it has no cache hits. Rows 2 and 3
-    use one precision. Rows 4 to 6 keep the fraction `retention` of the experts in the high
-    precision. Prefetching is "on" rather than "auto", because "auto" also tries steps without
-    prefetching.
+    Row 1 loads each expert on demand. Rows 2 and 3 have one precision. Rows 4 to 6 keep the
+    fraction `retention` of the experts in the high precision, and have low precision or skip the
+    others.
     """
 
+    # Prefetching is "on" instead of "auto", because "auto" also tries steps without prefetching.
     def dymoe(name: str, r: float, prefetch: str, **more: str) -> Case:
         settings = {"policy": "dymoe", "retention": r, "prefetch": prefetch, **more}
         return Case(name, "engine", cap, "", settings)

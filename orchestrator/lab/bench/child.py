@@ -38,10 +38,10 @@ class Part(NamedTuple):
     """One part of a measurement: a prompt of n tokens, or n decode steps.
 
     - name: identifies the part in the results.
-    - kind: PROMPT, PROMPTS or DECODE.
+    - kind: PROMPT, PROMPTS (a prompt for each sequence) or DECODE.
     - seconds, at_least: decode steps end early after `seconds`, but not before `at_least` steps.
-    - sequences: number of sequences that decode in one batch. Each continues its own prompt after
-      PROMPTS, or else all continue the last prompt. 0 continues the prompt's own sequence.
+    - sequences: number of sequences that decode in one batch. After PROMPTS, each continues its own
+      prompt. After PROMPT, all continue the same prompt. With 0, a single sequence decodes.
     """
 
     name: str
@@ -73,9 +73,8 @@ def decode(n: int, seconds: float) -> Part:
 def longest_context(parts: Sequence[Part], shared: bool = True) -> int:
     """Return the context length that a measurement needs, rounded up to a multiple of 256.
 
-    Several sequences that decode in one batch share one context. With shared=True, the result is
-    the length for all of them together. With shared=False, it is the length that one sequence
-    needs.
+    With shared=True, the result is the length for all sequences of a batch together. With
+    shared=False, it is the length that one sequence needs.
     """
     longest = length = 0
     for part in parts:
@@ -163,21 +162,21 @@ def play(
     store: Any = None,
     counter: Callable[[], dict[str, int]] | None = None,
 ) -> list[Any]:
-    """Run and time the parts of a measurement in order.
+    """Run the parts of a measurement in order, and return a dict for each part.
 
-    Returns one dict per part. It has the "name" of the part, the number of "tokens", and "ms", the
-    time of each prompt or decode step.
+    The dict has the "name" of the part, the number of "tokens", and "ms", the time of each prompt
+    or decode step.
 
     - model: an Evaluator or a PlainModel.
-    - draw: returns the next tokens. It is called once per part, so a part that ends early does not
-      change the tokens of the next parts.
-    - store: the expert store, whose counters are added to the dict; None if the model has none.
-    - counter: returns the totals of a GPU's counters. Their increase is added as "counts".
+    - draw: returns the given number of tokens, which are the next tokens of the text.
+    - store: the expert store, whose counters are added to the dict. None if the model has none.
+    - counter: returns the counters of a GPU. Their increase is added to the dict as "counts".
     """
     results = []
     shared = any(part.sequences for part in parts)
     pos, apart = 0, False
     for part in parts:
+        # One draw per part: a part that ends early does not change the tokens of the next part.
         tokens = draw(part.n * max(1, part.sequences))
         # In each step, every sequence gets its own tokens.
         steps = [tokens[i :: part.n] for i in range(part.n)]
@@ -347,10 +346,10 @@ def store_counters(stats: Any) -> Result:
 
 
 def counter_of(job: Job) -> Callable[[], dict[str, int]] | None:
-    """Return a function that returns the totals of the emulated GPU's counters.
+    """Return a function that reads the counters of the emulated GPU.
 
-    The function first waits until the emulated GPU has completed all work. Returns None if the job
-    does not count operations.
+    The function first waits until the emulated GPU has completed all work. If the job does not
+    count operations, the result is None instead of a function.
     """
     if not job.counts:
         return None

@@ -116,16 +116,19 @@ def job(case: Case, high: Path, low: Path, model: ExpertModel) -> Job:
 
 
 def token_bytes(model: ExpertModel) -> int:
-    """Return the size of slots that hold the experts of one token in one layer, in bytes."""
+    """Return the size of the slots for the experts of one token in one layer, in bytes.
+
+    The slots have twice the size of these experts.
+    """
     share = model.n_expert_used / model.n_expert / model.n_layers
     return 2 * int(share * model.tier_bytes[0])
 
 
 def figures(case: Case, run: Result, n_layers: int) -> Result:
-    """Return the row of a case: its numbers of GPU operations per layer and decoded token.
+    """Return the row of a case: the numbers of GPU operations per layer and decoded token.
 
-    Counters of the expert store, such as bytes read from the disk, are included in the same unit.
-    `run` is the result of the child process.
+    The row also has counters of the expert store per layer and token, such as bytes read from the
+    disk. `run` is the result of the child process.
     """
     row: Result = {"name": case.name}
     if "error" in run:

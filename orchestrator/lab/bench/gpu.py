@@ -61,10 +61,11 @@ PROBE_TOKENS = 4  # decoded after the prompt, to include the kernels for single 
 class GpuOptions(BenchOptions):
     """Options of `moe-edge bench gpu`.
 
-    `caps` are fractions of the experts (in the best precision) that fit in the GPU's memory, next
-    to the rest of the model. `device` is the GPU's name. The first prompt starts with
-    empty slots (cold). The second one starts with the experts that decoding left in memory, like
-    the second question of a chat, but in a new conversation. Raises ConfigError.
+    - caps: fractions of the experts (in the best precision) that fit in the GPU's memory, next to
+      the rest of the model.
+    - device: name of the GPU.
+
+    Raises ConfigError for an invalid value.
     """
 
     caps: tuple[float, ...] = inherit(
@@ -93,6 +94,8 @@ class GpuOptions(BenchOptions):
     )
 
     def parts(self) -> list[Part]:
+        # The first prompt starts with empty slots (cold). The second prompt starts with the experts
+        # that decoding left in memory, like the second question of a chat.
         first = [prompt(self.prompt_tokens, COLD), settle(self.warmup, self.max_seconds / 3)]
         return [*first, prompt(self.prompt_tokens), decode(self.tokens, self.max_seconds)]
 
@@ -103,7 +106,7 @@ class GpuOptions(BenchOptions):
 
 
 def add_over_demand(rows: Sequence[Result]) -> None:
-    """Add the speed-up over load on demand under the same cap to each row."""
+    """Add to each row its speed-up over the row that loads experts on demand under the same cap."""
     for same in caps_of(rows):
         demand = [row for row in same if row["name"] == ON_DEMAND]
         add_ratio(same, "speedup_tpot", demand)
@@ -116,7 +119,7 @@ class FixedMemory:
 
     - ours: the memory that our engine needs.
     - theirs: the memory that upstream llama.cpp needs if all experts are on the CPU.
-    - layers: the size of each layer's experts, which is not part of the other values.
+    - layers: the size of each layer's experts, which `ours` and `theirs` do not include.
     """
 
     ours: int
@@ -263,17 +266,17 @@ class Gpu(Benchmark):
         return found
 
     def measure_fixed_memory(self, gpu: int | None) -> None:
-        """Measure the GPU memory that each engine needs in addition to the experts.
+        """Measure the GPU memory that our engine and llama.cpp need in addition to the experts.
 
-        Each engine computes a prompt and a few tokens. Kernels allocate memory when they are first
-        launched, so our engine uses two precisions and prefetching, which need the most kernels.
-        `gpu` is the number of the GPU. None stands for a device in main memory that holds only
-        expert slots. Its memory is then estimated, not measured. Raises MoeEdgeError if an engine
-        fails.
+        `gpu` is the number of the GPU. It is None for a device in main memory that holds only
+        expert slots. For such a device, the memory is estimated, not measured. Raises MoeEdgeError
+        if an engine fails.
         """
         options, model = self.on, self.model
         rows = {case.name: case for case in paper_rows(1.0, options.retention)}
         slots = int(max(options.caps) * model.tier_bytes[0])
+        # Kernels allocate memory when they are first launched. Two precisions and prefetching need
+        # the most kernels.
         settings = rows[MIXED_AHEAD].settings | {"expert_ram": slots}
         managed = Case("room", "engine", None, "probe", settings)
         on_cpu = {"gpu": gpu or 0, "cpu_moe": model.n_layers - 1}
@@ -297,7 +300,7 @@ class Gpu(Benchmark):
         self.fixed_memory = FixedMemory(ours, theirs, layers)
 
     def bandwidth(self, number: int, seconds: float = 1.5) -> disk.Bandwidth:
-        """Measure the disk bandwidth, and once per run also that of copies to the GPU."""
+        """Measure the disk bandwidth and, once per run, the bandwidth of copies to the GPU."""
         if len(self.copies) <= number:
             self.copies.append(ask_device(self.on.device)["copies"])
         return super().bandwidth(number, seconds)
@@ -337,11 +340,11 @@ class Gpu(Benchmark):
         return super().notes(rows) + lines
 
     def compare(self, rows: Sequence[Result], runs: Sequence[Sequence[Result]]) -> None:
-        """Add the speed-ups and the bound on the speed to the rows.
+        """Add speed-ups and a lower bound of the time per token to the rows.
 
-        TPOT and TTFT are compared with the faster llama.cpp case under the same cap. The rows of
-        the DyMoE paper are also compared with their first row, load on demand. The bound is the
-        compute time with everything on the GPU, or the time of the misses if that is longer.
+        TPOT and TTFT are compared with the fastest row of llama.cpp under the same cap, and with
+        the row that loads experts on demand. The bound is the compute time with everything on the
+        GPU, or the time of the cache misses if that is longer.
         """
         for same in caps_of(rows):
             upstream = [row for row in same if row["role"] == "upstream"]
@@ -393,10 +396,14 @@ def ask_device(name: str) -> Result:
 
 
 def wait_ms(run: Result, speeds: Result, disk_speed: float) -> float:
-    """Return the minimum time for the cache misses of one token, in milliseconds.
+    """Return the minimum time that a token waits for missing experts, in milliseconds.
 
-    Copies to the GPU, computing on the host and reads from disk overlap, and each has its peak
-    speed. `speeds` has the fields of native.Bandwidths. `disk_speed` is in bytes per second.
+    Copies to the GPU, computing on the host and reads from disk overlap. The result is the longest
+    of their times at peak speed.
+
+    - run: the result of one process.
+    - speeds: peak speeds of copies and of the host, with the fields of native.Bandwidths.
+    - disk_speed: peak speed of the disk, in bytes per second.
     """
     link = speeds["pinned"] or speeds["pageable"]
     by_host = per_token(run, "host_computed_bytes")

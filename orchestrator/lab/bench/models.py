@@ -54,7 +54,7 @@ def build_models(options: BenchOptions, tiers: Sequence[str], note: Note) -> lis
 
 
 def uniform_tiers(options: BenchOptions) -> tuple[str, ...]:
-    """Return the expert types that can be generated within seconds, the largest first."""
+    """Return the types in which all experts of the model can be generated, the largest first."""
     if options.trained:
         with ExpertModel.open(DEMO_MODEL) as demo:
             found = [tier.name for tier in demo.tiers]

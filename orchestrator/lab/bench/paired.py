@@ -184,10 +184,15 @@ class Side:
     @classmethod
     @contextmanager
     def started(cls, tree: Path, python: str, options: Mapping[str, Any]) -> Iterator[Side]:
-        """Start the child process of a side, and wait until its model is loaded.
+        """Start the child process of a side, and yield the side when its model is loaded.
 
-        It runs the checkout `tree` with the interpreter `python`, and ends with the block. Raises
-        MoeEdgeError if it fails.
+        The process ends at the end of the `with` block.
+
+        - tree: the source checkout whose code the process runs.
+        - python: path of the Python interpreter that runs the code.
+        - options: the settings of the side.
+
+        Raises MoeEdgeError if the process fails.
         """
         with (
             TemporaryFile("w+") as errors,
@@ -232,7 +237,8 @@ def in_turns(sides: Mapping[str, Side], prompt: int, turns: int = TURNS) -> None
     """Let the sides compute in alternation, and add the times to their `ms`.
 
     Only one side computes at a time, so that other load on the machine affects all sides equally.
-    The order is reversed after each turn. `prompt` has the meaning of Side.run.
+    The order is reversed after each turn. `prompt` is the number of tokens of a prompt to measure.
+    With 0, decode steps are measured.
     """
     steps = 2 if prompt else STEPS
     order = list(sides.values())

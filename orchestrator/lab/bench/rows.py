@@ -50,7 +50,7 @@ def good(rows: Sequence[Result]) -> list[Result]:
 
 
 def best_runs(rows: Sequence[Result], key: str = "tpot_ms_p50_runs") -> list[float]:
-    """Return the smallest time of any row for each run, or [] if no row succeeded.
+    """For each run, return the smallest time among all rows. Returns [] if all rows failed.
 
     `key` selects the time, by default the median decode step.
     """
@@ -77,12 +77,13 @@ def caps_of(rows: Sequence[Result]) -> list[list[Result]]:
 
 
 def add_bound(row: Result, compute_ms: Sequence[float], waits_ms: Sequence[list[float]]) -> None:
-    """Add to a row a lower bound of the time per token, and how near the row's time comes to it.
+    """Add to a row a lower bound of the time per token.
 
-    A step takes at least the longer of its compute time and its wait for missing bytes. The bound
-    is the median over the steps. "of_bound" is the bound divided by the measured time, so 1 is the
-    best value. `compute_ms` has the compute time of a step for each run. `waits_ms` has, for each
-    run, the waits of its steps.
+    A step takes at least its compute time, and at least the time that it waits for missing bytes.
+    The entry "of_bound" is the bound divided by the measured time, so 1 is the best value.
+
+    - compute_ms: the compute time of a step, for each run.
+    - waits_ms: the waits of all steps, for each run.
     """
     bounds = [
         statistics.median(max(compute, wait) for wait in waits)
@@ -107,8 +108,8 @@ def per_token(run: Result, key: str) -> float:
 def case_row(case: Case, runs: Sequence[Result], limit_bytes: int | None) -> Result:
     """Return the row of a case: decode speed, TTFT, cache hits and memory over all its runs.
 
-    limit_bytes is the memory limit of the case, which is shown with its peak. The 99th percentile
-    is taken over the decode steps of all runs together. If a run failed, the row has "error".
+    `limit_bytes` is the memory limit of the case. None means no limit. If a run failed, the row has
+    its "error" instead.
     """
     row: Result = {"name": case.name, "cap": case.cap, "role": case.role}
     row["limit_bytes"] = limit_bytes

@@ -53,12 +53,11 @@ def spill_folder() -> Path:
 
 
 class Rows:
-    """Rows of numbers in an unnamed temporary file, which the system deletes automatically.
+    """Stores activations in an unnamed temporary file, which the system deletes automatically.
 
-    Each token has `per_token` rows. Values are float16 with a scale per row, a power of two that
-    puts the row's largest magnitude into [1, 2). Neither very large nor very small activations
-    overflow this format. Values down to 2^-14 of the row's largest magnitude have a relative error
-    of at most 2^-11.
+    Each token has `per_token` rows of numbers. They are float16 with a scale for each row, so that
+    large activations do not overflow. Values down to 2^-14 of the row's largest magnitude have a
+    relative error of at most 2^-11.
     """
 
     def __init__(self, folder: Path, n_tokens: int, shape: tuple[int, int]) -> None:
@@ -206,9 +205,9 @@ class LayerActivations:
         return np.diff(self._order[1])
 
     def places(self, expert: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens routed to an expert, and its index among each token's k experts.
+        """Return the tokens that use an expert, and the expert's index among the k experts of each.
 
-        Each array is int64 [n], ordered by token: ids[token, index] is the expert.
+        Both arrays are int64 [n], in the order of the text.
         """
         order, bounds = self._order
         token, slot = np.divmod(order[bounds[expert] : bounds[expert + 1]], self.ids.shape[1])
@@ -271,12 +270,13 @@ class Capture(Closing):
         sink: Sink,
         progress: Progress = lambda share: None,
     ) -> None:
-        """Evaluate each window (list of tokens) as a separate text, and pass on expert inputs.
+        """Read each window (list of tokens) as a separate text, and record the inputs of experts.
 
         After each layer in `layers` is computed, `sink` is called with the layer, the index of the
-        window, and the inputs of the layer's experts. `sink` may keep the arrays, and its
-        exceptions are raised here. Raises NativeError if the inputs cannot be found in the model's
-        graph.
+        window, and the inputs of the layer's experts. `sink` may keep the arrays. Its exceptions
+        are raised here.
+
+        Raises NativeError if the inputs cannot be found in the model's graph.
         """
         self._only, self._sink = frozenset(layers), sink
         for number, window in enumerate(windows):
@@ -292,13 +292,14 @@ class Capture(Closing):
     def layers(
         self, windows: Sequence[Sequence[int]], progress: Progress = lambda share: None
     ) -> Generator[LayerActivations, None, None]:
-        """Yield the activations of each layer's experts over all windows, layer by layer.
+        """Yield the activations of each layer's experts for all windows, layer by layer.
 
-        Activations are written to temporary files in spill_folder(). The model reads the windows
-        once for each group of layers whose files need at most SPILL_BYTES in total. A group has at
-        least one layer. A yielded object is valid until the next one. Raises ConfigError if the
-        disk has too little free space. Raises NativeError if the experts' inputs cannot be found in
-        the model's graph.
+        Activations are kept in temporary files. If the files of all layers would exceed
+        SPILL_BYTES, the model reads the windows several times, each time for some of the layers. A
+        yielded object is valid until the next one.
+
+        Raises ConfigError if the disk has too little free space. Raises NativeError if the experts'
+        inputs cannot be found in the model's graph.
         """
         n_tokens, where = sum(map(len, windows)), spill_folder()
         groups: list[list[int]] = []

@@ -111,11 +111,9 @@ class Gptq:
 
 
 def kept_factors(threads: int) -> int:
-    """Return the number of factorized Hessians to keep in memory for `threads` threads.
+    """Return how many factorized Hessians are kept in memory if `threads` threads quantize experts.
 
-    `moe-edge pack` processes the experts in order. The gate and up matrices of an expert use the
-    same factor in every precision. The factors of the experts in progress and of one more expert
-    may therefore be needed again.
+    A factor is used again for the expert's other matrix and for other precisions.
     """
     return threads + 1
 

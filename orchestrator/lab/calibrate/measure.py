@@ -244,10 +244,13 @@ class OutputSums:
         self.gates[event.layer] += np.bincount(ids, weights, self._n_expert)
 
     def seen(self, layer: int, kind: int, node: Node) -> None:
-        """Update the sums with one product of a layer's expert matrices, once it is computed.
+        """Update the sums with a computed product of a layer's expert matrices.
 
-        For a layer's first product, its inputs are remembered. For the product of down, its outputs
-        are added to the sums.
+        The inputs of the layer are taken from its first product, and the outputs of its experts
+        from the product of the down matrices.
+
+        - kind: kind of the matrices, such as DOWN.
+        - node: the tensor with the product.
         """
         if kind != DOWN:
             if self._inputs is None or self._inputs[0] != layer:
@@ -312,8 +315,7 @@ class Precisions:
     def listed(self) -> list[_Precision]:
         """The precisions of the table, from the highest to the lowest number of bits.
 
-        They are the tiers of the model file, and those of the further types (field `types`) that
-        are not tiers of the file.
+        They are the tiers of the model file and the further types in the field `types`.
         """
         found = [
             _Precision(TablePrecision(tier.name, round(tier.bpw, 4), True), index, None)

@@ -147,10 +147,10 @@ class Method:
 def open_quantizer(
     method: Method, source: Path, progress: Progress, note: Callable[[str], None]
 ) -> Iterator[ExpertQuantizer | None]:
-    """Yield the quantizer of a method for a model's experts, after the calibration it needs.
+    """Yield the quantizer of a method for a model's experts, after the calibration that it needs.
 
     Yields None for the method rtn, which needs no data. `source` is the model file. `note` receives
-    warnings for the user. Raises MoeEdgeError.
+    warnings for the user. Raises MoeEdgeError if the options are invalid or the calibration fails.
     """
     method.check()
     if method.chosen == RTN:
@@ -207,9 +207,9 @@ def _reading(
 
 @contextmanager
 def gptq_of(method: Method, source: Path, progress: Progress) -> Iterator[Gptq]:
-    """Yield a GPTQ quantizer that calibrates a model on the text of `method`.
+    """Yield a GPTQ quantizer for the experts of a model.
 
-    The model reads the text while `moe-edge pack` requests the layers.
+    The model reads the calibration text of `method` while the layers are quantized in order.
     """
     threads = compute_threads(method.threads)
     with ExpertModel.open(source) as model:
@@ -236,9 +236,9 @@ def gptq_of(method: Method, source: Path, progress: Progress) -> Iterator[Gptq]:
 
 
 def calibrated(method: Method, model: ExpertModel, progress: Progress) -> tuple[Imatrix, str]:
-    """Read the text of `method` with a model and return the importance matrix.
+    """Read the calibration text of `method` with a model.
 
-    The second value is one line that identifies the text.
+    Returns the importance matrix and one line that identifies the text.
     """
     columns = sum(shape[0] for layer in model.shapes for shape in layer if shape is not None)
     own = window_bytes(model, WINDOW) + 4 * model.n_expert * columns  # the sums of squares

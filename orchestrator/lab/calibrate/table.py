@@ -77,13 +77,12 @@ PARTS, ALL = "skip in parts", "skip"
 
 
 class Moved(NamedTuple):
-    """The result of reading a text of n windows with some experts lowered or skipped.
+    """The effect of lowering or skipping some experts while a text of n windows is read.
 
-    - kl float64 [n]: mean KL divergence per token, measured from the logits.
-    - lost float64 [n, n_layers]: the loss that the loss table predicts, as a mean per token and
-      layer. It is g^2 L for an expert with gate weight g, where L is the loss at gate weight 1.
-    - surprise float64 [n]: how rarely used the chosen experts are, as a mean over tokens. Each
-      expert counts with -log of its share of the uses in its layer, relative to the mean.
+    - kl float64 [n]: measured mean KL divergence per token.
+    - lost float64 [n, n_layers]: loss that the loss table predicts, as a mean per token.
+    - surprise float64 [n]: how rarely used the chosen experts are, as a mean over tokens. A larger
+      value means that they are used less often.
     """
 
     kl: np.ndarray
@@ -120,10 +119,12 @@ def moved(
 ) -> Moved:
     """Read the text once with some experts lowered or skipped, and measure the effect.
 
-    - name: the name of the pass, from passes(). It decides which experts are lowered or skipped.
-    - costs float64 [n_layers, n_expert]: the loss at gate weight 1 if an expert is lowered or
-      skipped in this pass.
-    - unusual float64 [n_layers, n_expert]: how rarely each expert is used, see `surprise`.
+    - reader: the loaded model with its text.
+    - name: a name from passes(). It decides which experts are lowered or skipped.
+    - costs float64 [n_layers, n_expert]: the loss if an expert is lowered or skipped at gate weight
+      1.
+    - unusual float64 [n_layers, n_expert]: how rarely each expert is used. A larger value means
+      that the expert is used less often.
     - against: the log-probabilities of the unchanged model.
     """
     n_layers, n_windows = len(costs), len(reader.scored)
@@ -288,10 +289,8 @@ class Parts:
 class Kept:
     """The saved results of a calibration, so that it can continue after an interruption.
 
-    Each model has one folder of such files in the user's cache. The folder has one file for each
-    finished pass over the text. The file "scored" has bool [n] for each window, which is True for
-    the tokens whose log-probabilities are saved. went_on is True if an earlier, interrupted
-    calibration left results.
+    Each model has a folder for these results in the user's cache. `went_on` is True if an
+    interrupted calibration has left results.
     """
 
     def __init__(self, model: ExpertModel, asked: Mapping[str, Any]) -> None:
@@ -313,10 +312,8 @@ class Kept:
 
     @property
     def table(self) -> Path:
-        """Path of the loss table without its factors, which later passes over the text determine.
-
-        When this file exists, the file `rows` is complete.
-        """
+        """Path of the loss table, which cannot convert losses to KL divergence yet."""
+        # When this file exists, the file `rows` is complete.
         return self.folder / "table.json"
 
     @property
@@ -446,8 +443,8 @@ class _Run:
     ) -> LossTable:
         """Measure the losses of all precisions, and return them as a loss table.
 
-        The table has no factors for the conversion to KL divergence yet. Also saves the
-        log-probabilities of the model's best tier.
+        The table cannot convert the losses to KL divergence yet. Also saves the log-probabilities
+        of the model's best tier.
         """
         # rtn does not use the text, but the measurement of the losses does.
         method, model, path = self._method, self._model, reference or self._model.path
@@ -489,9 +486,11 @@ class _Run:
             rows.close()
 
     def fit(self, table: LossTable, tiers: Sequence[str]) -> Fit:
-        """Run the remaining passes over the text, and fit the conversion to KL divergence.
+        """Compute the factors that convert the losses of a loss table to KL divergence.
 
-        Raises ConfigError if no factor can be computed, and the exceptions of loading a model.
+        For this purpose, the text is read several times with some experts lowered or skipped. Saved
+        results of these passes are used again. Raises ConfigError if no factor can be computed, and
+        the exceptions of loading a model.
         """
         plain = replace(table, fit=Fit((1.0,) * len(table.counts), (), "", 0.0))
         found = {}

@@ -33,9 +33,9 @@ class CheckJob:
     - rows: output file for the logits, float32 [1 + n_decode, n_vocab]. It has one row after the
       prompt and one after each decoded token.
     - n_prompt: number of prompt tokens. None uses one micro-batch of the plan.
+    - n_decode: number of decoded tokens.
     - prompt, answer: the tokens to read. None uses a built-in text and greedy decoding.
-    - chosen: the settings come from a plan that a loss budget chose. Settings without effect are
-      then no error.
+    - chosen: ignore settings without effect. They can come from a plan for a loss budget.
     - answers: load the model as for a chat, and also check its tokenizer and chat template.
     - conversations: plan the memory for saved conversations, as for a chat.
 
@@ -62,7 +62,7 @@ class CheckJob:
     conversations: bool = False
 
     def request(self) -> PlanRequest:
-        """Return the request for a memory plan, as a chat with the settings of this job makes it.
+        """Return the request for a memory plan of a chat with the settings of this job.
 
         The memory of saved conversations is included only if `conversations` is set.
         """
@@ -100,11 +100,10 @@ def machine_of(config: Config) -> Machine:
 
 
 def plain(config: Config, path: Path, machine: Machine) -> Config:
-    """Return the config of the reference run: llama.cpp alone, with a file's best tier.
+    """Return the config of the reference run, in which llama.cpp alone computes a file's best tier.
 
-    The model is loaded as for a chat with --policy plain. Weights are not repacked, because
-    repacked weights round differently. The file is mapped if the model does not fit in memory or in
-    --ram. Raises GGUFError if the file is invalid.
+    Weights are not repacked, because repacked weights round differently. The file is mapped if the
+    model does not fit in memory or in --ram. Raises GGUFError if the file is invalid.
     """
     free: dict[str, Any] = {"high_tier": None, "ram": None, "vram": None, "misses": None}
     found = config.compared(policy=PLAIN, model=path, **_comparison_settings(config) | free)
@@ -138,13 +137,11 @@ def three_budgets(config: Config, planner: Planner, tier: str) -> Iterator[tuple
     """Yield lossless runs of a model with three memory budgets, as (budget name, config).
 
     - "minimum": the smallest possible budget, with the baseline policy.
-    - "half way": a budget between the other two. Every other lossless policy runs with it, if the
-      policy needs no loss table.
-    - "everything": all experts in memory, with the baseline policy. If the free memory or --ram
-      (--vram on a GPU) is too small, the run uses all of it, and the budget's name says so.
+    - "half way": a budget between the other two, with each of the policies in half_way().
+    - "everything": all experts in memory, with the baseline policy. If the memory is too small, the
+      run uses all of the memory, and the budget has another name.
 
-    The planner measures scratch memory in the same way as llama.cpp, so the minimum is exact to the
-    byte. Raises BudgetError if the minimum exceeds the limit.
+    Raises BudgetError if the minimum exceeds the limit.
     """
     capped = "vram" if planner.machine.device else "ram"
     allowed = getattr(config, capped)
@@ -157,6 +154,7 @@ def three_budgets(config: Config, planner: Planner, tier: str) -> Iterator[tuple
         )
 
     most = planner.plan(lossless(BASELINE, allowed))
+    # The planner measures scratch memory in the same way as llama.cpp, so the minimum is exact.
     low = planner.least(lossless(BASELINE, allowed))
     yield ("minimum", lossless(BASELINE, low))
     for name in half_way():

@@ -44,10 +44,10 @@ def render(report: dict[str, Any]) -> str:
 
 
 def row(report: dict[str, Any]) -> list[str]:
-    """Return the lines that report the model's run as a row of the table in docs/reports.md.
+    """Return the results of a run as a row of the table in docs/reports.md.
 
-    This is the run with the user's options. Returns [] if the run is missing or the check found a
-    problem.
+    The result is a list of lines. It is empty if the run with the user's options is missing, or if
+    the check found a problem.
     """
     run, machine = report["as_asked"], report["machine"]
     if not report["ok"] or not run or "error" in run:

@@ -52,10 +52,9 @@ class Judge:
     ) -> Iterator[np.ndarray]:
         """Yield the logits float32 [n_vocab] that predict each token from tokens[first] on.
 
-        Each prediction uses all tokens before it. A yielded array is valid until the next one. With
-        prompt=True, the tokens before `first` are read as a prompt. Otherwise each token is a
-        decode step. Leading tokens that are equal to those of the previous call are then not
-        evaluated again.
+        Each prediction uses all tokens before it. With prompt=True, the tokens before `first` are
+        read as a prompt. Otherwise each token is a decode step. A yielded array is valid until the
+        next one.
         """
         if prompt and not self.prefill:
             self.forget()

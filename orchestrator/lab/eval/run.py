@@ -49,10 +49,10 @@ def counters(evaluator: Evaluator) -> CStats | None:
 def usage_between(
     old: CStats | None, new: CStats | None, phase: Phase, losses: LossMeter | None = None
 ) -> dict[str, Any] | None:
-    """Summarize the expert store's work in steps of one phase between two readings of its counters.
+    """Summarize the work of the expert store between two readings of its counters.
 
-    `old` and `new` are the two readings. Returns None if a reading is None. A fraction is None if
-    nothing was counted.
+    `old` and `new` are the readings. Only steps of the given phase count. Returns None if a reading
+    is None. A fraction is None if nothing was counted.
 
     - high, low, skip: fractions of the routed experts that the policy requested in the high tier,
       in a lower tier, and not at all.
@@ -96,10 +96,10 @@ class EvalOptions:
     - window: the text is cut into windows of this many tokens, each with its own context.
     - prompt_tokens: number of tokens at the start of each window that are read as a prompt and not
       scored. None reads token by token.
-    - kl: also compute the KL divergence from the tier kl_from; None is the best tier.
+    - kl: also compute the KL divergence from the tier `kl_from`, by default the best tier.
     - prefill: read everything as prompts, without decode steps.
-    - reuse: a request for the low tier may use a high copy in memory, as in a chat (DyMoE 4.4.2).
-      Otherwise each expert is computed in exactly the tier that the policy chose.
+    - reuse: compute an expert in a higher tier than the policy chose if this tier is in memory, as
+      a chat does (DyMoE 4.4.2).
     - bandwidth (bytes per second), latency_us (per read), compute_ms (per token): speeds of a
       simulated store, for policies that depend on cached experts. None means measured.
     """
@@ -176,11 +176,10 @@ def eval_config(config: Config, options: EvalOptions) -> Config:
 
 
 def best_config(config: Config, best: str) -> Config:
-    """Return the config of the reference: all experts in the tier `best`.
+    """Return the config of the reference model, with all experts in the tier `best`.
 
-    The KV cache has its default type. The cap on memory stays, because fewer slots do not change
-    the output. A cap on the expert slots alone is removed, because it belongs to the evaluated
-    policy.
+    The KV cache has its default type. The memory cap of `config` stays. A cap on the expert slots
+    alone is removed.
     """
     return config.compared(
         policy=BASELINE,
