@@ -139,7 +139,7 @@ def memory_folders() -> list[Path]:
 
 @contextlib.contextmanager
 def memory_group(limit_bytes: int) -> Iterator[Path | str]:
-    """Create a cgroup with a memory limit, and yield its file to which process ids are written.
+    """Create a cgroup with a memory limit, and yield the path of its file for process ids.
 
     A process whose id is written to the file is limited. At the end of the `with` block, the cgroup
     is removed. Its processes must have ended before. If the cgroup cannot be created, the reason is
@@ -172,8 +172,8 @@ def memory_group(limit_bytes: int) -> Iterator[Path | str]:
 def forget_files(paths: Iterable[Path]) -> str:
     """Evict files from the page cache, so that later reads use the disk.
 
-    All other files are evicted too, if the system permits it. Returns "", or a message if the
-    system does not permit it.
+    If the system permits it, the whole page cache is evicted and the result is "". Otherwise the
+    result is a message that says why only these files were evicted.
     """
     for path in paths:
         with path.open("rb") as file:

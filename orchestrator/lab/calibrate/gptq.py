@@ -113,7 +113,7 @@ class Gptq:
 def kept_factors(threads: int) -> int:
     """Return how many factorized Hessians are kept in memory if `threads` threads quantize experts.
 
-    A factor is used again for the expert's other matrix and for other precisions.
+    A factorized Hessian is used again for other matrices and precisions of the same expert.
     """
     return threads + 1
 

@@ -80,7 +80,7 @@ class Moved(NamedTuple):
     """The effect of lowering or skipping some experts while a text of n windows is read.
 
     - kl float64 [n]: measured mean KL divergence per token.
-    - lost float64 [n, n_layers]: loss that the loss table predicts, as a mean per token.
+    - lost float64 [n, n_layers]: mean loss per token and layer, as predicted by the loss table.
     - surprise float64 [n]: how rarely used the chosen experts are, as a mean over tokens. A larger
       value means that they are used less often.
     """
@@ -121,8 +121,8 @@ def moved(
 
     - reader: the loaded model with its text.
     - name: a name from passes(). It decides which experts are lowered or skipped.
-    - costs float64 [n_layers, n_expert]: the loss if an expert is lowered or skipped at gate weight
-      1.
+    - costs float64 [n_layers, n_expert]: the loss of a token with gate weight 1 if the expert is
+      lowered or skipped.
     - unusual float64 [n_layers, n_expert]: how rarely each expert is used. A larger value means
       that the expert is used less often.
     - against: the log-probabilities of the unchanged model.
@@ -312,7 +312,7 @@ class Kept:
 
     @property
     def table(self) -> Path:
-        """Path of the loss table, which cannot convert losses to KL divergence yet."""
+        """Path of the saved loss table. It lacks the conversion of losses to KL divergence."""
         # When this file exists, the file `rows` is complete.
         return self.folder / "table.json"
 

@@ -137,7 +137,8 @@ def three_budgets(config: Config, planner: Planner, tier: str) -> Iterator[tuple
     """Yield lossless runs of a model with three memory budgets, as (budget name, config).
 
     - "minimum": the smallest possible budget, with the baseline policy.
-    - "half way": a budget between the other two, with each of the policies in half_way().
+    - "half way": a budget between the other two, with every other lossless policy that needs no
+      loss table.
     - "everything": all experts in memory, with the baseline policy. If the memory is too small, the
       run uses all of the memory, and the budget has another name.
 

@@ -81,9 +81,9 @@ def _times(rows: Sequence[Row]) -> str:
 
 
 def table_2(on: Measured) -> Made:
-    """Make Table 2: the quality loss if less important experts have low precision or none.
+    """Make Table 2: the quality loss if less important experts are lowered or skipped.
 
-    An expert without a precision is skipped.
+    A lowered expert is computed in the low precision.
     """
     subject, found = on.subject(), accuracy(on)
     rows = found.tables[1].rows

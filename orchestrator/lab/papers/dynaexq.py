@@ -122,7 +122,7 @@ def table_2(on: Measured) -> Made:
 def table_4(on: Measured) -> Made:
     """Make Table 4: the quality if only the most used experts (hot set) have the high tier.
 
-    Experts of one type for the whole model are measured for comparison.
+    For comparison, models with all experts in one type are measured.
     """
     subject = on.subject()
     found, equal = HotMemory().measure(subject), EqualMemory().measure(subject)
@@ -297,10 +297,10 @@ class System:
 
 
 def systems(on: Measured) -> list[System]:
-    """Return the three systems to compare: their names and settings.
+    """Return the three systems to compare, with their names and settings.
 
-    They are the low precision for all experts, a system that loads missing experts, and DynaExq.
-    The last two have the same memory for experts.
+    The first has all experts in the low precision, the second loads missing experts, and the third
+    is DynaExq. The second and the third have the same memory for experts.
     """
     subject = on.subject()
     residency = Residency(subject)

@@ -68,7 +68,7 @@ def link_ms(n_bytes: float) -> float:
 class PaperModel:
     """A model of the paper's Table 1, with the times of its parts on the simulated machine.
 
-    - kv_width: number of values in the keys of one token, which is also that of its values.
+    - kv_width: width of a token's key vector, which is also the width of its value vector.
     - other_weights: number of weights outside the experts.
     - n_hot: number of experts per layer that are on the GPU.
     - fitted_migrations: number of experts per token that the method MoNDE moves over the link. It
@@ -467,10 +467,9 @@ class Decoded:
 
 
 def placed(asked: NearData, scores: np.ndarray) -> Plan:
-    """Return the placement with the experts of the largest scores on the GPU.
+    """Place the experts with the largest scores on the GPU, and all others in the near-data memory.
 
-    All other experts are in the near-data memory, with near_bits bits per weight on average.
-    `scores` is [n_layers, n_expert].
+    The others have near_bits bits per weight on average. `scores` is [n_layers, n_expert].
     """
     losses = nominal_losses(NEAR_BITS, *asked.model.size)
     tiers = place(scores, asked.n_hot, losses, NEAR_BITS, asked)
@@ -553,7 +552,8 @@ class Run:
     def times(self) -> list[dict[str, float]]:
         """Return the mean times for each pair of prompt length and answer length in LENGTHS.
 
-        They are the time of the prompt, the time to move experts, and the total with the answer.
+        They are the time of the prompt, the time to move experts, and the total time including the
+        answer.
         """
         rows = []
         for column, (prompt, answer) in enumerate(LENGTHS):

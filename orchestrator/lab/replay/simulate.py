@@ -37,7 +37,7 @@ _INTS = ctypes.POINTER(ctypes.c_int32)
 
 
 class Simulation:
-    """Runs an expert store with a simulated disk and a virtual clock, in nanoseconds.
+    """Runs an expert store with a simulated disk and a virtual clock. Times are in nanoseconds.
 
     Call Store.begin_step for each step. Then, for each layer, call `route` once, and `use` for each
     matrix kind in the order of the graph. All calls must come from one thread. Raises NativeError

@@ -331,7 +331,11 @@ MIX = "dynaexq"
 
 
 class EqualMemory(ScoredStudy):
-    """Study that compares experts of one type with a mix of two precisions of the same size."""
+    """Study that compares the quality of models of the same size.
+
+    In one kind of model, all experts have the same type. In the other kind, two precisions are
+    mixed.
+    """
 
     halved = True
     rivals = True

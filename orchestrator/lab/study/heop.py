@@ -98,10 +98,10 @@ class Losses:
             cache.popitem(last=False)
 
     def of(self, group: int) -> np.ndarray:
-        """Return the losses of one group of layers, float64 [T, P, K].
+        """Return the losses of one group of layers (shallow, middle or deep), float64 [T, P, K].
 
-        The group is shallow, middle or deep. Each value is the loss of one token for one pair (K,
-        P), as a mean over the layers of the group.
+        Each value is the loss of one token for one pair of K candidates and P voting layers, as a
+        mean over the layers of the group.
         """
         n = sum(each == group for each in self._groups[1:])
         found: np.ndarray = np.stack([token[group] for token in self._tokens]) / max(1, n)
@@ -130,7 +130,7 @@ class Search:
 
 
 def searches(losses: np.ndarray) -> list[Search]:
-    """Search the best pair (K, P) for a group of layers with each method, and return the results.
+    """Search the best pair of K candidates and P voting layers with each search method.
 
     The methods are Algorithm 1 of the FIRM-MoE paper, our hill climbing, and a search of all pairs.
     `losses` is float64 [T, P, K], the loss of each token for each pair.
@@ -155,7 +155,7 @@ def searches(losses: np.ndarray) -> list[Search]:
 
 
 def as_printed(losses: np.ndarray, axis: int, delta: int) -> Votes:
-    """Return the pair (K, P) that Algorithm 1 of the FIRM-MoE paper chooses.
+    """Return the pair of K candidates and P voting layers that FIRM-MoE's Algorithm 1 chooses.
 
     The algorithm is run as printed, so its mean loss includes all pairs visited before. The search
     starts at the largest K and P.
@@ -184,7 +184,7 @@ def as_printed(losses: np.ndarray, axis: int, delta: int) -> Votes:
 
 
 def climbed(losses: np.ndarray) -> Votes:
-    """Return the pair (K, P) that our hill climbing chooses.
+    """Return the pair of K candidates and P voting layers that our hill climbing chooses.
 
     `losses` is float64 [T, P, K], the loss of each token for each pair.
     """

@@ -108,11 +108,11 @@ def captured(scores: np.ndarray, used: np.ndarray, n_hot: int) -> float:
 
 
 def choices(usages: Sequence[Usage], at: int, k: int) -> Choices:
-    """Predict which experts the answer in one window uses, with each prediction method.
+    """Predict with each method how often the answer in one window uses each expert.
 
-    Some methods use the window's own prompt, others use the other windows of the same domain
-    ("others"), windows of other domains, or a combination. The scores of a method are None if it
-    has no text to predict from.
+    Some methods use the window's own prompt. Others use the other windows of the same domain
+    ("others"), windows of other domains, or a combination. The result has scores [n_layers,
+    n_expert] by method. They are None if a method has no text to predict from.
 
     - usages: the expert usage of all windows.
     - at: index of the window.

@@ -169,7 +169,8 @@ class Load:
 
     - total: number of uses by all tokens, [n_expert].
     - heavy: number of uses by heavy hitters, [n_expert].
-    - random: number of uses by random sets of as many tokens, float64 [n_draws, n_expert].
+    - random: number of uses by random tokens, in each of several draws, float64 [n_draws,
+      n_expert]. A draw has the same number of tokens as there are heavy hitters.
     """
 
     layer: int
@@ -184,7 +185,7 @@ def loads(trace: Trace, share: float, draws: int = 16) -> list[Load]:
     Prompts without importance scores are left out.
 
     - share: fraction of the tokens that count as heavy hitters, those with the highest scores.
-    - draws: number of random sets of as many tokens, for comparison.
+    - draws: number of random sets of tokens, which are compared with the heavy hitters.
     """
     found, random = [], np.random.default_rng(0)
     for step in trace.steps():

@@ -63,7 +63,7 @@ def quality(best: str, base: str) -> tuple[Column, ...]:
     most likely token is the same.
 
     - best: name of the best tier.
-    - base: name of the configuration whose perplexity is the base of the change.
+    - base: name of the configuration with which the perplexity is compared.
     """
     return (
         Column(f"KL from {best}", "kl", four_digits),
@@ -76,8 +76,8 @@ def quality(best: str, base: str) -> tuple[Column, ...]:
 def figures(score: Score, base: Score) -> Row:
     """Return the metrics of a configuration for a table row.
 
-    Quality metrics are pairs of a value and its standard error. `base` is the score whose
-    perplexity is the base of the relative change.
+    Quality metrics are pairs of a value and its standard error. `base` is the score with which the
+    perplexity is compared.
     """
     found: Row = {
         "realised": score.realised,
@@ -157,7 +157,10 @@ class Case:
 
     @property
     def place(self) -> tuple[str, str, Row, Part | None]:
-        """The identity of the case. Consecutive cases with the same identity are averaged."""
+        """The identity of the case.
+
+        The scores of consecutive cases with the same identity are averaged.
+        """
         return self.group, self.label, self.row, self.part
 
 
@@ -165,7 +168,7 @@ Scored = tuple[Case, Score]
 
 
 def uniform_cases(on: Subject, tiers: Sequence[str], ask: bool = False) -> list[Case]:
-    """Return one case for each tier, in which all experts have this tier.
+    """Return one case (configuration) for each tier, in which all experts have this tier.
 
     `ask` is True if the multiple-choice questions are scored too.
     """
@@ -243,7 +246,7 @@ class Scores:
     def rows(self, found: Iterable[Scored], base: Score) -> list[Row]:
         """Return a table row for each of the given cases and scores.
 
-        `base` is the score whose perplexity is the base of the relative change.
+        `base` is the score with which the perplexity is compared.
         """
         return [
             {"configuration": case.label, "retention": None, **case.row, **figures(score, base)}
@@ -263,7 +266,7 @@ class Scores:
         """Return a table with a row for each of the given cases and scores.
 
         The table has `columns`, then the quality columns, then the columns `after`. `base` is the
-        score whose perplexity is the base of the relative change, and `name` is its name.
+        score with which the perplexity is compared, and `name` is its name.
         """
         every = (*columns, *quality(self.on.best, name), *after)
         rows, notes = self.rows(found, base), [note] if note else []
@@ -284,7 +287,7 @@ def lines(
 ) -> list[Line]:
     """Return the lines of a plot. Rows with the same label become the points of one line.
 
-    - x, y, by: key, or function of a row, that gives a point's x, its y and its label.
+    - x, y, by: a row's key, or a function of the row, for the x value, the y value and the label.
     - dashed: returns whether the line with a given label is dashed.
     - share: number of consecutive lines that have the same color.
     """

@@ -203,9 +203,10 @@ class Score:
 
 
 def usual_high(tiers: Sequence[str]) -> str:
-    """Return a study's default high tier: q4_k, another tier of 4 bits, or else the best tier.
+    """Return the name of the default high tier: q4_k, another 4-bit tier, or else the best tier.
 
-    The lowest tier is not chosen for its 4 bits. `tiers` are all tiers of a file, best first.
+    A 4-bit tier is chosen only if the file has a lower tier. `tiers` are all tiers of a file, best
+    first.
     """
     four_bits = [tier for tier in tiers[:-1] if tier.removeprefix("i").startswith("q4")]
     return "q4_k" if "q4_k" in four_bits else (four_bits or [*tiers])[0]

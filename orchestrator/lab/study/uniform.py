@@ -56,7 +56,7 @@ class UniformFile:
 
 
 class UniformTypes:
-    """Creates files of a model with all experts in one type, for comparison with other mixes.
+    """Creates files of a model with all experts in one type, for comparison with mixed precisions.
 
     The types are common ones that have fewer bits than the model's best tier. Each file is deleted
     before the next one is created.

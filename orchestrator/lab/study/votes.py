@@ -164,8 +164,8 @@ class Voted:
     def rows(self) -> list[Row]:
         """Return a row of metrics for each strategy.
 
-        For comparison, "cut" is the utilization if the nearest layer alone predicts as many
-        experts.
+        For comparison, the entry "cut" has the utilization of a simpler prediction, in which the
+        nearest layer alone predicts the same number of experts.
         """
         rows = [self.row(label) for label in self.strategies]
         ranked = [row for row in rows if row["way"] == RANK]
