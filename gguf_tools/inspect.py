@@ -17,14 +17,12 @@ KV_TOKENS = 4096
 def describe(model: ExpertModel, scratch_bytes: int = 0) -> dict[str, Any]:
     """Return facts about an opened model as a JSON-serializable dict. All sizes are in bytes.
 
-    The entry `budgets` is a list of examples that tell how many experts fit into how much memory.
-    Each example is a memory budget for experts (`slot_bytes`), given as a share of the size of all
-    experts in the best precision (tier). `experts_per_layer` is the number of experts of each layer
-    that fit if all have the same tier, by the tier's name. `ram_bytes` is the value of `--ram` for
-    this budget: the dense weights, an F16 KV cache of at most KV_TOKENS tokens, scratch_bytes and
-    the budget itself.
+    The list `budgets` has examples of memory budgets for experts. In each example, `slot_bytes` is
+    the budget, and `share` is the fraction of all experts that fit in the best precision (tier).
+    `experts_per_layer` is the number of experts of each layer that fit in each tier, by the tier's
+    name. `ram_bytes` is the value of `--ram` for this budget.
 
-    scratch_bytes: memory for compute buffers.
+    scratch_bytes: memory for compute buffers, which `ram_bytes` includes.
     """
     n_ctx = min(KV_TOKENS, model.hparams.context_length or KV_TOKENS)
     kv_bytes = model.kv_bytes(n_ctx)

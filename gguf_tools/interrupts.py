@@ -149,18 +149,15 @@ def forget() -> None:
 
 
 class held:
-    """A `with` block in which no interrupt is raised.
+    """A `with` block that delays interrupts, such as Ctrl-C, until its end.
 
-    At the end of the outermost block, a pending interrupt is raised instead of the block's own
-    error. Without an interrupt, the block raises errors of callbacks: those passed to `hand_over`
-    and those that ctypes would only print.
-
-    Use it around C calls that call Python back, and around changes that must not stop halfway.
-    Threads other than the main thread receive no signals and use it for the callback errors alone.
+    Use it around C calls that call Python functions, and around changes that must not stop halfway.
+    If blocks are nested, interrupts are delayed until the end of the outermost block. The end of
+    this block also raises the errors of Python functions that C code called. An interrupt takes
+    precedence over these errors.
 
     stop: function that makes the C call return soon. It is called from another thread as soon as a
-        signal arrives, because Python runs no signal handler while the main thread is in C. Only
-        the outermost block of the main thread uses it.
+        signal arrives. Only the outermost block of the main thread uses it.
     """
 
     def __init__(self, stop: Callable[[], None] | None = None) -> None:
@@ -191,10 +188,10 @@ class held:
 
 @contextmanager
 def cancellable(cancelled: Callable[[], bool]) -> Iterator[None]:
-    """Make the work of the block stoppable on a thread that gets no signals.
+    """Raise KeyboardInterrupt in the `with` block after `cancelled` returns True.
 
-    After `cancelled` returns True, KeyboardInterrupt is raised once on this thread, at the points
-    at which a signal would raise it on the main thread. Other threads are not affected.
+    The exception is raised once, by `check` or at the end of a `held` block. Only the calling
+    thread is affected. Use this to stop work on threads that receive no signals.
     """
     _thread.cancelled = cancelled
     try:
@@ -282,9 +279,8 @@ _watch = _Watch()
 def leaving(last_work: Callable[[], None]) -> Iterator[None]:
     """Let SIGTERM and SIGHUP end the process in the `with` block even if a C call does not return.
 
-    last_work: function that is called on another thread before the process is ended in this way.
-        The function must return soon. If blocks are nested, the function of the innermost block is
-        called first. No function is called if the process ends normally.
+    last_work: function that is called on another thread before the process is ended in this way. It
+        must return soon. If blocks are nested, the function of the innermost block is called first.
     """
     _state.last_work.append(last_work)
     try:
@@ -295,11 +291,11 @@ def leaving(last_work: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def calling(stop: Callable[[], None], ending: bool = False) -> Iterator[None]:
-    """Call stop on an interrupt in the `with` block, instead of raising KeyboardInterrupt.
+    """Call `stop` on an interrupt in the `with` block, instead of raising KeyboardInterrupt.
 
-    stop: can be called between any two instructions of the main thread. Inside a `held` block with
-        its own stop function, another thread calls it as well, before the main thread does.
-    ending: whether SIGTERM and SIGHUP also call stop instead of ending the process.
+    stop: function without arguments. It can be called at any time, more than once, and from another
+        thread.
+    ending: whether SIGTERM and SIGHUP also call `stop` instead of ending the process.
     """
     before = None if _state.listening else _install()
     _state.stops.append(stop)
@@ -314,10 +310,10 @@ def calling(stop: Callable[[], None], ending: bool = False) -> Iterator[None]:
 
 
 def leave_at_once() -> None:
-    """Make Ctrl-C exit the process immediately and silently, until signals are handled otherwise.
+    """Make Ctrl-C exit the process immediately and silently, until a `listening` block begins.
 
-    A command calls this at its start, before it has begun any work. A `listening` block ends the
-    effect. If the process was started with SIGINT ignored, SIGINT stays ignored.
+    A command calls this at its start, before it has begun any work. If the process was started with
+    SIGINT ignored, SIGINT stays ignored.
     """
     _state.leaves = True
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -328,9 +324,9 @@ def leave_at_once() -> None:
 def listening() -> Iterator[None]:
     """Raise KeyboardInterrupt on SIGINT and SystemExit on SIGTERM or SIGHUP in a `with` block.
 
-    A pending interrupt is raised at the end of the block at the latest. Signals that another
-    handler already handles, or that are ignored, keep their handling. After `leave_at_once`, the
-    signals are ignored once the block has ended, because the command's work is complete.
+    A pending interrupt is raised at the end of the block at the latest. Signals that are ignored or
+    that have another handler keep their handling. After the block, the signals are ignored if the
+    process has called `leave_at_once` before.
     """
     before, hook = _install(), sys.unraisablehook
     ending = [number for number in _ENDING if _install_ending(number)]
@@ -362,7 +358,7 @@ def ends_with(path: Path) -> None:
     """Declare the file that the running command writes last.
 
     After `rename` has given this file its name, the command's work is complete, and interrupts have
-    no effect. Does nothing outside of a `listening` block, in which commands run.
+    no effect. Does nothing outside of a `listening` block.
     """
     if _state.listening:
         _state.last_file = os.path.abspath(path)

@@ -30,8 +30,8 @@ def usable_cores() -> int:
 def default_threads() -> int:
     """Return the default number of compute threads.
 
-    With up to four usable logical cores, the default is one thread for each of them. With more, it
-    is at most the number of physical cores.
+    With up to four usable logical cores, this is their number. With more, it is the number of
+    physical cores, or the number of usable cores if that is smaller.
     """
     allowed = usable_cores()
     physical = psutil.cpu_count(logical=False) or allowed
@@ -41,9 +41,10 @@ def default_threads() -> int:
 def compute_threads(requested: int | None) -> int:
     """Return the number of compute threads: the requested number, but at most the usable cores.
 
-    If `requested` is None or 0, return the default. With more threads than cores, threads wait for
-    each other at every barrier, and a token takes minutes.
+    If `requested` is None or 0, return the default.
     """
+    # With more threads than cores, threads wait for each other at every barrier, and a token takes
+    # minutes.
     return min(requested, usable_cores()) if requested else default_threads()
 
 
@@ -54,7 +55,7 @@ class Disturbance:
         self._start, self._waited_s = perf_counter(), _waited_s()
 
     def share(self) -> float:
-        """Return the time that runnable threads waited for a core, as a share of the elapsed time.
+        """Return the fraction of the elapsed time in which threads were ready but waited for cores.
 
         The waits of all threads are added, so the result can exceed 1. It is 0 if the system does
         not report waits, as on systems other than Linux.
@@ -76,8 +77,8 @@ def _waited_s(tasks: Path = Path("/proc/self/task")) -> float:
 def peak_rss_bytes(status: Path = Path("/proc/self/status")) -> int:
     """Return the peak resident memory of this process, in bytes.
 
-    Read VmHWM from /proc if available. getrusage is the fallback: its value survives exec, so it
-    can be the peak of the program that started this one.
+    status: file of the Linux kernel that contains the peak. If it cannot be read, getrusage is
+        used.
     """
     try:
         for line in status.read_text().splitlines():

@@ -20,13 +20,14 @@ R = TypeVar("R")
 
 @contextmanager
 def workers(threads: int, name: str = "work") -> Iterator[ThreadPoolExecutor]:
-    """Create a thread pool for the duration of the block.
+    """Create a thread pool for the duration of the `with` block.
 
-    At the end of the block, also after Ctrl-C, jobs that have not started are cancelled and running
-    jobs are awaited. No interrupt is raised inside the block, because the waiting thread holds
-    locks that the pool's threads need. Wait for results with `in_order`, which checks for
-    interrupts.
+    At the end of the block, jobs that have not started are cancelled and running jobs are awaited.
+    Interrupts such as Ctrl-C are delayed until then. Wait for results with `in_order`, which raises
+    an interrupt at once.
     """
+    # The thread that waits for the pool holds locks that the threads of the pool need. Therefore no
+    # interrupt may be raised there.
     with interrupts.held():
         pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
         try:
@@ -54,7 +55,9 @@ def run_all(jobs: Iterable[Job | None], threads: int, meter: ProgressMeter) -> N
 
     Only a few jobs are taken from the iterable ahead of time. A None among the jobs is a barrier:
     all jobs before it end before the next one starts. All threads have ended when this function
-    returns or raises, so no thread writes to a file that the caller has discarded.
+    returns or raises.
+
+    meter: counts the numbers of bytes that the jobs return.
     """
     pending: set[Future[int]] = set()
     with workers(threads, "pack") as pool:

@@ -38,11 +38,11 @@ def get_requires_for_build_editable(config_settings: Any = None) -> list[str]:
 def need_our_build() -> None:
     """Exit with a message for the user if moe-edge's build of llama.cpp is not installed.
 
-    pip runs this check with the Python of the target environment, but hides the installed packages.
-    Therefore the package folders are searched explicitly. Other installers use a separate
-    environment, in which the check fails.
+    The packages of the running Python are searched.
     """
     upstream = read_upstream()
+    # pip runs this check with the Python of the target environment, but hides the installed
+    # packages. Other installers use a separate environment, in which the check fails.
     folders = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
     found = {each.version for each in distributions(name=upstream.name, path=folders)}
     if upstream.local_version not in found:

@@ -213,7 +213,7 @@ def compile_tree(
     Raises BuildError if a command fails.
 
     source: folder of the source tree.
-    jobs: number of compilers to run at once. Default: as many as fit.
+    jobs: number of compilers to run at once. Default: the result of `default_jobs`.
     lock: descriptor of the build lock, which compilers keep if this process is killed.
     targets: cmake targets to build.
     """
@@ -309,8 +309,8 @@ def _drop_newer(folder: Path, since_ns: int) -> None:
 def default_jobs(gpu: bool) -> int:
     """Return the number of compilers to run at once.
 
-    This is the number of cores, but no more than fit in free memory: 1 GiB per compiler, 2 GiB with
-    CUDA.
+    This is the number of cores, or the number of compilers that fit in free memory if that is
+    smaller. A compiler needs 1 GiB, or 2 GiB with CUDA.
 
     gpu: whether CUDA sources are compiled.
     """

@@ -45,10 +45,11 @@ def tree_path(upstream: Upstream) -> Path:
 
 
 def sync_tree(sdist_path: Path, upstream: Upstream) -> Path:
-    """Unpack the release's source if necessary, apply patches and own files, and return its folder.
+    """Unpack the release's source if necessary, add our changes, and return its folder.
 
-    Only changed files are written. After an interrupt, calling this again repairs the folder. The
-    caller must hold the build lock and have checked the archive's hash.
+    Our changes are the patches and our own files. Only changed files are written. After an
+    interrupt, calling this again repairs the folder. The caller must hold the build lock and have
+    checked the archive's hash.
 
     sdist_path: path of the source distribution.
     """

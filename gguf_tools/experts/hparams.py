@@ -34,7 +34,7 @@ class Hyperparameters:
     """The hyperparameters of a Mixture-of-Experts model, as its GGUF metadata states them.
 
     block_count: number of all layers.
-    routed_blocks: number of layers without the multi-token prediction layers at the end.
+    routed_blocks: number of layers, not counting the multi-token prediction layers at the end.
     n_expert_used: experts per token. If layers differ, the maximum.
     n_head, n_head_kv: number of attention heads and of KV heads of each layer.
     is_mla: whether the model uses multi-head latent attention.
@@ -89,7 +89,7 @@ class Hyperparameters:
 
 
 def routed_blocks(file: GGUFFile) -> int:
-    """Return the number of layers without the multi-token prediction layers at the end.
+    """Return the number of layers, not counting the multi-token prediction layers at the end.
 
     moe-edge does not manage the experts of those layers. Raises GGUFError if the metadata lacks the
     number of layers or has an impossible value.

@@ -101,10 +101,10 @@ class ExpertModel(Closing):
 
     @property
     def split_files(self) -> list[list[GGUFFile]]:
-        """The opened files, as one list of files for each of the models that were opened together.
+        """The opened files of each model, as one list of files for each model.
 
-        Usually there is only one model. A second model, of lower precision, can be given to `open`.
-        The files of a split model are in the order of its parts.
+        Usually there is only one model. If `open` was given a second file of lower precision, its
+        model is the second list. The files of a split model are in the order of its parts.
         """
         found: list[list[GGUFFile]] = []
         for part in self.parts:

@@ -210,9 +210,9 @@ def _check_layer(
 def check_routing_tables(parts: list[GGUFFile], n_expert: int) -> None:
     """Check that each router has an output for every expert, and that routing tables are valid.
 
-    A routing table selects experts by token ID. All of its entries are checked, because llama.cpp
-    aborts the process at an invalid index. Raises TensorShapeError, TensorTypeError or
-    ExpertIndexError.
+    A routing table selects experts by token ID. Raises TensorShapeError if a router has too few
+    outputs. Raises TensorTypeError if a routing table does not have the type I32, and
+    ExpertIndexError if it contains an expert that does not exist.
     """
     for file_index, part in enumerate(parts):
         for info in part.tensors.values():

@@ -47,8 +47,8 @@ class Precision:
     dense: type of the matrices that are not experts.
     output: type of the output matrix.
     experts: type of the experts' gate and up matrices.
-    down: two types of the experts' down matrices. llama.cpp uses the first in about half of the
-        layers, to which it gives more bits, and the second in the others.
+    down: two types of the experts' down matrices. About half of the layers use the first type,
+        which has more bits. All other layers use the second type.
     """
 
     dense: GGMLType

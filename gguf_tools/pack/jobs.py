@@ -33,9 +33,9 @@ def pack_jobs(
 ) -> Iterator[Job | None]:
     """Yield the jobs that write a packed file. A job is a function that writes a piece of the data.
 
-    The order is: other tensors, then the experts layer by layer. If a quantizer is given, a None
-    follows the jobs of each layer. It makes `run_all` finish the layer before the next one starts,
-    as ExpertQuantizer requires.
+    The tensors that are not experts come first, then the experts layer by layer. If a quantizer is
+    given, a None follows the jobs of each layer. At a None, `run_all` waits until all earlier jobs
+    have ended.
 
     matrices: the expert tensors to write.
     others: the tensors that are not experts.
@@ -53,6 +53,7 @@ def pack_jobs(
             for expert in range(model.n_expert):
                 for matrix in layer:
                     yield from _expert_jobs(model, writer, matrix, expert, ggml, by)
+        # ExpertQuantizer requires that all calls for a layer end before the next layer begins.
         if quantizer is not None:
             yield None
 

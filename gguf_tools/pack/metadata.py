@@ -60,10 +60,9 @@ def write_tiers(
 def method_and_calibration(
     model: ExpertModel, matrices: list[Matrix], quantizer: ExpertQuantizer | None
 ) -> tuple[str, str]:
-    """Return the texts that describe quantization method and calibration in a packed file.
+    """Return the quantization method and the calibration, as texts for a packed file's metadata.
 
-    If lower tiers are copied from the source file, the texts include the method and the calibration
-    that the source file's metadata names for them.
+    If lower tiers are copied from the source file, the names in that file's metadata are included.
     """
     by = quantizer or Rtn
     lower = [each.copy_from is None for matrix in matrices for each in matrix.targets[1:]]

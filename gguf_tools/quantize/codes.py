@@ -19,11 +19,13 @@ Decode = Callable[[Blocks], Floats]
 
 
 class Plane(NamedTuple):
-    """The place of the bits `low` to `low + width - 1` of all codes in a quantization block.
+    """Describes where a quantization block stores some bits of its codes.
 
-    A code is the integer that stands for a weight. Code number i belongs to weight i of the block.
-    The plane starts at byte `start` of the block. A byte contains bits of 8 / width codes. The
-    numbers of these codes are `group` apart, and the first of them has the lowest bits of the byte.
+    A code is the integer that stands for a weight. The plane has `width` bits of each code, from
+    bit `low` on. It begins at byte `start` of the block. Each byte has bits of 8 / width codes,
+    whose numbers differ by `group`. The lowest bits of a byte belong to the code with the lowest
+    number.
+
     For example, Plane(2, 4, 16) stores 4 bits of 32 codes in the bytes 2 to 17: codes 0 to 15 in
     the low halves of the bytes, and codes 16 to 31 in the high halves.
     """
@@ -95,7 +97,7 @@ def put_codes(ggml_type: GGMLType, blocks: Blocks, codes: Blocks) -> None:
 
 
 def code_values(ggml_type: GGMLType, blocks: Blocks, decode: Decode) -> Floats:
-    """Return the values that weights in the given blocks would have with certain codes.
+    """Return the values that all weights in quantized blocks would have with certain codes.
 
     A code is the integer that stands for a weight. Its value depends on the scales of the block. If
     the values of a type's codes are equally spaced, the results are for the first and the last

@@ -65,13 +65,12 @@ def default_device() -> str:
 class Factor:
     """A factorized Hessian H, with which GPTQ quantizes all matrices that have the same inputs.
 
-    The Hessian is the sum of x x^T over the calibration inputs x. U is the upper Cholesky factor of
-    its inverse. A span is a group of columns whose scales are chosen together.
+    H is the sum of x x^T over the calibration inputs x, with damping. It is a matrix [n, n].
 
-    order: int64 [n], the columns in the order in which they are rounded. The most important columns
-        of each span come first, because later columns can then compensate for their errors.
-    hessian, upper: H with damping, and U, float32 [n, n] in this order, on the compute device.
-    importance: float32 [n], the diagonal of H with damping, in the original column order.
+    order: the columns of H in the order in which they are rounded, int64 [n].
+    hessian: H in this order, float32 [n, n], on the compute device.
+    upper: the upper Cholesky factor of the inverse of `hessian`, float32 [n, n].
+    importance: the diagonal of H in the original order, float32 [n].
     """
 
     order: np.ndarray
@@ -103,10 +102,10 @@ def outer_sum(parts: Iterable[Floats], device: str) -> Square:
 def smoothed(own: Square, tokens: int, shared: Square | None = None) -> Square:
     """Return an expert's Hessian [n, n] for GPTQ, regularized because it may have few tokens.
 
-    The regularization has the weight of n tokens. Half of it is the diagonal of the expert's mean
-    Hessian, and half is the layer's mean Hessian. Without `shared`, all of it is the diagonal.
+    The regularization counts like n further tokens. Their mean of x x^T is the average of `shared`
+    and of the diagonal of the expert's own mean. Without `shared`, it is the diagonal alone.
 
-    own: sum of x x^T over the tokens routed to the expert.
+    own: sum of x x^T over the inputs x of the tokens routed to the expert.
     tokens: number of these tokens.
     shared: mean of x x^T over all tokens of the layer. None for down matrices, whose input columns
         differ between experts.
@@ -185,9 +184,9 @@ class _Grid:
             self._inverse = (1 / self._step.masked_fill(zero, 1)).masked_fill(zero, 0)
 
     def nearest(self, column: int, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """Return for each row the code whose value is closest to the wanted one, and that value.
+        """For each row, return the code with the value closest to the wanted value, and its value.
 
-        The first code of the type counts as 0.
+        Codes are counted from 0, which is the first code of the type.
 
         column: number of the column in the group.
         wanted: [rows], the wanted values of the column.

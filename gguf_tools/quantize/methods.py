@@ -12,9 +12,9 @@ from gguf_tools.quantize.imatrix import ExpertImportance, Imatrix, read_imatrix
 class ExpertQuantizer(Protocol):
     """Interface of a method that quantizes the weights of experts.
 
-    `quantize` is called from several threads, layer by layer: all calls for a layer end before the
-    first call for the next layer. A matrix can be divided into groups of rows. If a group is
-    quantized to several types, the same thread makes these calls one after another.
+    `quantize` is called from several threads. All calls for a layer end before the first call for
+    the next layer. If the same rows are quantized to several types, one thread makes these calls
+    one after another.
 
     method, calibration: texts to record in the metadata of the packed file.
     has_importance: whether the method supports types that need an importance matrix.

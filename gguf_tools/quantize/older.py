@@ -11,9 +11,9 @@ _LOWEST_CODE = 8 - 1
 
 
 def growth(new: GGMLType) -> int:
-    """Return the factor by which a tensor grows when it is converted to an older type.
+    """Return how many times larger a tensor becomes if the type `new` is replaced by an older type.
 
-    new: the type before the conversion, a key of OLDER.
+    new: a type that released versions of llama.cpp cannot read. OLDER[new] replaces it.
     """
     old = OLDER[new]
     return BLOCK[old].bytes * BLOCK[new].weights // (BLOCK[old].weights * BLOCK[new].bytes)

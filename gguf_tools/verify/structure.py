@@ -39,11 +39,10 @@ def layout_problems(part: GGUFFile) -> Iterator[Problem]:
 
 
 def foreign_problems(parts: list[GGUFFile]) -> Iterator[Problem]:
-    """Yield a problem for each file of a split model that belongs to another quantization.
+    """Yield a problem for each file of a split model that comes from another quantization.
 
-    The headers of such files do not differ, because only the first file has the model's metadata.
-    They are recognized by the types of their expert matrices: for every kind of matrix, the other
-    files have other types.
+    Such a file is recognized by its expert matrices: in the other files, no matrix of the same kind
+    has the same type.
 
     parts: the files of the model.
     """
