@@ -101,8 +101,8 @@ def _stamp_in(folder: Path) -> dict[str, Any]:
 def libraries() -> Path:
     """Return the folder that contains libllama.
 
-    If the environment variable LLAMA_CPP_LIB_PATH is set, its value is returned, as `llama_cpp`
-    does. Raises NotBuilt if llama.cpp is not installed.
+    If the environment variable LLAMA_CPP_LIB_PATH is set, its value is the folder. Raises NotBuilt
+    if llama.cpp is not installed.
     """
     given = os.environ.get("LLAMA_CPP_LIB_PATH")
     return Path(given) if given else package() / "lib"

@@ -81,8 +81,11 @@ def convert(
     """Convert a checkpoint folder to a packed model, a GGUF file with experts in several tiers.
 
     A tier is a precision of all experts. Tiers are quantized directly from the checkpoint's values.
-    Other tensors get the type that llama.cpp's converter chooses. Raises CheckpointError,
-    ConvertError or GGUFError. On an exception, including Ctrl-C, `dst` is not created.
+    Other tensors get the type that llama.cpp's converter chooses. On an exception, including
+    Ctrl-C, `dst` is not created.
+
+    Raises CheckpointError for an unusable checkpoint, ConvertError if llama.cpp's converter fails,
+    and GGUFError for invalid tiers or a target that cannot be written.
 
     src: the checkpoint folder.
     dst: path of the packed model.

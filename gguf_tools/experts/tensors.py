@@ -86,7 +86,8 @@ def sort_tensors(
     tier_names: the tiers that the metadata lists, the best first.
 
     Raises NotMoEError if no layer before the multi-token prediction layers has experts. Raises
-    MetadataError or MissingTierError for a tensor of a tier that tier_names does not list.
+    MissingTierError for an expert tensor of a tier that tier_names does not list. Raises
+    MetadataError if another tensor has the name of a tier.
     """
     tensors = SortedTensors([0] * hparams.block_count)
     tied = not any(OUTPUT in part.tensors for part in parts)

@@ -370,15 +370,15 @@ def pad(n: int, alignment: int) -> int:
 
 
 def slot_bytes(offset: int, expert_bytes: int, n_expert: int = 1) -> int:
-    """Return the size of a memory slot into which the matrix of any expert of a tensor can be read.
+    """Return the size of a memory slot that can hold any expert's matrix of a tensor.
 
-    Direct I/O reads whole 4096-byte blocks. A matrix that starts inside a block can therefore touch
+    Direct I/O reads whole 4096-byte blocks. A matrix that starts inside a block can therefore need
     one block more than its size suggests. The native function `moe_edge_slot_bytes` returns the
     size for one expert.
 
     offset: file offset of the first expert's matrix.
     expert_bytes: size of one expert's matrix.
-    n_expert: number of consecutive matrices.
+    n_expert: number of experts whose matrices follow each other from `offset` on.
     """
     period = IO_BLOCK_BYTES // math.gcd(IO_BLOCK_BYTES, expert_bytes)
     starts = ((offset + e * expert_bytes) % IO_BLOCK_BYTES for e in range(min(n_expert, period)))

@@ -40,8 +40,9 @@ def pack(
 ) -> PackReport:
     """Write a model to a new file that contains all experts in several precisions (tiers).
 
-    Tensors that already have a tier's type are copied unchanged. Raises GGUFError. On an exception,
-    including Ctrl-C, `dst` is not created.
+    Tensors that already have a tier's type are copied unchanged. On an exception, including Ctrl-C,
+    `dst` is not created. Raises GGUFError if the model cannot be read, a type is not suitable, or
+    the new file cannot be written.
 
     src: path of a model, or an open model, which stays open.
     dst: path of the new file.

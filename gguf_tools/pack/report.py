@@ -10,7 +10,7 @@ class PackReport:
 
     path, nbytes: the file and its size.
     tiers: (name, bits per weight, bytes of all experts) of each precision, the best first.
-    fallbacks: notes on matrices that have another type than their precision.
+    fallbacks: notes on matrices that could not get the type of their precision.
     warnings: other notes for the user.
     """
 

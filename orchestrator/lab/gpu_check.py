@@ -156,7 +156,8 @@ def run(
     - emulated: run the tests of the emulated GPU instead.
     - say: called with a line of progress per step.
 
-    Returns False if a step failed. Raises ConfigError for an unknown part, and OSError.
+    Returns False if a step failed. Raises ConfigError for an unknown part, and OSError if a file
+    cannot be written.
     """
     if part not in (None, *PARTS):
         raise ConfigError(f"unknown part '{part}': choose one of {', '.join(PARTS)}")

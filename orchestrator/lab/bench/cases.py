@@ -112,9 +112,9 @@ def global_lru(cap: float) -> Case:
 
 
 def policies(cap: float, retention: float) -> list[Case]:
-    """Return one case for each policy and precision mix of ours under one memory cap.
+    """Return one case for each of our policies and precision mixes under one memory cap.
 
-    `retention` is the fraction of experts that dymoe keeps in the high precision.
+    `retention` is the fraction of experts that the policy dymoe keeps in the high precision.
     """
     dymoe = {"policy": "dymoe", "retention": retention}
     return [

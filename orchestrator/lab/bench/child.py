@@ -128,10 +128,8 @@ Draw = Callable[[int], list[int]]
 
 
 def token_stream(seed: int, n_vocab: int) -> Draw:
-    """Return a function that draws random ordinary tokens, the same for every system.
-
-    Greedy decoding is not used, because a model with random weights soon repeats itself.
-    """
+    """Return a function that draws random ordinary tokens, the same for every system."""
+    # Greedy decoding is not used, because a model with random weights soon repeats itself.
     rng = random.Random(seed)
     return lambda n: [rng.randrange(3, n_vocab - 3) for _ in range(n)]
 
@@ -139,7 +137,7 @@ def token_stream(seed: int, n_vocab: int) -> Draw:
 def text_stream(seed: int, pieces: Sequence[str], tokenize: Callable[[str], Sequence[int]]) -> Draw:
     """Return a function that draws tokens from endlessly repeated, shuffled conversations.
 
-    A trained model routes such a text as it does in use.
+    `pieces` are the conversations. `tokenize` converts a text to tokens.
     """
     mixed = [f"{piece}\n" for piece in pieces]
     random.Random(seed).shuffle(mixed)

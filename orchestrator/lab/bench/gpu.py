@@ -101,7 +101,10 @@ class GpuOptions(BenchOptions):
 
     @property
     def caps_process(self) -> bool:
-        """Always True, because the caps limit the GPU's memory for models of any size."""
+        """Whether a memory cap applies to more than the expert slots.
+
+        This is always True, because a cap limits all GPU memory of the model.
+        """
         return True
 
 

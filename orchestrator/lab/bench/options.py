@@ -153,7 +153,7 @@ class BenchOptions(Settings):
 
     @property
     def model_name(self) -> str:
-        """The shape of the model. With --quick, it is a tiny one."""
+        """The name of the model's shape. With --quick, this is the shape of a tiny model."""
         return QUICK_SHAPE if self.quick and not self.trained else self.shape
 
     @property

@@ -160,9 +160,9 @@ class EvalOptions:
 def eval_config(config: Config, options: EvalOptions) -> Config:
     """Return the config with which a model is evaluated.
 
-    Compared with `config`, the logits of all tokens are computed. Experts are used in exactly their
-    tiers unless `reuse` is set. The number of threads is fixed, so that the result does not depend
-    on the machine's load.
+    It differs from `config` in some settings. The logits of all tokens are computed. Experts are
+    computed in exactly the tiers that the policy chooses, unless `reuse` is set. The number of
+    threads is fixed, so that the result does not depend on the machine's load.
     """
     return config.with_changes(
         threads=config.n_threads,

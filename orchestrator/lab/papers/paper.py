@@ -56,7 +56,7 @@ class Made:
 
 
 class Unavailable(ConfigError):
-    """The model or the text cannot show a table or figure. The message says why."""
+    """Raised if the model or the text is not sufficient for a table or figure of a paper."""
 
 
 @dataclass(frozen=True, slots=True)
