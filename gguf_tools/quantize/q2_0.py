@@ -19,13 +19,11 @@ def encode_q2_0(
 ) -> npt.NDArray[np.uint8]:
     """Quantize float32 rows [rows, n] to Q2_0 and return uint8 [rows * n / 64 * 18].
 
+    The scale and the codes (integers that stand for the weights) of each block are chosen by least
+    squares.
+
     values: the rows. n must be a multiple of 64, and all magnitudes within half precision.
     importance: positive weight of each column's squared error [n]. Default: equal weights.
-
-    The scale d and the codes c of each block are chosen by least squares. For given codes, the best
-    scale is d = <x, c> / <c, c>, with <a, b> = sum_j importance_j a_j b_j. It reduces the squared
-    error |x|^2 by <x, c>^2 / <c, c>. The search alternates between codes and scale. It starts from
-    d = rms and from d = -rms, because the codes are not symmetric, and keeps the better result.
     """
     block, block_bytes = BLOCK[GGMLType.Q2_0]
     x = values.reshape(-1, block)
@@ -35,6 +33,9 @@ def encode_q2_0(
     rms = np.sqrt(np.average(np.square(x), axis=1, weights=weight)).astype(np.float32)
     best_gain = np.zeros(len(x), np.float32)
     best_scale = np.zeros(len(x), np.float32)
+    # For given codes c, the best scale is d = <x, c> / <c, c>, with <a, b> = sum_j importance_j a_j
+    # b_j. It reduces the squared error |x|^2 by <x, c>^2 / <c, c>. The search alternates between
+    # codes and scale. It starts from rms and from -rms, because the codes are not symmetric.
     for start in (rms, -rms):
         scale = start
         for _ in range(ROUNDS):
