@@ -228,9 +228,9 @@ class Console:
             self.write("\n")
 
     def end_answer(self) -> None:
-        """Write the last word of the answer, and end its line breaking.
+        """Write the last word of the answer.
 
-        `answer` holds back each word until it is complete.
+        Call this after the last `answer`, which holds back each word until it is complete.
         """
         self._end_thought()
         self.write(self._wrap.end())
@@ -395,7 +395,7 @@ class Console:
 
     @contextmanager
     def bars(self) -> Iterator[Console]:
-        """Remove the progress bar at the end of the `with` block."""
+        """Return a context manager that removes the progress bar when its `with` block ends."""
         try:
             yield self
         finally:

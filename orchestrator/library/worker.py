@@ -20,9 +20,10 @@ T = TypeVar("T")
 
 
 class Stops:
-    """Functions that end native work soon. Calling this object calls them.
+    """A function that ends running native work soon, to be passed as `stop` to Worker.call.
 
-    It is the `stop` of Worker.call for work that begins after the call.
+    The work itself adds the functions that end it with `including`, because it may start after the
+    call.
     """
 
     def __init__(self) -> None:
@@ -35,7 +36,7 @@ class Stops:
 
     @contextmanager
     def including(self, function: Callable[[], object]) -> Iterator[None]:
-        """Call the function too, if this object is called within the `with` block."""
+        """Add a function that calling this object calls, until the `with` block ends."""
         self._functions.append(function)
         try:
             yield
@@ -44,10 +45,10 @@ class Stops:
 
 
 class Posted(Generic[T]):
-    """A call that a worker thread runs, and its result.
+    """A call of a function that a worker thread runs, and its result.
 
-    The event `ended` is set at the end. Then `result` or `error` is valid. `discard` frees a result
-    whose caller was interrupted.
+    When the event `ended` is set, `result` or `error` is valid. If the caller was interrupted, the
+    worker passes the result to `discard`, which frees it.
     """
 
     def __init__(
@@ -124,12 +125,12 @@ class Worker:
     ) -> T:
         """Run a function on the worker's thread. Return its result or raise its error.
 
-        If Ctrl-C interrupts the wait, the function is cancelled. `stop` is then called on the
-        caller's thread, to end native work that cannot see the cancellation. The interrupt is
-        raised when the function has ended, or at a second interrupt. `discard` gets the result of
-        an interrupted function, to free it.
+        Ctrl-C during the wait cancels the function. The KeyboardInterrupt is raised when the
+        function has ended, or at a second Ctrl-C. `stop` is called after the first Ctrl-C, and ends
+        native work that does not notice the cancel. `discard` frees the result of a function that
+        was cancelled too late.
 
-        After the end of the worker, ClosedError is raised.
+        Raises ClosedError after the end of the worker.
         """
         if self._is_here():
             return function()
