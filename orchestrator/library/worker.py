@@ -20,10 +20,9 @@ T = TypeVar("T")
 
 
 class Stops:
-    """A function that ends running native work soon, to be passed as `stop` to Worker.call.
+    """An object to pass as `stop` to Worker.call. Calling the object ends native work soon.
 
-    The work itself adds the functions that end it with `including`, because it may start after the
-    call.
+    The work adds the functions that end it, with `including`.
     """
 
     def __init__(self) -> None:
@@ -36,7 +35,7 @@ class Stops:
 
     @contextmanager
     def including(self, function: Callable[[], object]) -> Iterator[None]:
-        """Add a function that calling this object calls, until the `with` block ends."""
+        """Make calls of this object also call `function`, until the `with` block ends."""
         self._functions.append(function)
         try:
             yield

@@ -43,7 +43,7 @@ class Slices:
 
 @dataclass(frozen=True, slots=True)
 class Misses:
-    """Settings for experts that are missing in a GPU's memory, in layers with few tokens.
+    """Settings for experts that are missing in a GPU's memory when a layer computes few tokens.
 
     mode: "copy" copies a missing expert to the GPU, "compute" computes it on the host, and "auto"
     chooses the faster way for each expert. copy: bytes per second of copies to the GPU, 0 if

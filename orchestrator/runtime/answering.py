@@ -98,7 +98,7 @@ def server_library(bindings: Bindings) -> ServerLibrary:
 
 
 def fault_of_constraint(library: ServerLibrary, fields: Mapping[str, Any]) -> str:
-    """Return why llama.cpp cannot use a grammar or a JSON schema, or "" if it can use it.
+    """Return why llama.cpp cannot use a grammar or a JSON schema, or "" if it can.
 
     fields: contains the field `grammar` or `response_format` of a request. No model is needed.
     """

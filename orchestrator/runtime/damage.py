@@ -160,8 +160,8 @@ def _stamp(path: Path) -> tuple[tuple[int, int], int, int] | None:
 def managed_places(model: ExpertModel) -> set[Place]:
     """Return the positions of all tensors that llama.cpp does not read as a whole.
 
-    These are the experts, and the lookup tables of which only some rows are read. Each position is
-    (number of the file, offset in the file).
+    These are the experts and the lookup tables, which are read in parts. Each position is (number
+    of the file, offset in the file).
     """
     experts = {
         (each.file_index, each.offset)

@@ -134,9 +134,9 @@ class BaseDriver:
         return None
 
     def restore_sequence(self, sequence: int, state: bytes) -> None:
-        """Give a state that save_sequence returned back to the policy.
+        """Restore a state of the policy that save_sequence returned.
 
-        Called when the sequence holds the same tokens again. Raises PolicyError for a damaged
+        Call this when the sequence holds the same tokens again. Raises PolicyError for a damaged
         state.
         """
 
@@ -287,7 +287,7 @@ class Driver(BaseDriver):
 
         A transition (layer, expert, tier) reads an expert in another precision (tier). unusual:
         whether the latest tokens used experts differently from the texts of the model's loss table.
-        It is ignored if this driver has a loss meter, because the driver then finds out itself.
+        A driver with a loss meter finds this out itself, and ignores the argument.
         """
         policy = self.policy
         wants, is_reported = policy.wants, step.phase in policy.wants.told_in
@@ -355,8 +355,9 @@ class Driver(BaseDriver):
     def set_route(self, route: Callable[[RouteEvent], None] | None = None) -> None:
         """Set the function that chooses the precision (tier) of routed experts in each layer.
 
-        route: a function that chooses in every step. If it is None, the policy chooses in the
-        phases for which it asks. Steps of other phases use the policy's default tier.
+        route: a function that chooses in every step. If it is None, the policy chooses, but only in
+        the phases (prefill, decode) that it has asked for. In the other phase, experts get the
+        policy's default tier.
         """
         if route is not None:
             self.store.set_route(route, self.policy.wants.default_tier)
@@ -370,8 +371,8 @@ class Driver(BaseDriver):
     ) -> None:
         """Read experts into memory before the first token, and wait for the reads.
 
-        Reads in another precision that follow later are limited to the rate that the policy sets.
-        first: (layer, expert, tier) of the experts. progress: gets the share that is read, 0 to 1.
+        Later reads in another precision are limited to the rate that the policy sets. first:
+        (layer, expert, tier) of the experts. progress: gets the share that is read, 0 to 1.
         """
         self.store.set_transition_rate(self.policy.wants.transition_rate)
         if first:

@@ -87,9 +87,9 @@ class Evaluator:
     """Evaluates tokens that the caller chooses, and returns their logits.
 
     Use it in a `with` block of `Runtime.evaluator`. The methods eval and eval_each append tokens to
-    the main sequence. The method decode_batch appends tokens to other sequences. Their number is
-    `Needs.sequences`. inside: the parts of the loaded model. costs: returns measurements since the
-    block began, such as the cache hit rate, by field names of GenerationStats.
+    the main sequence. The method decode_batch appends tokens to other sequences, if the model was
+    loaded with `Needs.sequences`. inside: the parts of the loaded model. costs: returns
+    measurements since the block began, such as hit_rate, by field names of GenerationStats.
     """
 
     def __init__(self, inside: Inside, costs: Callable[[], dict[str, Any]]) -> None:

@@ -146,7 +146,7 @@ class Listed:
         return usable(len(self.tokens), self.has_part, places, common)
 
     def file_marks(self) -> list[FileMark]:
-        """Return the positions in the file of the saved states of the model.
+        """Return where the file holds the saved states of the model.
 
         Each state belongs to a mark, a position to which the sequence can be truncated. Marks with
         only a state of the policy are left out.
@@ -268,8 +268,8 @@ class PromptFolder:
         None if the file is damaged or too large for memory. A damaged file is removed.
 
         read_state: restores the state from a path, and returns False if memory is too small for it.
-        most_bytes: maximum size of the states in the returned marks, of which the latest are
-        returned. None returns all marks, without the model's states.
+        most_bytes: maximum total size of the returned marks; the earliest marks are left out. If it
+        is None, all marks are returned, without the model's states.
         """
         try:
             with open(listed.path, "rb") as file:

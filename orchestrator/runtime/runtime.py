@@ -513,10 +513,10 @@ class Runtime(Closing):
 
     @contextmanager
     def evaluator(self) -> Iterator[Evaluator]:
-        """Let the `with` block evaluate tokens on the model's context.
+        """Return a context manager that yields an Evaluator for the model's context.
 
-        The block begins after the running answers have ended, with empty sequences. Answers that
-        are submitted during the block wait for its end. Afterwards, all sequences are emptied.
+        The `with` block begins after the running answers have ended, with empty sequences. Answers
+        that are submitted during the block wait for its end. Afterwards, all sequences are emptied.
         """
         with self._turns:
             while not self._turns.wait_for(lambda: not (self._running or self._is_lent), _LOOK_S):
@@ -624,9 +624,9 @@ class Runtime(Closing):
         return memory_now(library, self._loaded, self._loaded.driver.prompts)
 
     def fault(self) -> str:
-        """Return a sentence that names a model file which was written to while it is in use, or "".
+        """Return a sentence about a model file that was written to while it is in use, or "".
 
-        Answers are wrong after such a change. The user is told about each change of a file once.
+        Answers are wrong after such a change. The user gets the sentence once for each change.
         """
         sentence, is_fault = self._loader.files.look()
         if sentence and sentence != self._said:

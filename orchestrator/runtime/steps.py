@@ -29,8 +29,8 @@ class Sequences:
     def check(self, tokens: Sequence[int], sequences: Sequence[int]) -> None:
         """Raise ConfigError if a step cannot append one token to each of these sequences.
 
-        A sequence may not exist or may be named twice. The tokens may exceed a micro-batch. The
-        numbers of tokens and sequences may differ.
+        A step cannot do so if a sequence does not exist or is named twice, or if the tokens exceed
+        a micro-batch. The numbers of tokens and sequences must be equal.
         """
         if not sequences or len(tokens) != len(sequences):
             raise ConfigError(

@@ -122,11 +122,11 @@ def store_layers(
     tiers: Sequence[int],
     slots: SlotPlan,
 ) -> StoreLayers:
-    """Return the file positions and the slot groups of all experts, as StoreSpec.layers.
+    """Return the file positions and slot groups of all experts, in the form of StoreSpec.layers.
 
     layer_ids: llama.cpp's number of each MoE layer. slices: the experts' positions in the files,
-    [layer][kind][tier]. tiers: indices of the precisions in use in the last axis of `slices`. The
-    result numbers these precisions from 0. slots: contains the slot group of each expert.
+    [layer][kind][tier]. tiers: the precisions in use, as indices of the last axis of `slices`. The
+    result numbers them from 0. slots: contains the slot group of each expert.
     """
     return tuple(
         (

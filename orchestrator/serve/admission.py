@@ -25,7 +25,10 @@ T = TypeVar("T")
 
 
 class NativeQuery(Protocol):
-    """A query to llama.cpp's server that can be cancelled. NativeRequest has these methods."""
+    """The interface of a query to llama.cpp's server that can be cancelled.
+
+    NativeRequest has this interface.
+    """
 
     def whole(self) -> tuple[int, bytes]:
         """Wait for the complete answer, and return (HTTP status, answer)."""
@@ -43,7 +46,7 @@ class NativeQuery(Protocol):
 class QuerySender(Protocol):
     """The interface of an object that sends queries to llama.cpp's server, such as Runtime.
 
-    Queries generate no tokens.
+    The queries generate no tokens.
     """
 
     def query(self, route: str, body: bytes = b"") -> NativeQuery:
@@ -392,11 +395,11 @@ async def finish_despite_cancel(
 
 
 def bodies_bytes(longest_bytes: int, parallel: int, factor: int) -> int:
-    """Return the maximum memory of all request bodies together, in bytes.
+    """Return the memory to reserve for all request bodies together, in bytes.
 
-    It is enough for bodies that arrive or wait, one body that is being parsed, and the bodies of
-    `parallel` running answers. `longest_bytes` is the length of the longest allowed body. `factor`
-    is the memory for parsing and tokenizing a body, in bytes for each byte of the body.
+    It is enough for bodies that are being received or wait, one body that is being parsed, and the
+    bodies of `parallel` running answers. `longest_bytes` is the length of the longest allowed body.
+    `factor` is the memory for parsing and tokenizing a body, in bytes for each byte of the body.
     """
     return longest_bytes * (KEPT + factor * (1 + parallel))
 
@@ -463,8 +466,8 @@ class Bodies:
 class Body:
     """The body of one request, whose memory `Bodies` limits.
 
-    `data` holds the bytes until the request may run. The owner must call `take` in the end, which
-    frees the memory.
+    `data` holds the bytes until the request may run. The owner must always call `take` at the end,
+    which frees the memory.
     """
 
     def __init__(self, bodies: Bodies, longest_bytes: int, client: str = "") -> None:

@@ -489,8 +489,8 @@ def rewritten_arguments(schema: Schema, where: str) -> tuple[Schema, list[str]]:
     """Return (schema of a tool's arguments that llama.cpp can enforce, lost constraints).
 
     The returned schema is one object with its properties at the top level, because many chat
-    templates write the arguments one by one. Each lost constraint is a sentence about a keyword
-    that is not enforced. `where` is the schema's path in the request, for these sentences.
+    templates write the arguments one by one. Each lost constraint is a sentence about a rule that
+    is not enforced. The sentence names `where`, the schema's path in the request.
     """
     made, lost = rewritten(schema, where)
     if not schema:

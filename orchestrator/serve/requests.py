@@ -814,9 +814,9 @@ def settle_length(
 ) -> int:
     """Return the number of KV cells that a request reserves, for its prompt and its answers.
 
-    If the request does not limit the generated tokens, the server's default is set in `data`.
-    Without a default, prompt and answer share an even part of the context, but the answer gets at
-    least RESERVED_TOKENS. The limit never exceeds the context.
+    If the request does not limit the generated tokens, a limit is set in `data`: the server's
+    default, at most the rest of the context. Without a default, the prompt and the answer together
+    get an equal share of the context. The answer gets at least RESERVED_TOKENS.
 
     `n_answers` is the number of answers to one prompt. `asker` sends the query that counts the
     tokens of the prompt. Raises Refusal (an error response) if the prompt does not fit in the
