@@ -75,7 +75,7 @@ def latest_conversation(folder: Path) -> Path | None:
 def new_conversation(folder: Path) -> Path:
     """Return a new file name for a conversation in `folder`, which holds saved conversations.
 
-    The oldest files are deleted, so that at most KEPT_CONVERSATIONS remain with the new one.
+    The oldest files are deleted, so that at most KEPT_CONVERSATIONS remain, including the new file.
     """
     for path in _conversations(folder)[: -(KEPT_CONVERSATIONS - 1)]:
         with suppress(OSError):

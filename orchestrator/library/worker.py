@@ -77,7 +77,7 @@ class Posted(Generic[T]):
     def cancel(self) -> bool:
         """End the call soon and discard its result.
 
-        Return False if the call already has a result.
+        Return False if the call already has a result. The caller must then discard it with `drop`.
         """
         with self._lock:
             self._is_cancelled = True

@@ -227,7 +227,7 @@ class Driver(BaseDriver):
             self.meter.decided(event, self.store.view, self.store.decision)
 
     def asks(self, phase: int) -> bool:
-        """Return whether the policy decides in steps of this phase.
+        """Return whether the policy decides in steps of this phase (prefill or decode).
 
         In other steps, the store uses the policy's default tier.
         """

@@ -113,9 +113,10 @@ class LossMeter:
         return list(self.nats), list(self.tokens)
 
     def since(self, mark: tuple[list[float], list[int]], phase: int) -> float | None:
-        """Return the mean estimated loss of a phase since `mark` was called, in nats per token.
+        """Return the mean estimated loss of a phase since a call of `mark`, in nats per token.
 
-        Return None if no tokens were computed in this phase since then. mark: the result of `mark`.
+        mark: the result of that call. Return None if no tokens were computed in the phase since
+        then.
         """
         n = self.tokens[phase] - mark[1][phase]
         return (self.nats[phase] - mark[0][phase]) / n if n else None

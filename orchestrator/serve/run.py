@@ -43,8 +43,7 @@ class Protocol(H11Protocol):
 
     A connection is closed if no complete request head arrives within patience_s seconds. When a
     connection is closed, the client has patience_s seconds to read the remaining data. After that
-    the data is dropped. uvicorn itself only limits the time between two requests, up to the first
-    byte of the next one.
+    the data is dropped. uvicorn itself only has a timeout for the first byte of the next request.
     """
 
     patience_s = 30.0

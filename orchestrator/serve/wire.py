@@ -102,7 +102,7 @@ def beyond_context(what: str, n_tokens: int, n_ctx: int) -> Refusal:
     """Return llama.cpp's error response for a prompt that does not fit in the context.
 
     The message begins with `what`, such as "the prompt of 9000 tokens". n_tokens is the length of
-    the prompt or a lower bound of it, and n_ctx that of the context.
+    the prompt, or a lower bound of it. n_ctx is the length of the context.
     """
     exceeds = "exceed" if what.endswith("messages") else "exceeds"
     return Refusal(
@@ -342,9 +342,8 @@ def _append_timings(text: bytes, ours: bytes) -> bytes:
 def mapped(part: bytes, is_stream: bool, change: Callable[[Any], Any]) -> bytes:
     """Return a part of an answer after applying `change` to its parsed JSON.
 
-    In a stream, `change` is applied to each event. Parsing holds Python's lock and so blocks all
-    other threads. This takes 12 ms for the longest answer with probabilities (240 KB), and 5 ms for
-    a text of 131,072 tokens.
+    In a stream, `change` is applied to each event. Parsing blocks all other threads, because it
+    holds Python's lock. The longest answers take about 12 ms.
     """
     return _each(part, is_stream, lambda text: _changed(text, change))
 
