@@ -203,7 +203,7 @@ class Answer:
         return self._ended.wait(timeout_s)
 
     def failure(self) -> str | None:
-        """Return a sentence that says why a step failed, or None if the reason is not known."""
+        """Return a sentence that says why the last step failed, or None if this is not known."""
         return self._failure()
 
     def tokens_done(self) -> float:
