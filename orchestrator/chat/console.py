@@ -228,9 +228,9 @@ class Console:
             self.write("\n")
 
     def end_answer(self) -> None:
-        """Write the last word of the answer, and end its line breaking.
+        """Write the last word of the answer.
 
-        `answer` holds back each word until it is complete.
+        Call this after the last `answer`, which holds back each word until it is complete.
         """
         self._end_thought()
         self.write(self._wrap.end())
@@ -332,12 +332,12 @@ class Console:
     ) -> None:
         """Show a progress bar with the label `label`, or update it. `end_bar` removes it.
 
-        `fraction` is the share of the work that is done, 0 to 1, or None if it is unknown. A
-        function as `fraction` is called each time that a thread redraws the bar. `total_bytes` is
-        the size of the whole work, which is shown too, or 0.
+        `fraction` is the share of the work that is done, 0 to 1, or None if it is unknown. It may
+        be a function, which is called whenever the bar is drawn. `total_bytes` is the size of the
+        whole work, or 0 to show no sizes.
 
-        The bar appears after a moment, and then shows the seconds that have passed or, once known,
-        the time left. Without a terminal nothing is shown.
+        A new bar appears after a moment. It shows the time left, or the time that has passed.
+        Without a terminal nothing is shown.
         """
         if not self._bars:
             return
@@ -395,7 +395,7 @@ class Console:
 
     @contextmanager
     def bars(self) -> Iterator[Console]:
-        """Remove the progress bar at the end of the `with` block."""
+        """Return a context manager that removes the progress bar when its `with` block ends."""
         try:
             yield self
         finally:

@@ -75,7 +75,7 @@ def latest_conversation(folder: Path) -> Path | None:
 def new_conversation(folder: Path) -> Path:
     """Return a new file name for a conversation in `folder`, which holds saved conversations.
 
-    The oldest files are deleted, so that at most KEPT_CONVERSATIONS remain with the new one.
+    The oldest files are deleted, so that at most KEPT_CONVERSATIONS remain, including the new file.
     """
     for path in _conversations(folder)[: -(KEPT_CONVERSATIONS - 1)]:
         with suppress(OSError):
@@ -93,7 +93,11 @@ def _conversations(folder: Path) -> list[Path]:
 
 
 def goes_on(messages: Sequence[Message], path: Path) -> bool:
-    """Return whether a file holds the beginning of `messages`, so that it may be replaced."""
+    """Return whether `messages` continue the conversation in a file. The file may then be replaced.
+
+    The messages in the file must be the first of `messages`. The result is False if the file cannot
+    be read.
+    """
     try:
         before = read_conversation(path)
     except ConfigError:
@@ -109,7 +113,7 @@ def _is_message(data: Any) -> bool:
 def write_conversation(path: Path, messages: Sequence[Message]) -> None:
     """Write messages to a file as JSON lines. Only the owner of the file can read it.
 
-    The file is written whole or not at all. Raises OSError if it cannot be written.
+    The file is either complete or left as it was. Raises OSError if it cannot be written.
     """
     lines = [json.dumps(message, ensure_ascii=False) + "\n" for message in messages]
     write_whole(path, "".join(lines), private=True)

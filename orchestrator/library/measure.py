@@ -167,10 +167,10 @@ def bench(
 ) -> Rows:
     """Run a benchmark and return its rows, with keys such as name, cap, tokens_per_s and hit_rate.
 
-    `name` is that of `moe-edge bench NAME`; "" compares llama.cpp and all policies. `policy` is a
-    further policy to compare. Its class must be in a module, because each case runs in its own
-    process. `note` gets messages about the progress. `options` are those of the command. Raises
-    MoeEdgeError.
+    `name` is the name of a benchmark, as in `moe-edge bench NAME`. "" compares llama.cpp and all
+    policies. `policy` is a further policy to compare. Its class must be in a module, because each
+    case runs in its own process. `note` gets messages about the progress. `options` are the options
+    of the command. Raises MoeEdgeError.
     """
 
     def work() -> Rows:
@@ -204,10 +204,10 @@ def record(
 ) -> Path:
     """Record which experts the model selects, in the file `out` for `replay`. Return its path.
 
-    The model evaluates `text` token by token, after reading its first `prefill` tokens as a prompt.
-    Alternatively it answers `prompt`. `tokens` limits the tokens of the text or of the answer.
-    `settings` are those of LLM. Raises ConfigError unless either a text or a prompt is given, and
-    MoeEdgeError if the model cannot run.
+    The model either answers `prompt` or reads `text`. It reads the first `prefill` tokens of the
+    text as a prompt, and the others token by token. `tokens` limits the tokens of the text or of
+    the answer. `settings` are those of LLM. Raises ConfigError unless either a text or a prompt is
+    given. Raises MoeEdgeError if the model cannot run.
     """
     if (text is None) == (prompt is None):
         raise ConfigError("record needs either a text or a prompt")

@@ -13,11 +13,11 @@ from orchestrator.settings import Setting
 
 
 def find_model(text: str, note: Callable[[str], None], progress: Callable[[], Any]) -> Path:
-    """Return the local path of a model, and download the model if `text` is hf:OWNER/NAME[/FILE].
+    """Return the local path of a model. A model on the Hugging Face Hub is downloaded.
 
-    Any other text is a path or, if no such file exists, the name of a downloaded model (`moe-edge
-    list`). `note` gets one line before a download. `progress` returns a context manager that shows
-    it.
+    `text` is hf:OWNER/NAME[/FILE] for the Hub. Otherwise it is a path or the name of a downloaded
+    model. `note` gets one line before a download. `progress` returns a context manager that shows
+    the download.
 
     Raises HubError for a failed download and for a name that several downloaded models have. Raises
     GGUFError for a folder or a URL. Whether the file is readable is not checked.
@@ -53,11 +53,11 @@ def config_of(model: Path, given: Mapping[str, Any]) -> Config:
 
 
 def parsed(given: Mapping[str, Any], declared: Mapping[str, Setting]) -> dict[str, Any]:
-    """Return settings with the values converted to the types that `declared` has for them.
+    """Return settings with the values converted to the types of their declarations.
 
-    Sizes and lists in texts are parsed as on the command line. Lists become tuples, and texts
-    become paths where needed. Settings with unknown names are left unchanged. Raises ConfigError
-    for a wrong value.
+    `declared` maps names of settings to declarations. Texts are parsed as on the command line, and
+    lists become tuples. Settings without a declaration are left unchanged. Raises ConfigError for a
+    wrong value.
     """
     found = dict(given)
     for name, value in given.items():

@@ -42,7 +42,7 @@ def opening(worker: Worker) -> None:
 
 
 def loading() -> None:
-    """Record that this process begins to load a model."""
+    """Record that this process has loaded a model, so that its forks refuse to load models."""
     if not _first_process:
         _first_process.append(os.getpid())
 
@@ -55,9 +55,8 @@ def closed(worker: Worker) -> None:
 def free_memory() -> None:
     """Free the objects of a closed model, and return free memory to the operating system.
 
-    The objects of a model refer to each other. Until the garbage collector frees them, they keep
-    glibc's allocator from using the memory around them again, and the process grows with each
-    model.
+    The objects refer to each other, so only the garbage collector frees them. Without this call,
+    the process would grow with each model.
     """
     gc.collect()
     with suppress(AttributeError, OSError):  # other C libraries than glibc

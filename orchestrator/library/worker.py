@@ -20,9 +20,9 @@ T = TypeVar("T")
 
 
 class Stops:
-    """Functions that end native work soon. Calling this object calls them.
+    """An object to pass as `stop` to Worker.call. Calling the object ends native work soon.
 
-    It is the `stop` of Worker.call for work that begins after the call.
+    The work adds the functions that end it, with `including`.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Stops:
 
     @contextmanager
     def including(self, function: Callable[[], object]) -> Iterator[None]:
-        """Call the function too, if this object is called within the `with` block."""
+        """Make calls of this object also call `function`, until the `with` block ends."""
         self._functions.append(function)
         try:
             yield
@@ -44,10 +44,10 @@ class Stops:
 
 
 class Posted(Generic[T]):
-    """A call that a worker thread runs, and its result.
+    """A call of a function that a worker thread runs, and its result.
 
-    The event `ended` is set at the end. Then `result` or `error` is valid. `discard` frees a result
-    whose caller was interrupted.
+    When the event `ended` is set, `result` or `error` is valid. If the caller was interrupted, the
+    worker passes the result to `discard`, which frees it.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Posted(Generic[T]):
     def cancel(self) -> bool:
         """End the call soon and discard its result.
 
-        Return False if the call already has a result.
+        Return False if the call already has a result. The caller must then discard it with `drop`.
         """
         with self._lock:
             self._is_cancelled = True
@@ -124,12 +124,12 @@ class Worker:
     ) -> T:
         """Run a function on the worker's thread. Return its result or raise its error.
 
-        If Ctrl-C interrupts the wait, the function is cancelled. `stop` is then called on the
-        caller's thread, to end native work that cannot see the cancellation. The interrupt is
-        raised when the function has ended, or at a second interrupt. `discard` gets the result of
-        an interrupted function, to free it.
+        Ctrl-C during the wait cancels the function. The KeyboardInterrupt is raised when the
+        function has ended, or at a second Ctrl-C. `stop` is called after the first Ctrl-C, and ends
+        native work that does not notice the cancel. `discard` frees the result of a function that
+        was cancelled too late.
 
-        After the end of the worker, ClosedError is raised.
+        Raises ClosedError after the end of the worker.
         """
         if self._is_here():
             return function()

@@ -227,10 +227,10 @@ class CTouched(ctypes.Structure):
 
 
 class CRoom(ctypes.Structure):
-    """The memory that a batch needs, for the callback that makes memory free (C struct).
+    """The arguments and results of the callback that makes memory free for a batch (C struct).
 
-    at_once and drop_scratch are results of the callback: the micro-batch size of the batch, and
-    whether scratch memory is freed first.
+    The callback writes two fields: at_once, the micro-batch size of the batch, and drop_scratch,
+    whether unused scratch memory is freed first.
     """
 
     _fields_ = [

@@ -207,10 +207,10 @@ def measure_device(library: Library, device: DeviceInfo, threads: int) -> Bandwi
 
 
 class FreeCores:
-    """Lets a context on the CPU use more or fewer threads while it decodes.
+    """Makes a context on the CPU decode with as many threads as cores are free.
 
-    The context then uses cores that no other program uses, up to their total number. context:
-    handle of the llama_context. Call `close` before the context is freed.
+    A core is free if no other program uses it. context: handle of the llama_context. Call `close`
+    before the context is freed.
     """
 
     def __init__(self, library: Library, context: int) -> None:
@@ -218,7 +218,7 @@ class FreeCores:
         library.adapt_threads(context, default_threads())
 
     def close(self) -> None:
-        """Keep the context's number of threads at its current value. Safe to call twice."""
+        """Stop adapting the context's number of threads to the free cores. Safe to call twice."""
         if self._context:
             self._library.adapt_threads(self._context, 0)
         self._context = 0

@@ -422,8 +422,7 @@ class LlamaContext:
         check should_stop before every graph node; this is slow, so use it for long steps only.
 
         Returns the status of llama_decode: 0 for success, 1 for too few KV cells, 2 after an abort,
-        negative on an error. The value FAILED means that the expert store may know the reason.
-        Raises KeyboardInterrupt, and any exception of should_stop.
+        negative on an error. Raises KeyboardInterrupt, and any exception of should_stop.
         """
         n = len(tokens)
         self._tokens[:n] = tokens

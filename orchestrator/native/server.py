@@ -323,12 +323,12 @@ class NativeServer:
         save: Callable[[int], bytes | None],
         restore: Callable[[int, bytes], None],
     ) -> None:
-        """Let the caller attach a state to the tokens of each sequence. Call this before `run`.
+        """Let the caller save a state of its own for each sequence, such as a policy's state.
 
-        save: returns the current state of a sequence, or None. The server stores the state with the
-        tokens that the sequence holds. restore: gets this state when the sequence is truncated to
-        these tokens, or restored from a copy. Both functions run on the thread of `run`. Their
-        exceptions are stored in `error` and have no other effect.
+        save: returns the current state of a sequence, or None. The server calls it at some
+        positions of the sequence, and stores the result. restore: gets the stored state when the
+        sequence returns to such a position. Call this before `run`. Both functions run on the
+        thread of `run`. Their exceptions are stored in `error`.
         """
         notes: dict[int, bytes] = {}
         numbers = count()
@@ -384,13 +384,14 @@ class NativeServer:
     # not call them on the thread that is in `run`.
 
     def settle(self) -> None:
-        """Block until no step is being computed for a finished or cancelled request."""
+        """Block until all finished and cancelled requests have stopped computing."""
         self.lib.moe_edge_server_settle(self.handle)
 
     def forget(self, sequence: int) -> bool:
         """Drop the tokens of a sequence. Returns False during shutdown.
 
-        If no request is decoding, the caller may use the context itself until the next request.
+        If no request is decoding, the caller may then compute with the context itself, until it
+        submits a request.
         """
         return int(self.lib.moe_edge_server_forget(self.handle, sequence)) == 0
 
@@ -425,12 +426,11 @@ class NativeServer:
         return self.match(sequence, prompt)[0]
 
     def as_held(self, prompt: Sequence[int], held: Sequence[int]) -> list[int]:
-        """Return the tokens of a prompt, after replacing some by equivalent tokens of a sequence.
+        """Replace tokens of a prompt by tokens of a sequence that stand for the same text.
 
-        The tokens of `held` are used wherever they stand for the same text as tokens of the prompt.
-        This matters because the same text can have several tokenizations, and a sequence can reuse
-        only equal tokens. held: the tokens that the sequence holds. Texts are compared between
-        control tokens. Safe on any thread.
+        Returns the new tokens of the prompt. The same text can have several tokenizations, but a
+        sequence can reuse only equal tokens. held: the tokens that the sequence holds. Safe on any
+        thread.
         """
         given, known = _array(prompt), _array(held)
         made = (ctypes.c_int32 * (len(prompt) + len(held)))()
@@ -445,9 +445,9 @@ class NativeServer:
     def save(self, sequence: int, path: Path) -> tuple[int, int, list[FileMark]]:
         """Save the tokens and the state of a sequence to a file.
 
-        The states at its marks (the positions to which it can be truncated) follow in the file.
-        Returns (size of tokens and state in bytes, number of tokens, marks). The size is 0 if
-        saving fails, and during shutdown.
+        Returns (size of tokens and state in bytes, number of tokens, marks). The marks are the
+        positions to which the sequence can be truncated. Their states follow in the file. The size
+        is 0 if saving fails, and during shutdown.
         """
         n_tokens, n_marks = ctypes.c_int32(), ctypes.c_int32(_MOST_MARKS)
         marks = (CMark * _MOST_MARKS)()
@@ -469,7 +469,8 @@ class NativeServer:
         """Replace the contents of a sequence with those of a file.
 
         Returns False on failure; the sequence is then empty. marks: the positions in the file to
-        which the sequence can be truncated. The latest of them are restored, as memory allows.
+        which the sequence can be truncated. If they are more than the server's number of
+        checkpoints, only the latest are restored.
         """
         given = (CMark * len(marks))(*(CMark(*each) for each in marks))
         done = self.lib.moe_edge_server_restore(
@@ -492,9 +493,9 @@ class NativeServer:
     def request(self, route: str, body: bytes, sequences: Sequence[int] = ()) -> NativeRequest:
         """Return a new request, which does not run yet.
 
-        route, body: path and body of the HTTP request. sequences: the sequences of the context for
-        the prompts of the request, in turn; llama.cpp chooses if this is empty. Raises NativeError
-        for an unknown route, and if memory is short.
+        route, body: path and body of the HTTP request. sequences: numbers of the sequences that the
+        request uses; if it is empty, llama.cpp chooses them. Raises NativeError for an unknown
+        route, and if memory is short.
         """
         given = (ctypes.c_int32 * len(sequences))(*sequences)
         handle = self.lib.moe_edge_request_create(

@@ -43,7 +43,7 @@ class Slices:
 
 @dataclass(frozen=True, slots=True)
 class Misses:
-    """Settings for experts that are missing in a GPU's memory, in layers with few tokens.
+    """Settings for experts that are missing in a GPU's memory when a layer computes few tokens.
 
     mode: "copy" copies a missing expert to the GPU, "compute" computes it on the host, and "auto"
     chooses the faster way for each expert. copy: bytes per second of copies to the GPU, 0 if
@@ -65,10 +65,9 @@ class StoreSpec:
 
     layers: (llama.cpp's layer number, {(matrix kind, tier): Slices}) of each MoE layer; tiers are
     precisions, numbered from the best. groups: (slot size in bytes, number of slots) of each group
-    of slots. n_passing: for each group, the number of slots up to which streaming requests (of long
-    prompts) may evict other experts; empty means 1. on_host: for each group of a store on a GPU,
-    whether its slots are in host memory, so that host threads compute the experts in them; empty
-    means False.
+    of slots. n_passing: for each group, the maximum number of slots for experts that only a long
+    prompt needs; empty means 1. on_host: for each group of a store on a GPU, whether its slots are
+    in host memory, so that host threads compute the experts in them; empty means False.
 
     importance_window: number of last queries that determine the importance of prompt tokens; 0 for
     none, -1 for all. exact_tiers: do not use a copy in a better tier than requested. whole_experts:

@@ -60,8 +60,8 @@ def array_at(address: int | None, ctype: Any, shape: tuple[int, ...]) -> np.ndar
 def event_arrays(event: CEvent, spec: StoreSpec) -> tuple[np.ndarray, ...]:
     """Return NumPy views of the arrays in which the store describes the routing of a layer.
 
-    The order is ids, weights, tokens, ahead_ids, ahead, importance, phases, sequences. The class
-    RouteEvent explains the contents.
+    They are, in this order: ids, weights, tokens, ahead_ids, ahead, importance, phases, sequences.
+    The class RouteEvent explains the contents.
     """
     rows = (spec.max_tokens, spec.n_expert_used)
     ahead = (spec.n_ahead, *rows)
@@ -189,18 +189,18 @@ class Store(Closing):
     def set_room(self, room: RoomCallback) -> None:
         """Set a function that makes memory free before the KV cache or scratch memory grows.
 
-        The function is called before a batch is computed on the CPU and before a saved sequence is
-        restored, if that needs more memory. It may shrink the expert cache with `limit`.
+        The store may call it before a batch is computed on the CPU, and before a saved sequence is
+        restored. The function may shrink the expert cache with `limit`.
         """
         self._room, self._room_trampoline = room, ROOM_CB(self._on_room)
         address = ctypes.cast(self._room_trampoline, ctypes.c_void_p)
         self.library.set_room_callback(self.handle, address, None)
 
     def set_phase(self, phase: Phase | None) -> None:
-        """Set the phase of all tokens from the next step on. None derives the phase from the batch.
+        """Set the phase (prefill or decode) of all tokens from the next step on.
 
-        llama.cpp's server core sets the phase itself before each of its steps. This call also drops
-        an exception of a callback that check_step has not raised yet.
+        None derives the phase of each step from its batch. If a callback has raised an exception
+        that check_step has not raised yet, the exception is dropped.
         """
         self._error = None
         self.library.set_phase(self.handle, _BY_THE_BATCH if phase is None else phase)
@@ -274,9 +274,10 @@ class Store(Closing):
             return 1
 
     def apply(self, decision: DecisionBuffer) -> None:
-        """Write the number of prefetches and the flag `renormalize` of a decision to the store.
+        """Pass a decision of the policy to the store, after its buffers were filled.
 
-        The store reads the whole decision when the route callback returns.
+        This writes the number of prefetches and the flag `renormalize`. The store reads the buffers
+        when the route callback returns.
         """
         self._decision_header[6] = decision.n_prefetch
         self._decision_header[7] = decision.renormalize
@@ -312,8 +313,8 @@ class Store(Closing):
     def resident(self) -> np.ndarray:
         """Return the best tier of each expert in memory, or ABSENT, as uint8 [n_layers, n_expert].
 
-        A tier counts if all matrices of the expert are in memory. The result is a copy. This may be
-        called at any time; route callbacks should use `view` instead, because it is faster.
+        An expert is in memory in a tier if all of its matrices are. The result is a copy. Route
+        callbacks should use `view` instead, because it is faster.
         """
         return self._of_each(self.library.get_resident, ctypes.c_uint8)
 
@@ -345,9 +346,9 @@ class Store(Closing):
         return counts
 
     def forget_counts(self) -> np.ndarray:
-        """Return how many tokens used each expert since the last call, and forget these tokens.
+        """Return how many tokens used each expert since the last call, as take_counts does.
 
-        In contrast to take_counts, the sum that taken_counts returns does not include the tokens.
+        In contrast to take_counts, the counts are not added to the sum that taken_counts returns.
         The result is uint32 [n_layers, n_expert].
         """
         return self._of_each(self.library.take_counts, ctypes.c_uint32)
@@ -383,9 +384,9 @@ class Store(Closing):
     def transition(self, wanted: Sequence[tuple[int, int, int]]) -> int:
         """Start to read experts in another precision (tier) in the background.
 
-        wanted: (layer, expert, new tier) of each expert. Until a later step begins, the expert is
-        computed in its old precision. Returns how many of these transitions the store has accepted;
-        it rejects a transition that gets no free slot, for example.
+        wanted: (layer, expert, new tier) of each expert. Returns the number of experts that the
+        store accepts. It rejects an expert if no slots are free for the new tier. An expert is
+        computed in its old precision until a step begins after the read.
         """
         items = _items(wanted)
         admitted = self.library.transition(self.handle, items, len(wanted))
@@ -410,12 +411,12 @@ class Store(Closing):
         """Limit the memory of the expert cache. Return how many bytes above the limit are in use.
 
         Experts above the limit are evicted, and their memory returns to the operating system. Slots
-        into which experts are being read cannot be freed yet; the result counts their bytes.
-        n_bytes: the limit, at most the planned size of the cache.
+        into which experts are being read are freed later. n_bytes: the limit. A number above the
+        planned size of the cache means no limit.
 
-        Call this between steps, on any thread, or in the step callback. Raises NativeError, without
-        any change, during a step or a warm start, for slots on a GPU, and for a limit below one
-        slot per group.
+        Call this between steps or in the step callback, on any thread. Raises NativeError during a
+        step or a warm start, for slots on a GPU, and for a limit below one slot per group. Nothing
+        changes then.
         """
         message = ctypes.create_string_buffer(_ERROR_BYTES)
         to_come = self.library.store_limit(self.handle, n_bytes, message, _ERROR_BYTES)
@@ -430,9 +431,9 @@ class Store(Closing):
 
     @property
     def tokens_done(self) -> float:
-        """Number of computed tokens of the running batch, or of the last batch if none is running.
+        """Progress of the running batch, or of the last batch, as a number of tokens.
 
-        Each MoE layer of the running micro-batch adds its share. Safe on any thread.
+        The number grows with each computed MoE layer, so it may be fractional. Safe on any thread.
         """
         return 0.0 if self._handle is None else float(self.library.tokens_done(self._handle))
 
@@ -494,10 +495,10 @@ class Store(Closing):
         return int(loaded)
 
     def warm_host(self) -> None:
-        """Read experts into the host cache of a store on a GPU, the best precision last.
+        """Read all experts into the host cache of a store on a GPU, and wait for the reads.
 
-        The host cache is host memory between the files and the GPU's slots. Call this between
-        steps. It blocks until the reads are finished.
+        The host cache is host memory between the files and the GPU's slots. The best precision is
+        read last. Call this between steps.
         """
         spec = self.spec
         for tier in reversed(range(spec.n_tiers)):

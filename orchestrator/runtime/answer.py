@@ -54,7 +54,10 @@ class Pace:
         self._last_s = now_s
 
     def nothing(self) -> None:
-        """Record that the reader found no new text. The waits before each look then end."""
+        """Record that the reader found no new text.
+
+        The reader then no longer waits REST_S seconds.
+        """
         self._n_fast = 0
 
 
@@ -200,20 +203,21 @@ class Answer:
         return self._ended.wait(timeout_s)
 
     def failure(self) -> str | None:
-        """Return a sentence that says why a step failed, or None if the reason is not known."""
+        """Return a sentence that says why the last step failed, or None if this is not known."""
         return self._failure()
 
     def tokens_done(self) -> float:
-        """Return how many tokens of the running step are computed.
+        """Return the progress of the running step as a number of tokens.
 
-        Each computed layer adds its share, so the number need not be whole.
+        The number grows with each computed layer, so it may be fractional.
         """
         return self._tokens_done()
 
     def costs(self) -> dict[str, Any]:
-        """Return the costs of the answer until now, or until its end, by names of GenerationStats.
+        """Return measurements such as the cache hit rate, the bytes read and the waiting time.
 
-        Examples are the cache hit rate, the bytes read from disk and the wait for them.
+        The result maps names of fields of GenerationStats to values. While the answer is being
+        computed, it covers the time until now.
         """
         return self._final if self._final is not None else self._costs(self)
 
@@ -282,9 +286,10 @@ class Answer:
         return NativeError(self._failure() or message or "llama.cpp failed to compute the answer")
 
     def stats(self, mode: str, policy: dict[str, Any]) -> GenerationStats:
-        """Return the statistics of the answer. Call this after its end or after `cancel`.
+        """Return the statistics of the answer, such as its speed and its cache hit rate.
 
-        mode: the status line. policy: figures that the policy reports about its own work.
+        Call this after the end of the answer or after `cancel`. mode: the status line. policy:
+        figures that the policy reports about its own work. The result contains both arguments.
         """
         times_ms = [each / 1000 for each in self._request.token_times()]
         gaps_ms = [later - earlier for earlier, later in pairwise(times_ms)]

@@ -36,13 +36,13 @@ _PLAIN_TEMPLATE = "{{ messages[0].content }}"
 class Answering:
     """Settings of a runtime that answers requests. They do not depend on the model.
 
-    parallel: number of answers that decode at the same time. Each has a context of `Config.ctx`
-    tokens. front_bytes: memory of the rest of the program, such as HTTP and request bodies. scored:
-    the largest number of prompt tokens whose logits an evaluator may read after one step. grammars:
-    whether requests may contain a grammar or a JSON schema. name: name of the model for clients.
-    chat_template: replaces the chat template of the model. threads: prefix of the names of the
-    runtime's threads. reads_ahead: whether likely experts are read into free slots while no request
-    runs.
+    parallel: maximum number of answers that decode at the same time. Each has a context of
+    `Config.ctx` tokens. front_bytes: memory that the rest of the program needs, for example for
+    HTTP. scored: maximum number of prompt tokens whose logits are in memory at once while a prompt
+    is scored. grammars: whether requests may contain a grammar or a JSON schema. name: name of the
+    model for clients. chat_template: replaces the chat template of the model. threads: prefix of
+    the names of the runtime's threads. reads_ahead: whether likely experts are read into free slots
+    while no request runs.
     """
 
     parallel: int = 1
@@ -55,9 +55,10 @@ class Answering:
     reads_ahead: bool = True
 
     def request(self, config: Config) -> PlanRequest:
-        """Return a request to plan the memory of a model for these answers.
+        """Return a request to plan memory for a model that gives these answers.
 
-        The planned context is large enough for all parallel answers.
+        config: the settings of the model. Its context length `ctx` is for one answer; the planned
+        context is large enough for `parallel` answers.
         """
         each = ANSWER_BYTES + AHEAD_COPIES * AHEAD_BYTES
         of_vocabulary = CANDIDATE_BYTES * (self.parallel + 1)
@@ -76,9 +77,9 @@ class Answering:
 def kept_prompts(n_bytes: int, checkpoint_bytes: int, parallel: int) -> tuple[int, int]:
     """Divide memory between copies of earlier conversations and checkpoints of running ones.
 
-    n_bytes: the memory to divide. checkpoint_bytes: size of one checkpoint; 0 for a model whose
-    sequences can be truncated at every token, which needs no checkpoints. parallel: number of
-    running conversations. Returns (MiB for copies, number of checkpoints per running conversation).
+    Returns (MiB for copies, number of checkpoints for each running conversation). n_bytes: the
+    memory to divide. checkpoint_bytes: size of one checkpoint, or 0 if the model needs no
+    checkpoints. parallel: number of running conversations.
     """
     each = checkpoint_bytes * parallel
     n_checkpoints = min(PROMPT_MARKS, n_bytes // 2 // each) if each else 0
@@ -97,9 +98,9 @@ def server_library(bindings: Bindings) -> ServerLibrary:
 
 
 def fault_of_constraint(library: ServerLibrary, fields: Mapping[str, Any]) -> str:
-    """Return a sentence that says why llama.cpp cannot use a grammar or a JSON schema, or "".
+    """Return why llama.cpp cannot use a grammar or a JSON schema, or "" if it can.
 
-    fields: the field `grammar` or `response_format` of a request. No model is needed.
+    fields: contains the field `grammar` or `response_format` of a request. No model is needed.
     """
     request = {"messages": [{"role": "user", "content": ""}], **fields}
     (found,) = library.try_template(_PLAIN_TEMPLATE, [{"request": request, "answers": [""]}])

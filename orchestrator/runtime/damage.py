@@ -101,9 +101,9 @@ class InUse:
     def look(self) -> tuple[str, bool]:
         """Return (sentence about a changed file or "", whether answers may be wrong now).
 
-        The second value is True if a file was written to while it is in use, unless its contents
-        are known to match its checksums. It is False if a path now names another file: answers then
-        still come from the old file, which stays open.
+        A file that was written to in place may make answers wrong, unless its contents still match
+        its checksums. A file that was replaced by a new file does no harm, because the old file
+        stays open.
         """
         replaced = ""
         for path, known in self._known.items():
@@ -119,7 +119,10 @@ class InUse:
         return replaced, False
 
     def check(self) -> None:
-        """Raise ChangedError if a file was written to, because answers would mix two versions."""
+        """Raise ChangedError if a model file was written to while it is in use.
+
+        Answers would then mix two versions of the file.
+        """
         sentence, is_changed = self.look()
         if is_changed:
             raise ChangedError(sentence)
@@ -157,8 +160,8 @@ def _stamp(path: Path) -> tuple[tuple[int, int], int, int] | None:
 def managed_places(model: ExpertModel) -> set[Place]:
     """Return the positions of all tensors that llama.cpp does not read as a whole.
 
-    These are the experts, and the lookup tables of which only some rows are read. Each position is
-    (number of the file, offset in the file).
+    These are the experts and the lookup tables, which are read in parts. Each position is (number
+    of the file, offset in the file).
     """
     experts = {
         (each.file_index, each.offset)

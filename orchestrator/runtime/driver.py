@@ -32,8 +32,8 @@ _PAUSE_S = 0.0005
 class BaseDriver:
     """A driver that does nothing, for models that run on llama.cpp's own path (`--policy plain`).
 
-    A driver connects a policy with the expert store. Such a model has neither. The class Driver
-    overrides the methods for models with an expert store.
+    These models have no expert store. The subclass Driver connects a policy with an expert store,
+    and overrides the methods.
     """
 
     store: Store | None = None
@@ -55,8 +55,8 @@ class BaseDriver:
     def set_prompts(self, n_bytes: int, keep: Callable[[int], int]) -> None:
         """Limit the memory for copies of earlier conversations to n_bytes.
 
-        keep: a function that limits the copies to a number of bytes. It returns the number of bytes
-        that they use.
+        keep: sets the limit that applies now, in bytes, and returns how many bytes the copies use.
+        The driver calls it before steps, with at most n_bytes.
         """
 
     def begin(self, phase: Phase) -> None:
@@ -96,8 +96,8 @@ class BaseDriver:
         """Start to read likely experts into free slots in the background, while no request runs.
 
         The reads continue until end_idle is called. used: how often tokens of earlier runs used
-        each expert, float64 [n_layers, n_expert], or None if not known. settle: a function that
-        blocks until no step is being computed.
+        each expert, float64 [n_layers, n_expert], or None if not known. settle: blocks until no
+        step is being computed. The reads begin after that.
         """
 
     def end_idle(self) -> None:
@@ -107,9 +107,10 @@ class BaseDriver:
         """
 
     def tokens_done(self) -> float:
-        """Return how many tokens of the running batch are computed; 0 without an expert store.
+        """Return the progress of the running batch as a number of tokens.
 
-        Each computed layer adds its share, so the number need not be whole.
+        The number grows with each computed layer, so it may be fractional. It is 0 without an
+        expert store.
         """
         return 0.0
 
@@ -133,9 +134,9 @@ class BaseDriver:
         return None
 
     def restore_sequence(self, sequence: int, state: bytes) -> None:
-        """Give a state that save_sequence returned back to the policy.
+        """Restore a state of the policy that save_sequence returned.
 
-        Called when the sequence holds the same tokens again. Raises PolicyError for a damaged
+        Call this when the sequence holds the same tokens again. Raises PolicyError for a damaged
         state.
         """
 
@@ -180,8 +181,8 @@ class Driver(BaseDriver):
     """Connects a policy with the expert store.
 
     The driver passes the routing of each layer to the policy, and the policy's decisions to the
-    store. Between two steps, `policy` may be replaced by a policy with the same slots. steps:
-    number of steps that were reported to the policy.
+    store. Between two steps, the caller may replace `policy` by a policy with the same expert
+    slots. steps: number of steps that were reported to the policy.
     """
 
     store: Store
@@ -226,7 +227,7 @@ class Driver(BaseDriver):
             self.meter.decided(event, self.store.view, self.store.decision)
 
     def asks(self, phase: int) -> bool:
-        """Return whether the policy decides in steps of this phase.
+        """Return whether the policy decides in steps of this phase (prefill or decode).
 
         In other steps, the store uses the policy's default tier.
         """
@@ -264,9 +265,9 @@ class Driver(BaseDriver):
             self._prompt_read = False
 
     def on_route_unasked(self, event: RouteEvent) -> None:
-        """Decide about one MoE layer as the store does in steps without the policy.
+        """Give each expert of one MoE layer the precision that it gets in steps without the policy.
 
-        Each expert gets the policy's default precision (tier), or a better tier that is in memory.
+        This is the policy's default precision (tier), or a better precision that is in memory.
         """
         resident = self.store.view.resident_array[event.layer]
         self.store.decision.tier_array[:] = served(self.policy.wants.default_tier, resident)
@@ -284,10 +285,9 @@ class Driver(BaseDriver):
     def learn(self, step: ComputedStep, unusual: bool | None = None) -> Sequence[Transition]:
         """Report a computed step to the policy, and return the transitions that the policy wants.
 
-        A transition (layer, expert, tier) reads an expert in another precision (tier) in the
-        background. unusual: whether the latest tokens used experts differently from the texts with
-        which the model's quality loss was measured; ignored if this driver has a loss meter, which
-        finds out itself.
+        A transition (layer, expert, tier) reads an expert in another precision (tier). unusual:
+        whether the latest tokens used experts differently from the texts of the model's loss table.
+        A driver with a loss meter finds this out itself, and ignores the argument.
         """
         policy = self.policy
         wants, is_reported = policy.wants, step.phase in policy.wants.told_in
@@ -327,11 +327,9 @@ class Driver(BaseDriver):
     def judge_routing(self, n_tokens: int) -> bool | None:
         """Return whether the latest tokens used experts differently from the loss table's texts.
 
-        The loss table states the quality loss of lower precisions, as measured with these texts. If
-        the result is True, a policy with a loss budget uses only half of the allowed quality loss.
-        The comparison is made once every ROUTING_TOKENS tokens. Other calls return None, and so
-        does a call for a policy without a loss budget. n_tokens: number of tokens of the step that
-        has ended.
+        The loss table states the quality loss of lower precisions, as measured with these texts.
+        The comparison is made once every ROUTING_TOKENS tokens. Other calls return None. Without a
+        loss budget, all calls return None. n_tokens: number of tokens of the step that has ended.
         """
         policy, meter = self.policy, self.meter
         routing = meter.estimate.routing if meter is not None else None
@@ -355,10 +353,11 @@ class Driver(BaseDriver):
         self.load_first(first, progress)
 
     def set_route(self, route: Callable[[RouteEvent], None] | None = None) -> None:
-        """Install the callback that decides the precision (tier) of routed experts in each layer.
+        """Set the function that chooses the precision (tier) of routed experts in each layer.
 
-        By default, the policy decides in steps of the phases that it asks for. Other steps use the
-        policy's default tier. route: a function that decides in every step instead of the policy.
+        route: a function that chooses in every step. If it is None, the policy chooses, but only in
+        the phases (prefill, decode) that it has asked for. In the other phase, experts get the
+        policy's default tier.
         """
         if route is not None:
             self.store.set_route(route, self.policy.wants.default_tier)
@@ -370,10 +369,10 @@ class Driver(BaseDriver):
     def load_first(
         self, first: Sequence[Transition], progress: Callable[[float], None] | None = None
     ) -> None:
-        """Read experts into memory before the first token.
+        """Read experts into memory before the first token, and wait for the reads.
 
-        Also set the policy's limit on the read rate of later transitions. first: (layer, expert,
-        tier) of the experts. progress: gets the share that is read, 0 to 1.
+        Later reads in another precision are limited to the rate that the policy sets. first:
+        (layer, expert, tier) of the experts. progress: gets the share that is read, 0 to 1.
         """
         self.store.set_transition_rate(self.policy.wants.transition_rate)
         if first:
@@ -385,12 +384,11 @@ class Driver(BaseDriver):
         self.store.set_phase(phase)
 
     def make_room(self, room: CRoom) -> None:
-        """Divide the memory between KV cells, scratch, copies of conversations and expert slots.
+        """Divide the memory again before a step is computed or a saved sequence is restored.
 
-        Called before a batch is computed and before the state of a sequence is restored. KV cells
-        and scratch memory for the batch come first. Copies of earlier conversations and expert
-        slots divide the rest, so they shrink or grow. room: describes the memory in use and the
-        batch. Its field at_once is set to the micro-batch size.
+        The KV cache and scratch memory get as much as they need. Copies of earlier conversations
+        and expert slots share the rest. room: describes the memory in use and the tokens of the
+        step. The micro-batch size is written to its field at_once.
         """
         shared = self.shared
         assert shared is not None

@@ -86,10 +86,10 @@ class Inside:
 class Evaluator:
     """Evaluates tokens that the caller chooses, and returns their logits.
 
-    Use it in a `with` block of `Runtime.evaluator`. The methods eval and eval_each extend the main
-    sequence. The method decode_batch extends further sequences, as many as `Needs.sequences` says.
-    inside: the parts of the loaded model. costs: returns the costs since the block began, by the
-    names of GenerationStats.
+    Use it in a `with` block of `Runtime.evaluator`. The methods eval and eval_each append tokens to
+    the main sequence. The method decode_batch appends tokens to other sequences, if the model was
+    loaded with `Needs.sequences`. inside: the parts of the loaded model. costs: returns
+    measurements since the block began, such as hit_rate, by field names of GenerationStats.
     """
 
     def __init__(self, inside: Inside, costs: Callable[[], dict[str, Any]]) -> None:
@@ -197,20 +197,20 @@ class Evaluator:
             yield len(part)
 
     def fork(self, sequence: int) -> None:
-        """Make a sequence of decode_batch continue from the tokens of the main sequence.
+        """Make another sequence continue from the tokens of the main sequence.
 
-        The sequence drops its former tokens, and shares the KV cells of the main sequence. Raises
-        ConfigError if the model was loaded with fewer sequences.
+        sequence: number of the other sequence, as for decode_batch. It drops its former tokens, and
+        shares the KV cells of the main sequence. Raises ConfigError if the sequence does not exist.
         """
         self._steps.fork(sequence)
 
     def decode_batch(self, tokens: Sequence[int], sequences: Sequence[int]) -> np.ndarray:
-        """Evaluate one more token of each of several sequences in one step.
+        """Append one token to each of several sequences, and evaluate these tokens in one step.
 
-        sequences: numbers from 0 to Needs.sequences - 1. Returns a copy of the logits, float32
-        [len(tokens), n_vocab]. A step that fails leaves the sequences as they were. Raises
-        ConfigError for sequences that cannot share a step and for a full context. Raises
-        NativeError if the step fails or is cancelled.
+        sequences: the sequence of each token. Numbers begin at 0 and do not include the main
+        sequence. Returns a copy of the logits, float32 [len(tokens), n_vocab]. If the step fails,
+        its tokens are dropped again. Raises ConfigError if the context is full, and if a sequence
+        is named twice or does not exist. Raises NativeError if the step fails or is cancelled.
         """
         self._steps.begin()
         if not self._steps.step_each(tokens, sequences):

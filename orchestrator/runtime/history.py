@@ -27,10 +27,11 @@ class History:
         return placement.make(self._planner.history)
 
     def learn(self, driver: BaseDriver) -> None:
-        """Add a run to the history: the uses of each expert, and the records of the policy.
+        """Add a run to the history, so that later runs of the model can use it.
 
-        A policy can record which fraction of the tokens use each expert, and values to which it has
-        tuned its settings. driver: the driver of the model that has run.
+        The history gets the number of tokens that used each expert, and the records of the policy.
+        Records of a policy are its own counts of expert usage and the settings that it has tuned.
+        driver: the driver of the run.
         """
         name, learned, used = driver.policy_name, driver.learned(), driver.used()
         if learned.hotness is not None:
@@ -41,7 +42,7 @@ class History:
             self._planner.tuned.learn(name, learned.tuned)
 
     def save(self) -> None:
-        """Write the history to files, if the config allows that.
+        """Write the history to files, unless the config forbids it.
 
         Raises OSError if a profile that the user named cannot be written.
         """

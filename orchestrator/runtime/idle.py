@@ -19,11 +19,11 @@ def likely(
 ) -> Sequence[Transition]:
     """Return the experts that are not in memory, in the order in which to read them.
 
-    Each item is (layer, expert, the policy's default tier). Experts with the largest share of their
-    layer's uses come first. If the policy wants whole layers, the order is layer by layer. The
-    result is empty if the policy keeps all experts in memory. resident: the best tier in memory of
-    each expert, or ABSENT. used: how often tokens used each expert. The shape of each array is
-    [n_layers, n_expert].
+    Each item is (layer, expert, the policy's default precision). The experts with the largest share
+    of their layer's tokens come first. If the policy wants whole layers, the order is layer by
+    layer. The result is empty for a policy that keeps all experts in memory. resident: the best
+    precision in memory of each expert, or ABSENT. used: how often tokens used each expert. Both
+    arrays are [n_layers, n_expert].
     """
     if wants.all_resident:
         return ()
@@ -55,9 +55,9 @@ class Idle:
     ) -> None:
         """Start a thread that reads experts into free slots.
 
-        wanted: (layer, expert, tier) of the experts, in the order of reading. The thread ends after
-        the last expert, or after a read that fails. It does not report the failure; the first token
-        that needs the expert does. settle: blocks until no step is being computed.
+        wanted: (layer, expert, tier) of the experts, in the order of reading. settle: blocks until
+        no step is being computed; the thread calls it first. If a read fails, the thread ends
+        without an error.
         """
         self.stop()
         if not wanted:
@@ -72,8 +72,8 @@ class Idle:
     def stop(self) -> None:
         """End the reading thread, and wait until it has ended. Safe on any thread.
 
-        The store completes a running read in the background. The store is cancelled while this
-        method waits. Afterwards, steps run normally, even if the store was cancelled before.
+        If an expert is being read, the store completes the read in the background. An earlier
+        cancel of the store has no effect after this call.
         """
         thread = self._thread
         if thread is not None:

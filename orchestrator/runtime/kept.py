@@ -48,8 +48,8 @@ def state_key(config: Config, model: ExpertModel, plan: Plan) -> str:
     """Return a key for saved sequences. A saved sequence is only valid for a run with the same key.
 
     The key describes the model's files, the layout of the KV cache, and the precisions (tiers) in
-    use. It also describes the policy that chooses among the precisions, if there are several.
-    Raises OSError if a model file cannot be read.
+    use. If experts can have several precisions or be skipped, it also describes the policy. Raises
+    OSError if a model file cannot be read.
     """
     files = [(path.stat().st_size, path.stat().st_mtime_ns) for path in model.files]
     parts: dict[str, Any] = {
@@ -84,7 +84,7 @@ class KeptConversations:
 
     A conversation is the contents of a sequence. It is saved before another conversation replaces
     it, and when the server ends. It is also saved after an answer, if many of its tokens are in no
-    file. All work runs in turn on one thread (`thread`).
+    file. One thread (`thread`) does all reading and writing.
     """
 
     def __init__(
@@ -188,8 +188,8 @@ class KeptConversations:
     def leave(self, end_s: float | None) -> None:
         """End the thread, and save all conversations. Call this after the server core has ended.
 
-        end_s: a time of the monotonic clock. Later than this, no further conversation is saved.
-        None means no limit.
+        end_s: a time of the monotonic clock, after which no further conversation is saved. None
+        means that all conversations are saved.
         """
         self.thread.shutdown()
         for sequence in self._saved:

@@ -264,8 +264,8 @@ class Loader:
 def is_worth_loading_again(plan: Plan, beyond: int) -> bool:
     """Return whether to load a model again because its GPU memory differs from the plan.
 
-    This is so if the model exceeds the memory cap, or if many more experts would fit. beyond: bytes
-    that the model took in addition to the plan; negative if it took less.
+    The result is True if the model exceeds the memory cap, or if many more experts would fit.
+    beyond: bytes that the model uses in addition to the plan; negative if it uses less.
     """
     over_cap = plan.total_bytes + beyond > plan.cap_bytes
     idle = -beyond - SPARE_BYTES

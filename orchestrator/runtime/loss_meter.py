@@ -12,8 +12,8 @@ class LossMeter:
     """Adds up the estimated quality loss (KL divergence) of the experts that a run computes.
 
     nats, tokens: the total loss and the number of tokens since the start, for each phase. halved:
-    whether a policy with a loss budget may use only half of it now. halved_tokens: number of tokens
-    that were decoded while `halved` was true.
+    whether a policy may now use only half of its loss budget, because the text is unusual.
+    halved_tokens: number of tokens that were decoded while `halved` was true.
     """
 
     def __init__(self, estimate: KlEstimate, exact: bool) -> None:
@@ -72,14 +72,13 @@ class LossMeter:
 
     @property
     def needs_tiers(self) -> bool:
-        """Whether the tiers of the experts are still unknown, because `holds` was never called."""
+        """Whether `holds` must still be called to set the precision (tier) of each expert."""
         return self._tiers is None
 
     def holds(self, tiers: np.ndarray) -> None:
-        """Set the precision (tier) in which each expert is computed without a policy decision.
+        """Set the precision (tier) of each expert in steps in which the policy does not decide.
 
-        This applies from now on to steps in which the policy does not decide. tiers: uint8
-        [n_layers, n_expert].
+        The method `counted` uses these precisions from now on. tiers: uint8 [n_layers, n_expert].
         """
         if self._tiers is None or not np.array_equal(tiers, self._tiers):
             self._tiers, self._of_use = tiers.copy(), self.estimate.of_use(tiers)
@@ -87,8 +86,8 @@ class LossMeter:
     def counted(self, counts: np.ndarray) -> None:
         """Add the estimated loss of a step in which the policy did not decide.
 
-        The experts are in the precisions (tiers) that `holds` has set. counts: number of tokens
-        that used each expert in the step, [n_layers, n_expert].
+        Call `holds` before, to set the precisions of the experts. counts: number of tokens of the
+        step that used each expert, [n_layers, n_expert].
         """
         self._in_step += float(np.vdot(counts, self._of_use))
 
@@ -114,9 +113,10 @@ class LossMeter:
         return list(self.nats), list(self.tokens)
 
     def since(self, mark: tuple[list[float], list[int]], phase: int) -> float | None:
-        """Return the mean estimated loss of a phase since `mark` was called, in nats per token.
+        """Return the mean estimated loss of a phase since a call of `mark`, in nats per token.
 
-        Return None if no tokens were computed in this phase since then. mark: the result of `mark`.
+        mark: the result of that call. Return None if no tokens were computed in the phase since
+        then.
         """
         n = self.tokens[phase] - mark[1][phase]
         return (self.nats[phase] - mark[0][phase]) / n if n else None

@@ -41,8 +41,9 @@ def usable(length: int, has_part: bool, marks: Sequence[int], common: int) -> in
     """Return how many tokens of a stored sequence a prompt can reuse.
 
     length: number of tokens of the sequence. has_part: whether the sequence can only be truncated
-    at its marks, because of sliding windows or recurrent layers. marks: number of tokens before
-    each mark. common: length of the common prefix of the sequence and the prompt.
+    at certain positions (marks), because of sliding windows or recurrent layers. marks: number of
+    tokens before each of these positions. common: length of the common prefix of the sequence and
+    the prompt.
     """
     if common >= length:
         return length
@@ -90,8 +91,8 @@ _CHUNK = 1 << 22
 class Stored(NamedTuple):
     """The sizes of the data that llama.cpp wrote to a file.
 
-    n_bytes: size of the sequence's tokens and state. marks: position and size of the state of each
-    mark (a position to which the sequence can be truncated) after them.
+    n_bytes: size of the sequence's tokens and state. marks: the states that follow in the file.
+    Each of them belongs to a position to which the sequence can be truncated.
     """
 
     n_bytes: int
@@ -124,8 +125,8 @@ class Listed:
 
     key: identifies the model and settings of the run (state_key). tokens: the tokens of the
     sequence, int32. has_part: whether the sequence can only be truncated at its marks. marks: these
-    positions. state_end: size of llama.cpp's data at the start of the file. n_stored: length of
-    llama.cpp's list of tokens, which may contain other numbers, too.
+    positions. state_end: size of llama.cpp's data at the start of the file. n_stored: number of
+    entries in llama.cpp's list of tokens, which may begin with a header.
     """
 
     path: Path
@@ -145,10 +146,10 @@ class Listed:
         return usable(len(self.tokens), self.has_part, places, common)
 
     def file_marks(self) -> list[FileMark]:
-        """Return the saved states of the model in the file, and where the file holds them.
+        """Return where the file holds the saved states of the model.
 
-        Each state belongs to a mark, a position to which the sequence can be truncated. Marks
-        without a state of the model are left out.
+        Each state belongs to a mark, a position to which the sequence can be truncated. Marks with
+        only a state of the policy are left out.
         """
         found, at = [], self.state_end
         for each in self.marks:
@@ -207,7 +208,10 @@ class PromptFolder:
         return found
 
     def has(self, key: str, tokens: Sequence[int] | np.ndarray) -> bool:
-        """Return whether the folder has a file with this key and exactly these tokens."""
+        """Return whether the folder has a file for exactly these tokens.
+
+        key: identifies the model and settings of the run that saved the file (state_key).
+        """
         return self._target(key, tokens).exists()
 
     def save(
@@ -218,12 +222,12 @@ class PromptFolder:
         marks: Sequence[Mark],
         write_state: Callable[[Path], Stored | int | None],
     ) -> None:
-        """Save a sequence to a file, and remove the files of its earlier, shorter states.
+        """Save a sequence to a file, and remove files that hold only the beginning of it.
 
-        A failure does not raise, but adds a sentence to `notes`. write_state: writes llama.cpp's
-        data to the given path, and returns the size of the data. It returns 0 if it fails, and None
-        if there is nothing to save. marks: positions to which the sequence can be truncated, in
-        addition to those that write_state has written.
+        write_state: writes llama.cpp's data to the given path, and returns the size of the data. It
+        returns 0 if it fails, and None if there is nothing to save. marks: positions to which the
+        sequence can be truncated, in addition to those in llama.cpp's data. If saving fails, a
+        sentence is added to `notes`, and no error is raised.
         """
         path = self._target(key, tokens)
         remove_abandoned(path)
@@ -260,12 +264,12 @@ class PromptFolder:
     ) -> tuple[Mark, ...] | None:
         """Verify a saved file, and restore llama.cpp's state of the sequence from it.
 
-        read_state: restores the state from a path, and returns False if memory is too small for it.
-        Returns the latest marks (positions to which the sequence can be truncated) whose data fits
-        most_bytes. If most_bytes is None, returns all marks without the model's states.
+        Returns the marks of the file, the positions to which the sequence can be truncated. Returns
+        None if the file is damaged or too large for memory. A damaged file is removed.
 
-        Returns None if the file cannot be used. A damaged file is removed. A file that is too large
-        for memory is kept for later runs.
+        read_state: restores the state from a path, and returns False if memory is too small for it.
+        most_bytes: maximum total size of the returned marks; the earliest marks are left out. If it
+        is None, all marks are returned, without the model's states.
         """
         try:
             with open(listed.path, "rb") as file:

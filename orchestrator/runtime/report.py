@@ -107,9 +107,9 @@ Mix = dict[str, float]
 def decided(routed: Sequence[int], tiers: Sequence[str], skip: bool) -> Mix | None:
     """Return the share of routed experts that the policy decided to compute in each precision.
 
-    Return None if no expert was routed. routed: number of routed experts in each tier, and of
-    skipped experts as the last item, [MAX_TIERS + 1]. tiers: names of the precisions in use. skip:
-    whether experts may be skipped.
+    Return None if no expert was routed. routed: number of routed experts in each tier, [MAX_TIERS +
+    1]. The last item counts skipped experts. tiers: names of the precisions in use. skip: whether
+    experts may be skipped.
     """
     total = sum(routed)
     if not total:

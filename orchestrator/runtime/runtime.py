@@ -169,11 +169,12 @@ class Runtime(Closing):
     ) -> Runtime:
         """Plan the memory of a model, load the model, and return it.
 
-        config: the settings, or a request with the needs of a program that only evaluates tokens.
+        config: the settings. A PlanRequest adds the memory and sequences that the program needs.
         progress: gets the name of each part of the work, and the share of it that is done.
-        answering: settings for answering requests; without it, only the evaluator works. compared:
-        ignore settings that the policy does not have, instead of refusing them. say: gets sentences
-        for the user, on any thread. Raises MoeEdgeError.
+        answering: settings for answering requests. Without them, the runtime can only evaluate
+        tokens. compared: whether settings that the policy does not have are ignored, instead of
+        refused. say: gets sentences for the user, on any thread. Raises MoeEdgeError if the model
+        cannot be loaded.
         """
         request = config if isinstance(config, PlanRequest) else PlanRequest(config)
         model = ExpertModel.open(request.config.model, request.config.low)
@@ -348,11 +349,11 @@ class Runtime(Closing):
         settings: Settings | None = None,
         forget: Sequence[int] = (),
     ) -> Answer:
-        """Start to compute the answer to a request in the form of llama.cpp's HTTP server.
+        """Start to answer a request to llama.cpp's HTTP server. Return the running answer.
 
-        body, route: body and path of the request. sequences: the sequences of the context for
-        the prompts of the request. settings: settings of the policy from now on; None to leave them
-        as they are. forget: sequences that are emptied first, because memory is short.
+        body, route: body and path of the request. sequences: numbers of the sequences that compute
+        the prompts of the request. settings: new settings of the policy; None keeps the current
+        settings. forget: sequences to empty first, which frees memory.
 
         Raises NativeError if the route does not exist or memory is short. Raises OSError if no
         threads or file descriptors are left.
@@ -512,10 +513,10 @@ class Runtime(Closing):
 
     @contextmanager
     def evaluator(self) -> Iterator[Evaluator]:
-        """Let the `with` block evaluate tokens on the model's context.
+        """Return a context manager that yields an Evaluator for the model's context.
 
-        The block begins after the running answers have ended, with empty sequences. Answers that
-        are submitted during the block wait for its end. Afterwards, all sequences are emptied.
+        The `with` block begins after the running answers have ended, with empty sequences. Answers
+        that are submitted during the block wait for its end. Afterwards, all sequences are emptied.
         """
         with self._turns:
             while not self._turns.wait_for(lambda: not (self._running or self._is_lent), _LOOK_S):
@@ -546,13 +547,12 @@ class Runtime(Closing):
     def set(self, **changes: Any) -> bool:
         """Change settings of the loaded model, by their names in Config.
 
-        Live settings of policies change while the model stays loaded, and take effect at the next
-        token. Returns False if only live settings change, and the current policy has none of them.
-        They are then stored for a policy that is chosen later. In all other cases, returns True.
+        Live settings of a policy take effect at the next token. For all other settings, the model
+        is loaded again after the running answers, and all sequences are emptied. If loading fails,
+        the former settings stay, and MoeEdgeError, OSError or KeyboardInterrupt is raised.
 
-        For other settings, the model is loaded again after the running answers, and the sequences
-        are emptied. If loading fails, the model is loaded with the former settings. The error is
-        then raised: MoeEdgeError, OSError or KeyboardInterrupt.
+        Returns False if all changes are live settings that the current policy does not have. They
+        are then stored for a policy that is chosen later. Otherwise returns True.
         """
         config = self.config.with_changes(**changes)
         known = policy_settings()
@@ -624,9 +624,9 @@ class Runtime(Closing):
         return memory_now(library, self._loaded, self._loaded.driver.prompts)
 
     def fault(self) -> str:
-        """Return a sentence that names a model file which was written to while it is in use, or "".
+        """Return a sentence about a model file that was written to while it is in use, or "".
 
-        Answers are wrong after such a change. The user is told about each change of a file once.
+        Answers are wrong after such a change. The user gets the sentence once for each change.
         """
         sentence, is_fault = self._loader.files.look()
         if sentence and sentence != self._said:
@@ -646,9 +646,9 @@ class Runtime(Closing):
     def close(self, end_s: float | None = None) -> bool:  # type: ignore[override]
         """Free the model, and save the recorded expert usage if the config asks for that.
 
-        end_s: a time of the monotonic clock, up to which running steps are awaited. If a step still
-        runs then, only the usage is saved, and False is returned. The caller should end the process
-        in that case. Safe to call twice. Raises OSError if a profile that the user named cannot be
+        end_s: how long to wait for running steps, as a time of the monotonic clock. Returns False
+        if a step still runs then. In that case only the usage is saved, and the caller should end
+        the process. Safe to call twice. Raises OSError if a profile that the user named cannot be
         written.
         """
         if not self._unload(end_s):

@@ -27,7 +27,11 @@ class Sequences:
         return number + 1
 
     def check(self, tokens: Sequence[int], sequences: Sequence[int]) -> None:
-        """Raise ConfigError if tokens of these sequences cannot be computed in one step."""
+        """Raise ConfigError if a step cannot append one token to each of these sequences.
+
+        A step cannot do so if a sequence does not exist or is named twice, or if the tokens exceed
+        a micro-batch. The numbers of tokens and sequences must be equal.
+        """
         if not sequences or len(tokens) != len(sequences):
             raise ConfigError(
                 f"{len(tokens)} tokens for {len(sequences)} sequences: give one token for each "
@@ -175,8 +179,9 @@ class Steps:
     def step_each(self, tokens: Sequence[int], numbers: Sequence[int]) -> bool:
         """Append one token to each of several sequences and evaluate them in one step.
 
-        numbers: the sequences, numbered from 0 without the main sequence. Returns False if the step
-        was cancelled; the tokens are then dropped again. Raises the error that made the step fail.
+        numbers: the sequence of each token. Number 0 is the first sequence in addition to the main
+        sequence. Returns False if the step was cancelled; the tokens are then dropped again. Raises
+        the error that made the step fail.
         """
         work = self._sequences
         work.check(tokens, numbers)

@@ -71,8 +71,8 @@ class StoreSpecs:
 def store_spec(config: Config, model: ExpertModel, plan: Plan, misses: Misses) -> StoreSpec:
     """Return the parameters of the expert store for a plan, without checksums.
 
-    The slots hold matrices in the same layout as the file, not repacked. The precisions (tiers) in
-    use are numbered from 0. Raises ConfigError for a plan without a store.
+    The slots hold matrices in the same layout as the file. misses: how the store handles experts
+    that are missing in a GPU's memory. Raises ConfigError for a plan without an expert store.
     """
     placement = plan.placement
     if placement is None:
@@ -96,9 +96,10 @@ def store_spec(config: Config, model: ExpertModel, plan: Plan, misses: Misses) -
 
 
 def spec_for(placement: Placement, layers: StoreLayers, **rest: Any) -> StoreSpec:
-    """Return the parameters of an expert store with the slots that a policy chose (placement).
+    """Return the parameters of an expert store with the slots and rules of a policy.
 
-    layers: the file slices of each layer's experts. rest: the other fields of StoreSpec.
+    placement: the slots and rules. layers: the file positions of each layer's experts. rest: the
+    other fields of StoreSpec.
     """
     shape, slots, wants = placement.shape, placement.slots, placement.wants
     return StoreSpec(
@@ -121,11 +122,11 @@ def store_layers(
     tiers: Sequence[int],
     slots: SlotPlan,
 ) -> StoreLayers:
-    """Return the position of each layer's experts in the files, and their groups of slots.
+    """Return the file positions and slot groups of all experts, in the form of StoreSpec.layers.
 
-    The result has the form of StoreSpec.layers, with tiers numbered from 0. layer_ids: llama.cpp's
-    number of each MoE layer. slices: the experts' positions in the files, [layer][kind][tier].
-    tiers: the precisions in use, by their index in `slices`.
+    layer_ids: llama.cpp's number of each MoE layer. slices: the experts' positions in the files,
+    [layer][kind][tier]. tiers: the precisions in use, as indices of the last axis of `slices`. The
+    result numbers them from 0. slots: contains the slot group of each expert.
     """
     return tuple(
         (

@@ -31,8 +31,9 @@ _TIMEOUT_S = 300
 class Support:
     """Whether and how a model can run.
 
-    runs: MANAGED if an expert store can hold its experts, PLAIN if only llama.cpp's own path works,
-    or NOT. reason: why the model cannot run in a better way; empty for MANAGED.
+    runs: MANAGED if an expert store can hold the model's experts, PLAIN if only llama.cpp's own
+    path works, or NOT if the model cannot run. reason: why `runs` is not MANAGED; empty for
+    MANAGED.
     """
 
     runs: str
@@ -121,9 +122,9 @@ def _found(path: Path) -> Support | None:
 def try_load(path: Path, managed: bool, known: ExpertModel | None = None) -> None:
     """Check that llama.cpp can load a model and make a context. The weights are not read.
 
-    managed: also check that an expert store can serve all uses of the experts. known: the layout of
-    the file, if it was already read; the check then skips the vocabulary, which saves most of the
-    time. Raises NativeError with the reason if the check fails.
+    managed: also check that an expert store can manage the experts. known: the layout of the file,
+    if it was already read. The check is faster with it, because it then skips the vocabulary.
+    Raises NativeError with the reason if the check fails.
     """
     from orchestrator.native.llama import Bindings, LlamaContext, Model
 

@@ -25,7 +25,10 @@ T = TypeVar("T")
 
 
 class NativeQuery(Protocol):
-    """A query that was sent to llama.cpp's server and can be cancelled, such as `NativeRequest`."""
+    """The interface of a query to llama.cpp's server that can be cancelled.
+
+    NativeRequest has this interface.
+    """
 
     def whole(self) -> tuple[int, bytes]:
         """Wait for the complete answer, and return (HTTP status, answer)."""
@@ -41,7 +44,10 @@ class NativeQuery(Protocol):
 
 
 class QuerySender(Protocol):
-    """Sends queries that generate no tokens to llama.cpp's server, such as `Runtime`."""
+    """The interface of an object that sends queries to llama.cpp's server, such as Runtime.
+
+    The queries generate no tokens.
+    """
 
     def query(self, route: str, body: bytes = b"") -> NativeQuery:
         """Send a query to a path of llama.cpp's server, without waiting for the answer."""
@@ -77,9 +83,10 @@ _SHARED = ("system", "developer")
 class Ticket:
     """A request's position in the queue of `Gate`, and the resources that it reserves.
 
-    The future `turn` completes when the request may run. It fails with Refusal (an error response)
-    if the request loses its position to another client. `client` names the sender of the request: a
-    digest of its API key, or its address.
+    `places` is the number of answers to the request, and `cells` the number of its KV cells. The
+    future `turn` completes when the request may run. It fails with Refusal (an error response) if
+    another client's request takes the position in a full queue. `client` names the sender of the
+    request: a digest of its API key, or its address.
     """
 
     places: int
@@ -92,9 +99,9 @@ class Gate:
     """Limits how many requests are answered at once, and queues the other requests.
 
     Each request reserves places (one for each of its answers) and KV cells of the shared context.
-    Clients take turns: the requests of one client run in order, and after each of them the other
-    waiting clients come first. If the queue is full, the client with the most waiting requests can
-    lose its last waiting request to a client with fewer.
+    Clients take turns, and each client's requests run in the order of their arrival. If the queue
+    is full, a new request may replace the last request of the client with the most waiting
+    requests.
 
     `running` is the number of requests that are being answered. `refused` counts the requests that
     found the queue full since the start.
@@ -257,10 +264,10 @@ class Conversation:
     n_common: int = 0
 
     def n_shared_with(self, before: Conversation) -> int:
-        """Return how many leading pieces this conversation shares with `before`, an earlier one.
+        """Return how many pieces at its start this conversation shares with an earlier one.
 
-        Returns 0 unless this conversation continues `before`: it appends to it, repeats it, or
-        replaces its last piece.
+        Returns 0 unless this conversation appends to `before`, repeats `before`, or replaces only
+        the last piece of `before`.
         """
         shared = 0
         for ours, theirs in zip(self.pieces, before.pieces, strict=False):
@@ -275,8 +282,8 @@ def conversations_of(data: dict[str, Any], most: int) -> list[Conversation]:
     """Return one Conversation (digests of the text) for each sequence that a request needs.
 
     A request with several prompts needs one sequence for each prompt, at most `most`. A request
-    with one prompt and `n` answers needs n sequences. Only the first of these gets the
-    conversation. The others get an empty Conversation, because llama.cpp copies the prompt to them.
+    with one prompt and `n` answers needs n sequences. Only the first of these n entries has
+    digests, because llama.cpp copies the prompt to the other sequences.
     """
     n = data.get("n_cmpl", data.get("n", 1))  # llama.cpp prefers n_cmpl, too
     messages = data.get("messages", data.get("input"))
@@ -325,8 +332,8 @@ class SlotManager:
     """Chooses the slots of llama.cpp's server (one slot is one sequence) that answer a request.
 
     A request gets the slot that holds the beginning of its conversation, otherwise the least
-    recently used slot. So each slot evaluates a shared prefix only once. A caller returns its slots
-    with `leave`, once. It never takes more slots than `Gate` has places.
+    recently used slot. The caller must return its slots with `leave`, and may not take more slots
+    than are free.
 
     llama.cpp alone would choose the idle slot with the longest common prefix. Conversations with
     the same system prompt would then evict each other even while another slot is free.
@@ -337,11 +344,11 @@ class SlotManager:
         self._n_taken = 0
 
     def take(self, asked: Iterable[Conversation], cells: int = 0) -> tuple[list[int], int]:
-        """Return a free slot for each conversation, and the KV cells in use in these slots.
+        """Take a free slot for each conversation. Return (slots, number of KV cells in use there).
 
-        The second value is one number, the sum over the slots. These cells belong to earlier
-        requests, and stay allocated until a new prompt starts in the slot. `cells` is the number of
-        KV cells that the new request may leave in each of its slots.
+        These KV cells belong to earlier requests, and stay allocated until a new prompt starts in
+        the slot. `cells` is the number of KV cells that the new request may leave in each of its
+        slots.
         """
         taken, held = [], 0
         for each in asked:
@@ -374,7 +381,7 @@ async def finish_despite_cancel(
 ) -> T:
     """Wait for work that runs on a thread, and return its result.
 
-    If the caller is cancelled, `give_up` is called to end the work soon. The cancellation continues
+    If the caller is cancelled, `give_up` is called to end the work soon. CancelledError is raised
     only after the work has ended, because the work uses the request's memory.
     """
     try:
@@ -388,11 +395,11 @@ async def finish_despite_cancel(
 
 
 def bodies_bytes(longest_bytes: int, parallel: int, factor: int) -> int:
-    """Return the peak memory of all request bodies together, in bytes.
+    """Return the memory to reserve for all request bodies together, in bytes.
 
-    It includes bodies that arrive or wait, one body that is being parsed, and the bodies of
-    `parallel` running answers. `factor` is the peak memory for parsing and tokenizing a body, in
-    bytes for each byte of it.
+    It is enough for bodies that are being received or wait, one body that is being parsed, and the
+    bodies of `parallel` running answers. `longest_bytes` is the length of the longest allowed body.
+    `factor` is the memory for parsing and tokenizing a body, in bytes for each byte of the body.
     """
     return longest_bytes * (KEPT + factor * (1 + parallel))
 
@@ -400,12 +407,12 @@ def bodies_bytes(longest_bytes: int, parallel: int, factor: int) -> int:
 class Bodies:
     """Limits the memory for the bodies of all requests.
 
-    A body counts from its first byte until its request may run. Parsing and tokenizing a body takes
-    many times the memory of the body, so only one thread does this. Clients take turns on that
+    A body counts from its first byte until its request may run. Only one thread parses and
+    tokenizes bodies, because this takes many times the memory of a body. Clients take turns on that
     thread.
 
-    `kept_bytes` is the total length of the bodies that arrive or wait. `refused` counts the bodies
-    that found no free memory since the start.
+    `kept_bytes` is the total length of the counted bodies. `refused` is the number of bodies that
+    were refused since the start, because too little memory was free.
     """
 
     def __init__(self, workers: Executor, is_stopping: Callable[[], bool] = lambda: False) -> None:
@@ -428,8 +435,7 @@ class Bodies:
         """Add n_bytes to the memory that a client's bodies take. A negative n_bytes frees memory.
 
         `most_bytes` is the limit for all clients together. Raises Refusal (an error response) if
-        too little memory is free. Waiting instead would let a client that sends nothing block the
-        others.
+        too little memory is free for this client.
         """
         total, own = self.kept_bytes + n_bytes, self._of_client[client] + n_bytes
         if n_bytes > 0 and own > CLIENT_SHARE * (most_bytes - total):
@@ -446,7 +452,7 @@ class Bodies:
         """Run `call`, which parses one body, on a thread at the client's turn. Return its result.
 
         If this coroutine is cancelled before the turn, `call` never runs. If it is cancelled later,
-        give_up is called to end `call` soon, and the coroutine returns after that.
+        it calls `give_up` to end `call` soon, and waits for the end.
         """
         ticket = self._line.join(client=client)
         try:
@@ -458,9 +464,10 @@ class Bodies:
 
 
 class Body:
-    """The body of one request, and its share of the memory that `Bodies` limits.
+    """The body of one request, whose memory `Bodies` limits.
 
-    `data` holds the bytes until the request may run. The owner calls `take` at the end in any case.
+    `data` holds the bytes until the request may run. The owner must always call `take` at the end,
+    which frees the memory.
     """
 
     def __init__(self, bodies: Bodies, longest_bytes: int, client: str = "") -> None:

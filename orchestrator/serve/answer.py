@@ -104,11 +104,11 @@ class Outlet:
 class Exchange:
     """An ASGI response that computes and sends the answer to a request, after waiting for its turn.
 
-    `places` and `cells` are the answers and KV cells that the request reserves in `Gate`.
-    `conversations` has one entry for each sequence, to find the slot that holds its prefix.
-    `settings` are the policy settings of the request. `shape` converts llama.cpp's answer to the
-    format of the route. `compute`, if given, computes the answer instead of llama.cpp's server.
-    `outlet` makes the writer of the response, by default an `Outlet`.
+    `places` and `cells` are the numbers of answers and KV cells that the request reserves in
+    `Gate`. `conversations` has one entry for each sequence, to find a slot that holds the beginning
+    of the prompt. `settings` are the policy settings of the request. `shape` converts llama.cpp's
+    answer to the format of the route. If `compute` is given, it computes the answer instead of
+    llama.cpp's server. `outlet` makes the writer of the response; None makes an `Outlet`.
     """
 
     state: State

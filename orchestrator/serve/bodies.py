@@ -21,11 +21,11 @@ _MARKED = range(0x300, 0x1F000)
 
 
 class Words:
-    """Splits a text into "words", to find out how much memory tokenizing the text takes.
+    """Estimates how much memory tokenizing a text takes.
 
-    A tokenizer merges symbols (bytes or characters) only within a word. The memory depends on the
-    number of tokens and on the longest word. Words of this class are never shorter than those of
-    llama.cpp, but may be longer. `is_whole` tells whether the tokenizer merges across the whole
+    The memory depends on the number of tokens and on the longest word, because a tokenizer merges
+    bytes or characters only within a word. Words of this class may be longer than those of
+    llama.cpp, but never shorter. `is_whole` tells whether the tokenizer merges across the whole
     text, instead of within words.
     """
 
@@ -41,20 +41,20 @@ class Words:
 
     @classmethod
     def of(cls, model: ExpertModel) -> Words:
-        """Return the `Words` of a model's tokenizer."""
+        """Create a `Words` object for the tokenizer of a model."""
         keys = ("tokenizer.ggml.model", "tokenizer.ggml.pre")
         return cls(*(metadata_value(model.parts[0], key, str, "") for key in keys))
 
     @property
     def body_factor(self) -> int:
-        """Peak memory for reading a request body, divided by the longest allowed length."""
+        """Memory for parsing and tokenizing a body, in bytes for each byte of the longest body."""
         return WHOLE_FACTOR if self.is_whole else BODY_FACTOR
 
     def count_tokens(self, text: str, model: Model) -> tuple[int, int]:
         """Return (approximate number of tokens, length of the longest word) of a text.
 
-        Returns (0, 0) without counting if the tokenizer merges across the whole text. The memory
-        reserved by `body_factor` is then enough for every text. A long text can take seconds.
+        Returns (0, 0) if the tokenizer does not split texts into words (`is_whole`). A long text
+        can take seconds.
         """
         if self.is_whole:
             return 0, 0

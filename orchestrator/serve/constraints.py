@@ -486,11 +486,11 @@ def rewritten(schema: Any, where: str) -> tuple[Any, list[str]]:
 
 
 def rewritten_arguments(schema: Schema, where: str) -> tuple[Schema, list[str]]:
-    """Return (schema that llama.cpp can enforce, lost constraints) for the arguments of a tool.
+    """Return (schema of a tool's arguments that llama.cpp can enforce, lost constraints).
 
     The returned schema is one object with its properties at the top level, because many chat
-    templates write the arguments one by one. Each lost constraint is a sentence. `where` is the
-    schema's path in the request, for these sentences.
+    templates write the arguments one by one. Each lost constraint is a sentence about a rule that
+    is not enforced. The sentence names `where`, the schema's path in the request.
     """
     made, lost = rewritten(schema, where)
     if not schema:

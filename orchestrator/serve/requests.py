@@ -646,9 +646,9 @@ def _name_of(tool: Any) -> str | None:
 def settle_reasoning(route: str, data: dict[str, Any]) -> None:
     """Translate a request's reasoning settings into the fields that llama.cpp reads, in place.
 
-    Reads Anthropic's `thinking` and `output_config.effort`, OpenRouter's `reasoning`, and a budget
-    of 0 tokens. They become `reasoning_effort`, a token budget, or chat template arguments.
-    Template arguments from the client take precedence.
+    These settings are Anthropic's `thinking` and `output_config.effort`, OpenRouter's `reasoning`,
+    and a token budget of 0. If the request has chat template arguments of its own, these take
+    precedence.
     """
     wanted: dict[str, Any] = {}
     if route == ANTHROPIC:
@@ -740,11 +740,9 @@ def settle_probs(route: str, data: dict[str, Any], most_tokens: int) -> Shaping 
     """Translate a request's fields for token probabilities, and limit the memory that they take.
 
     Returns the Shaping that converts llama.cpp's answer to the format of the path, or None if no
-    conversion is needed. `most_tokens` is the longest possible answer. Raises Refusal (an error
-    response) if the memory would be exceeded.
-
-    The limit is PROBS_BYTES for each answer to one prompt. The answers to several prompts share
-    this memory, because llama.cpp keeps them until the last one is complete.
+    conversion is needed. `most_tokens` is the longest possible answer. If the request sets no limit
+    of tokens, it gets a limit with which the probabilities fit in PROBS_BYTES. Raises Refusal (an
+    error response) if the limit of the request is too large.
     """
     shaping = Shaping(route, data)  # before the fields change
     name = {CHAT: "top_logprobs", COMPLETIONS: "logprobs"}.get(route, "n_probs")
@@ -814,11 +812,11 @@ def _limit(data: dict[str, Any], n_tokens: int) -> None:
 def settle_length(
     route: str, data: dict[str, Any], served: Served, n_answers: int, asker: Body
 ) -> int:
-    """Return the number of KV cells that a request reserves in a context shared by requests.
+    """Return the number of KV cells that a request reserves, for its prompt and its answers.
 
-    If the request does not limit the generated tokens, this function sets a limit in `data`. The
-    limit is the server's default. Without a default, prompt and answer share an even part of the
-    context, but the answer gets at least RESERVED_TOKENS. The limit never exceeds the context.
+    If the request does not limit the generated tokens, a limit is set in `data`: the server's
+    default, at most the rest of the context. Without a default, the prompt and the answer together
+    get an equal share of the context. The answer gets at least RESERVED_TOKENS.
 
     `n_answers` is the number of answers to one prompt. `asker` sends the query that counts the
     tokens of the prompt. Raises Refusal (an error response) if the prompt does not fit in the
@@ -838,10 +836,10 @@ def settle_length(
 
 
 def check_length(route: str, body: bytes, served: Served, asker: Body) -> int | None:
-    """Return the number of tokens of a request's prompt.
+    """Return the number of tokens of a request's prompt, or None if it cannot be counted.
 
-    Returns None if the tokens cannot be counted in advance: for several texts, for infill requests,
-    and for requests that llama.cpp will refuse. Call this on a thread. Raises Refusal (an error
+    It cannot be counted for several texts, for infill requests, and for requests that llama.cpp
+    will refuse. Call this on a thread, because it waits for llama.cpp. Raises Refusal (an error
     response) if the prompt does not fit in the context or the chat template fails.
     """
     counting = next((each for each, form in COUNTING.items() if form == route), None)

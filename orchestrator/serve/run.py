@@ -43,8 +43,7 @@ class Protocol(H11Protocol):
 
     A connection is closed if no complete request head arrives within patience_s seconds. When a
     connection is closed, the client has patience_s seconds to read the remaining data. After that
-    the data is dropped. uvicorn itself only limits the time between two requests, up to the first
-    byte of the next one.
+    the data is dropped. uvicorn itself only has a timeout for the first byte of the next request.
     """
 
     patience_s = 30.0
@@ -149,10 +148,10 @@ class _Server(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen on the sockets, and let asyncio accept one connection at a time.
+        """Listen on the sockets. The system queues up to BACKLOG new connections.
 
-        If accepting fails, asyncio retries as often as its backlog is long, and then pauses for a
-        second. Its backlog is therefore 1. The system still queues up to BACKLOG connections.
+        asyncio's own backlog must be 1, because after a failure asyncio tries to accept that many
+        connections without a pause.
         """
         asyncio.get_running_loop().set_exception_handler(self._failed)
         await super().startup(sockets)
@@ -266,9 +265,9 @@ class Running:
     def run(self) -> bool:
         """Load the model, and serve requests until `stop`, SIGINT or SIGTERM.
 
-        Returns False if a thread does not return from llama.cpp. The usage history is then saved,
-        but nothing is freed, and the caller must end the process. Raises any error of loading the
-        model, such as NativeError if llama.cpp's server core is missing.
+        Returns False if llama.cpp does not end a running request in time. The usage history is then
+        saved, but nothing is freed, and the caller must end the process. Raises any error of
+        loading the model, such as NativeError if llama.cpp's server core is missing.
         """
         loading = threading.Thread(target=self._load, name="load")
         url = self.url

@@ -52,11 +52,12 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Log-probabilities of the n tokens of a prompt, followed by n_generated generated tokens.
+    """Log-probabilities of the tokens of a prompt, and of the tokens generated after it.
 
-    `tokens` is int32 [n]. `logp` is float64 [n], nan for the first token. `likeliest` (int32) and
-    `likeliest_logp` (float64), both [n, top], are the most likely tokens at each position, best
-    first.
+    n is the number of all these tokens, of which the last n_generated (0 or 1) were generated.
+    `tokens` is int32 [n]. `logp` is float64 [n]; its first value is nan if no token precedes the
+    first one. `likeliest` (int32) and `likeliest_logp` (float64), both [n, top], are the most
+    likely tokens at each position, best first.
     """
 
     tokens: np.ndarray
@@ -99,12 +100,12 @@ def wants_scores(route: str, data: dict[str, Any]) -> bool:
 
 
 async def score(state: State, served: Served, body: Body) -> Iterator[bytes]:
-    """Compute the log-probabilities of a request's prompts, and return the answer.
+    """Compute the log-probabilities of a request's prompts. Return the answer as pieces of JSON.
 
-    The answer is a JSON object in OpenAI's completion format, as pieces of text. Call this only if
-    wants_scores returned True. No other request may decode meanwhile, and all sequences are empty
-    afterwards. If this is cancelled, it returns after the current part of the prompt. Raises
-    Refusal (an error response) if a prompt cannot be scored.
+    The answer has OpenAI's completion format. Call this only if wants_scores returned True. No
+    other request may decode meanwhile, and all sequences are empty afterwards. A cancel takes
+    effect after the current part of the prompt. Raises Refusal (an error response) if a prompt
+    cannot be scored.
     """
     text, given_up = body.take(), threading.Event()
 
@@ -204,9 +205,10 @@ def _logits(
 def judged(prompt: Prompt, parts: Iterable[np.ndarray], top: int, n_generated: int) -> Scores:
     """Return the log-probabilities of a prompt's tokens, except the tokens that the server added.
 
-    `parts` are arrays of logits, float32 [m, n_vocab], for the tokens in order. They leave out the
-    last token if n_generated is 0. If n_generated is 1, the most likely next token is appended to
-    the prompt. `top` is the number of alternatives for each token.
+    `parts` are arrays of logits, float32 [m, n_vocab], for successive tokens of the prompt. If
+    n_generated is 1, they include the logits of the last token, and the most likely next token is
+    added to the result. If it is 0, they do not include the last token. `top` is the number of
+    alternatives for each token.
     """
     n_prompt = len(prompt.tokens)
     n = n_prompt + n_generated

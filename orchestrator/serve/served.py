@@ -32,7 +32,7 @@ MOST_NOTED = 256
 
 
 def most_scored(config: Config) -> int:
-    """Return how many prompt tokens' log-probabilities one request may ask for at most.
+    """Return the maximum number of prompt tokens whose log-probabilities one request may ask for.
 
     The number is the context length of one sequence (`config.ctx`), but at least SCORED_MOST.
     """
@@ -91,7 +91,7 @@ class Served:
     def count_tokens(self, text: str) -> tuple[int, int]:
         """Return (approximate number of tokens, length of the longest word) of a text.
 
-        Returns (0, 0) without counting if the memory reserved for a body is enough for every text.
+        Returns (0, 0) if the tokenizer does not split texts into words.
         """
         return self._words.count_tokens(text, self.runtime.vocabulary)
 
@@ -107,8 +107,8 @@ class Served:
         """Return the policy settings for one request, or None with `--policy plain`.
 
         `changes` are the settings that this request replaces. Raises ConfigError for a setting that
-        a request may not change. Also raises it for any change if the server computes several
-        requests together.
+        a request may not change. A server that computes several requests together allows no
+        changes.
         """
         usual = self.about.settings
         if not changes:

@@ -82,12 +82,11 @@ class Service:
             self.state.served.runtime.stop()
 
     def close(self, end_s: float) -> bool:
-        """Free the model and stop the threads, and return whether that succeeded.
+        """Free the model and stop the threads. Return False if llama.cpp still works at `end_s`.
 
-        Call this after `load` has returned and the last request has ended. It waits for threads
-        inside llama.cpp until `end_s`, a time of the monotonic clock. It returns False if a thread
-        is still running then. The usage history is then saved, but nothing is freed, and the caller
-        must end the process.
+        `end_s` is a time of the monotonic clock. If the result is False, the usage history is
+        saved, but nothing is freed, and the caller must end the process. Call this after `load` has
+        returned and the last request has ended.
         """
         state, served = self.state, self.state.served
         state.quick.shutdown(wait=False)

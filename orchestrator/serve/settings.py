@@ -172,9 +172,9 @@ _DEFAULTS = ("max_tokens", "temp", "top_k", "top_p", "min_p", "seed")
 
 
 def answer_settings() -> list[Setting]:
-    """Return the settings whose values are the server's defaults for answers, such as temp.
+    """Return the settings that a request can override for its answer, such as temp.
 
-    A request that sets such a value itself overrides the default.
+    Their values are the server's defaults for answers.
     """
     own = Config.declared()
     conversation = [each for each in own.values() if each.conversation]

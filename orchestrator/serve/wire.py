@@ -102,7 +102,7 @@ def beyond_context(what: str, n_tokens: int, n_ctx: int) -> Refusal:
     """Return llama.cpp's error response for a prompt that does not fit in the context.
 
     The message begins with `what`, such as "the prompt of 9000 tokens". n_tokens is the length of
-    the prompt or a lower bound of it, and n_ctx that of the context.
+    the prompt, or a lower bound of it. n_ctx is the length of the context.
     """
     exceeds = "exceed" if what.endswith("messages") else "exceeds"
     return Refusal(
@@ -119,9 +119,9 @@ async def read_body(
 ) -> bytes:
     """Read the whole body of a request from its client, and return it.
 
-    `count` is called with the length so far after each piece. Raises Refusal (an error response) as
-    soon as the body or its declared length exceeds most_bytes. useful_bytes is the length that the
-    context could use. If it is larger than most_bytes, the message suggests it as --body-limit.
+    `count` is called after each piece, with the number of bytes so far. Raises Refusal (an error
+    response) as soon as the body or its declared length exceeds most_bytes. If useful_bytes, the
+    length that the context could use, is larger, the message suggests it as --body-limit.
     """
     body, said = bytearray(), request.headers.get("content-length", "")
     try:
@@ -225,11 +225,10 @@ def is_whole(last: bytes, is_stream: bool) -> bool:
 
 
 def failure_at(status: int, text: bytes) -> int:
-    """Return the offset of an error report in llama.cpp's answer, or -1 if there is none.
+    """Return where llama.cpp's answer reports a failed step or a failed grammar, or -1.
 
-    Only reports of a failed decoding step and of a grammar that was given up are searched. In a
-    stream, `text` holds whole events. The words of such a report do not count if the model itself
-    generated them.
+    The result is an offset in `text`. In a stream, `text` holds whole events. The words of such a
+    report do not count if the model itself generated them.
     """
     if STEP_FAILED not in text and GRAMMAR_FAILED not in text:
         return -1
@@ -257,7 +256,7 @@ def grammar_failure(text: bytes) -> str | None:
 def progress_of(events: bytes) -> bytes:
     """Return the last of a stream's events if it reports how much of the prompt is read.
 
-    Otherwise returns b"". Named events, which Anthropic's clients get, are not searched.
+    Otherwise returns b"". Events with names, which Anthropic's clients get, are ignored.
     """
     last = events.removesuffix(EVENT_END).rpartition(EVENT_END)[2]
     reports = last.startswith(b"data: {") and b'"prompt_progress"' in last
@@ -293,10 +292,10 @@ def error_event(route: str, error: bytes) -> bytes:
 
 
 def has_costs(part: bytes, is_stream: bool, route: str) -> bool:
-    """Return whether the measurements of the experts belong in this part of an answer.
+    """Return whether this part of an answer should contain measurements of the experts.
 
-    These measurements (cache hits, bytes read and others) belong in a part with `timings`. On paths
-    whose answers have no `timings`, they belong in the complete answer.
+    Examples of measurements are cache hits and bytes read. They belong in a part with `timings`. On
+    paths whose answers have no `timings`, they belong in the complete answer.
     """
     if not is_stream and route in _WITHOUT_TIMINGS:
         return True
@@ -304,11 +303,10 @@ def has_costs(part: bytes, is_stream: bool, route: str) -> bool:
 
 
 def with_costs(part: bytes, costs: dict[str, Any], is_stream: bool, route: str) -> bytes:
-    """Return a part of an answer with the measurements of its experts added to `timings`.
+    """Return a part of an answer with the measurements `costs` added to its `timings`.
 
-    These measurements (`costs`) are cache hits, bytes read and others. A part without `timings`
-    gets this field. The JSON is edited as text, because parsing a large answer would block other
-    clients.
+    `costs` has cache hits, bytes read and other measurements of the experts. A part without
+    `timings` gets this field.
     """
     if not costs:
         return part
@@ -344,9 +342,8 @@ def _append_timings(text: bytes, ours: bytes) -> bytes:
 def mapped(part: bytes, is_stream: bool, change: Callable[[Any], Any]) -> bytes:
     """Return a part of an answer after applying `change` to its parsed JSON.
 
-    In a stream, `change` is applied to each event. Parsing holds Python's lock and so blocks all
-    other threads. This takes 12 ms for the longest answer with probabilities (240 KB), and 5 ms for
-    a text of 131,072 tokens.
+    In a stream, `change` is applied to each event. Parsing blocks all other threads, because it
+    holds Python's lock. The longest answers take about 12 ms.
     """
     return _each(part, is_stream, lambda text: _changed(text, change))
 
