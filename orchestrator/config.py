@@ -596,12 +596,16 @@ class Config(Settings):
     def asks_less(self, policy: type[Policy]) -> bool:
         """Return whether these settings let the policy compute experts below the best precision.
 
-        With the setting `exact`, the result is False. Otherwise, the result is True if skipping is
-        allowed, or if the policy mixes precisions and is never lossless.
+        The first rule that applies decides:
 
-        Other policies have settings that make them lossless. For them, the result is True if the
-        user gave another value of such a setting. It is also True if the user gave no value, but a
-        low tier or a second file.
+        - With the setting `exact`, the result is False.
+        - If experts may be skipped, the result is True.
+        - If no settings make the policy lossless, the result says whether the policy mixes
+          precisions.
+        - If a setting that makes it lossless has another value, the result is True.
+        - If such a setting has no value, the result says whether a low tier or a second file was
+          given.
+        - Otherwise, the result is False.
         """
         if self.exact:
             return False

@@ -41,6 +41,7 @@ def identity(model: ExpertModel) -> str:
     The hash is computed once for an opened model. It still describes the opened files if their
     names later belong to other files.
     """
+    # Computed once, so it describes the opened files even if others get their names later.
     return _identity(tuple((part.path, part.data_offset) for part in model.parts), _stamps(model))
 
 

@@ -93,6 +93,8 @@ def compute_bytes(
     n_rows = max(output_tokens(request, n_vocab, n_tokens), 1 + request.needs.sequences)
     extra = 4 * n_vocab * n_rows
     if graph_bytes is not None:
+        # llama.cpp does not count the CPU's work buffer of the widest expert product, which has
+        # inputs in 8-bit blocks and row indices.
         row = min(2, len(model.tiers)) * n_ff * ROW_WEIGHT_BYTES + ROW_PLACE_BYTES
         extra += int(n_tokens * n_used * row)
     else:
@@ -119,9 +121,8 @@ def compute_bytes(
 def part_bytes(model: ExpertModel, config: Config) -> int:
     """Return an upper estimate of the size of one sequence's checkpoint, in bytes.
 
-    Only models with recurrent layers or a sliding attention window need checkpoints, because their
-    memory of a sequence cannot be truncated. A checkpoint has the float32 states of recurrent
-    layers and the attention window of all layers. The result is 0 for other models.
+    A checkpoint has the float32 states of recurrent layers and the sliding attention window of all
+    layers. A model that has neither needs no checkpoints, and the result is 0.
     """
 
     def number(name: str) -> int:
@@ -161,11 +162,15 @@ def kernel_bytes(
     stay allocated as the context grows. Otherwise only the largest buffers are counted.
     """
     hparams, made, halves = model.hparams, exchange_bytes(model, n_tokens) // 4, 0
+    # Without flash attention, the attention weights are buffered in single and half precision, and
+    # the mask in two precisions. With flash attention, a 16-bit KV cache needs no buffers. An 8-bit
+    # cache needs the keys and values of one layer in half precision.
     if not flash:
         halves = max(hparams.n_head) * n_tokens * n_ctx
         made += 4 * (halves + n_tokens * n_ctx)
     elif config.kv != DEFAULT_KV:
         halves = max(hparams.n_head_kv) * (hparams.key_length + hparams.value_length) * n_ctx
+    # The half-precision buffers grow with the context.
     parts = -(-n_ctx // n_tokens)
     pieces = (parts + 1) / 2 if keeps_buffers else 1 + 1 / parts
     return LIBRARY_BYTES + made + int(POOLED_HALF_BYTES * pieces * halves)

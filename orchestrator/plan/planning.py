@@ -76,14 +76,17 @@ def plan(
 ) -> Plan | Refusal:
     """Return the memory plan of a model for this machine, or a refusal if the model does not fit.
 
-    If the user named no policy, the choice has three cases. The model runs without an expert store
-    if everything fits, and no option asks for lower precisions or for slots. The baseline policy is
-    chosen if every expert fits in the high tier, and no option asks for lower precisions. The
-    default policy is chosen otherwise. The result is lossless unless an option asks for lower
-    precisions.
+    If the user named no policy, the first of these choices that is possible is taken:
 
-    history: the records of earlier runs, which policies use. Raises PolicyError or ConfigError if
-    the policy, its tiers or the KV cache type do not suit the model.
+    - The model runs without an expert store. This is possible if everything fits in memory, and no
+      option asks for lower precisions or for slots.
+    - The baseline policy is used. This is possible if every expert fits in the high tier, and the
+      user gave neither a lower precision nor a policy's setting.
+    - The default policy is used.
+
+    The result is lossless unless an option asks for lower precisions. history: the records of
+    earlier runs, which policies use. Raises PolicyError or ConfigError if the policy, its tiers or
+    the KV cache type do not suit the model.
     """
     _check_kv(request.config, model)
     layout = _Layout(request, model, machine, history)

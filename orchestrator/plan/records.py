@@ -248,6 +248,11 @@ class SharedMemory:
 
         ceil(n / u) (A - S(u)) - again S(u)
         """
+        # A micro-batch of hundreds of tokens uses nearly every expert, so each micro-batch reads
+        # every expert that has no slot. With n tokens, u tokens at once, A bytes of all experts and
+        # S(u) bytes of slots, the bytes read are, up to a constant:
+        #
+        #     ceil(n / u) (A - S(u)) - again S(u)
         end, every = n_cells + n_tokens, self.all_slots
 
         def read(size: int) -> float:
