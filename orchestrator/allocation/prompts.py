@@ -79,8 +79,8 @@ def together(rankings: Sequence[Ranking], n_expert: int) -> Ranking:
     """Merge the rankings of a layer's experts by several sequences into one ranking.
 
     An expert is critical (requested in the high tier) if one of the rankings says so. Critical
-    experts come before all others. Both parts are sorted by the expert's best rank in any of the
-    rankings, and then by index.
+    experts come before all others. Among the critical experts, and among the others, the best rank
+    in any of the rankings decides. Equal ranks are sorted by index.
     """
     if len(rankings) == 1:
         return rankings[0]

@@ -102,8 +102,8 @@ class Known:
         is fast enough, it is the fastest one. For a model that does not run, it is the smallest
         one.
 
-        Models that are fast enough come first, and the largest of them at the top. Slower models
-        follow, the fastest first. Models that do not run come last, the smallest first.
+        Models that are fast enough come first, sorted by falling size. Slower models follow, sorted
+        by falling speed. Models that do not run come last, sorted by rising size.
         """
 
         def order(row: Row) -> tuple[int, float]:

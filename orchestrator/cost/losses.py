@@ -80,8 +80,8 @@ class Fit(NamedTuple):
     - error: the standard error of the logarithm of a predicted mean loss.
     - scales: a further multiplier for each of `tiers`; empty if all are 1.
     - spread: percentiles 10 and 90 of the loss of a text window, divided by its fitted loss.
-    - routing: the range of the mean surprise per expert use in these windows, with a margin (see
-      orchestrator.allocation.estimate).
+    - routing: the range of the mean surprise in these windows, with a margin. The surprise says how
+      unusual one use of an expert is (see orchestrator.allocation.estimate).
     """
 
     factors: tuple[float, ...]

@@ -102,7 +102,7 @@ class Timing(NamedTuple):
 
 
 class Timings:
-    """The stored timings of many operations, each under its key, as of the time `now`."""
+    """The valid timings of many operations at the time `now`, by the key of the operation."""
 
     def __init__(self, now: float, of: Mapping[str, Iterable[Timing]] | None = None) -> None:
         """Keep the stored timings that are still valid.
@@ -275,7 +275,7 @@ class Speeds(Closing):
         return self._used[key] * scale
 
     def time_again(self) -> bool:
-        """Repeat the timings of all single-token operations since the last call.
+        """Time all single-token operations again that were timed since the last call.
 
         The operations are timed in turns for several rounds. The result is False if there were no
         such operations. Raises NativeError if an operation cannot be timed.

@@ -312,7 +312,7 @@ def scanned(share: float, several_layers: bool) -> tuple[float, float]:
 
     first: the fraction for the first micro-batch. later: the fraction for each later micro-batch.
     Each micro-batch uses all experts. share: slots per expert. several_layers: several layers share
-    the slots. Otherwise both results are `share`, at most 1.
+    the slots. If each layer has its own slots, both results are `share`, at most 1.
     """
     # A layer with its own slots computes the experts in memory before it replaces any. If layers
     # share slots, each miss takes a slot that a later layer would have hit. Let y be the share of

@@ -52,9 +52,9 @@ SIZES = (512, 1024, 2048, 4096)
 def output_tokens(request: PlanRequest, n_vocab: int, n_ubatch: int) -> int:
     """Return the largest number of tokens of one sequence for which a step computes logits.
 
-    If all logits are requested, it is n_ubatch. It is 1 for the other requests, unless prompts are
-    scored. For a scored prompt, the number is limited so that two copies of the logits take at most
-    SCORING_BYTES.
+    The number is n_ubatch if the configuration requests all logits. For a scored prompt, it is
+    limited so that two copies of the logits take at most SCORING_BYTES. For other requests, it is
+    1.
     """
     if request.config.logits_all:
         return n_ubatch

@@ -243,7 +243,7 @@ def wants_plain(config: Config, model: ExpertModel) -> bool:
 
 
 def choose(config: Config, model: ExpertModel, shape_of: ShapeOf, budget: int) -> Choice:
-    """Choose the policy and its precisions (tiers), as far as the user did not name them.
+    """Choose the policy and its precisions (tiers), unless the user named them.
 
     budget: bytes for expert slots. shape_of: returns the slot sizes for some tiers.
 

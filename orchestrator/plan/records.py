@@ -147,7 +147,7 @@ class PlanRequest:
     def of_run(self) -> dict[str, Any]:
         """Return all settings of this request that can change the resolved plan, by name.
 
-        The result has such settings of the configuration, and the needs of the front end.
+        They are settings of the configuration, and the needs of the front end.
         """
         return self.config.of_run() | asdict(self.needs)
 
@@ -200,11 +200,11 @@ class SharedMemory:
         return self.n_bytes - max(held, scratch) - self.cache_bytes(n_cells)
 
     def width(self, cells_end: int, n_tokens: int) -> int:
-        """Return an upper bound of the position after the last used KV cell, for a later moment.
+        """Return an upper bound for the end of the used KV cells, after n_tokens more tokens.
 
-        cells_end: this position now. n_tokens: the number of tokens that are computed until then.
-        Several sequences reserve blocks of cells, and each of them may leave a part of its block
-        free.
+        The end is the position after the last used cell. cells_end: the end now. If several
+        sequences share the cells, each of them reserves blocks of cells and may leave part of a
+        block free.
         """
         runs = self.sequences + 1 if self.sequences > 1 else 0
         return cells_end + n_tokens + runs * CELL_STEP

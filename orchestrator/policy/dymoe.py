@@ -135,9 +135,9 @@ def union(ids: np.ndarray, t: int, n_expert: int) -> tuple[list[int], int]:
     """Return the experts that at least one token is predicted to select, and how many are critical.
 
     ids: the predicted experts of each token, best first, int32 [T, k]. An expert is critical if it
-    is one of the first t experts in a row of ids. Critical experts come before all others. In both
-    parts, experts that more tokens select come first. Ties are sorted by the best rank in a row,
-    then by index.
+    is one of the first t experts in a row of ids. Critical experts come before all others. Among
+    the critical experts, and among the others, those that more tokens select come first. Ties are
+    sorted by the best rank in a row, then by index.
     """
     n_tokens, k = ids.shape
     load = np.bincount(ids.ravel(), minlength=n_expert)

@@ -209,7 +209,7 @@ class Climb:
     depth. The search starts at the maximum of both numbers, and decreases P first. At each update,
     it moves to the next pair in its direction if the mean loss is lower there. After `patience`
     updates without a move, or at a border, it reverses its direction. After two reversals, it
-    changes the other number.
+    changes K instead of P, or P instead of K.
 
     - at: the current (K, P).
     - seen: the pairs that the search visited or compared. `end` chooses among them.

@@ -69,9 +69,10 @@ class Account:
 class LayerCosts:
     """The costs and savings of skipping an expert of one layer or computing it in a lower tier.
 
-    - skip: the estimated loss in nats if an expert with gate weight 1 is skipped, float64
+    - skip: the estimated loss in nats of skipping each expert with gate weight 1, float64
       [n_expert].
-    - low: the estimated loss in nats if it is computed in tier 1 instead, float64 [n_expert].
+    - low: the estimated loss in nats of computing each expert with gate weight 1 in tier 1, float64
+      [n_expert].
     - high_bytes, low_bytes: the bytes of an expert in tiers 0 and 1. low_bytes is 0 without a tier
       1.
     - present_bytes: the bytes that count as saved if an expert in memory is skipped. This saves
@@ -646,10 +647,11 @@ class Floor(Policy):
         out.prefetch_all(layer, [expert for expert in wanted if expert not in skipped], 0)
 
     def on_step(self, report: StepReport) -> tuple[()]:
-        """After a decode step, settle its losses and adjust the limit for the loss per saved byte.
+        """After a decode step, update the loss that each sequence has left, and the price.
 
-        Each sequence keeps the allowed loss that it did not use, up to the loss of a few tokens. If
-        the report says that the text is unusual, only half of max_loss is allowed from then on.
+        The price is the limit for the loss per saved byte. Each sequence keeps the allowed loss
+        that it did not use, up to the loss of a few tokens. If the report says that the text is
+        unusual, only half of max_loss is allowed from then on.
         """
         if report.unusual is not None:
             self._spend_share(0.5 if report.unusual else 1.0)
