@@ -111,7 +111,8 @@ def place(
     """Return the tier of each expert by its importance, uint8 [n_layers, n_expert].
 
     The n_hot most important experts of each layer have tier 0. The others are divided among the
-    lower tiers so that their loss is minimal and their mean number of bits is at most near_bits.
+    lower tiers with the least total loss. Their mean number of bits per weight is at most
+    near_bits.
 
     - scores: the importance of each expert, [n_layers, n_expert].
     - losses: the loss of each expert in each lower tier, [n_layers, n_expert, len(bits)].

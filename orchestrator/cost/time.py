@@ -257,9 +257,8 @@ def cached(
     (precision). foreseen: the share of misses that look-ahead predicts.
 
     Uses are assumed to be independent. An expert is then in memory if it was used within the last t
-    tokens, with probability 1 - (1 - p)^t for a use probability p. The time t is chosen so that the
-    expected number of experts in memory equals the number of slots (Che, Tung and Wang 2002). A use
-    in a lower tier also hits a better copy.
+    tokens. The time t is chosen so that the expected number of experts in memory equals the number
+    of slots (Che, Tung and Wang 2002). A use in a lower tier also hits a better copy.
     """
     rates = uses[:, :, None] * mix
     found = np.zeros_like(rates)
@@ -293,6 +292,7 @@ def recently_used(rates: np.ndarray, n_slots: int) -> np.ndarray:
         return np.where(rates > 0.0, 1.0, 0.0)
     if rates.min() == rates.max():
         return np.full(rates.shape, n_slots / rates.size)
+    # With a use probability p, an item was used in the last t steps with probability 1 - (1 - p)^t.
     pace = -np.log1p(-np.minimum(rates, 1.0 - 1e-12))
 
     def there(t: float) -> np.ndarray:

@@ -195,8 +195,7 @@ class Placement:
     - slots: the slots, which fit the budget. If the budget is too small, they are the minimum with
       which the policy works.
     - wants: the requirements of the policy with these settings and slots.
-    - losses: the quality loss of each expert in each tier, or None if the slots do not depend on
-      it.
+    - losses: the quality loss of each expert in each tier; None if it is unknown or not used.
 
     A policy that needs further values defines a subclass.
     """

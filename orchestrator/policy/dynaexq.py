@@ -226,8 +226,8 @@ def hottest_first(scores: np.ndarray) -> np.ndarray:
 class DynaExqPlacement(Placement):
     """The expert slots of the policy `dynaexq`, with n_l experts of layer l in the high tier.
 
-    - pools: the slots of all experts. None if the budget does not hold every expert in the low
-      tier, so that experts are cached.
+    - pools: the slots of all experts. If the budget does not hold every expert in the low tier, it
+      is None, and experts are cached.
     - capacity: n_l, int [n_layers].
     - cached: the number of low slots of each layer if experts are cached, else 0, int [n_layers].
     - hotness: the fraction of tokens that used each expert in earlier runs, or None.

@@ -359,8 +359,7 @@ class Tuner:
         """Count the wrong and missing predictions of a layer for one token, for every pair (K, P).
 
         K is the number of candidates (first experts) per vote, and P is the number of voting
-        layers. The experts that a pair would expect follow from the ranked votes, so no pair has to
-        be tried. All pairs are therefore compared on the same tokens.
+        layers. All pairs are compared on the same tokens.
 
         - sets: the expected experts of every pair, from `every_set`.
         - used: the experts that the token uses.
@@ -853,10 +852,11 @@ class FIRM(Policy):
         """Return figures about prefetching and tuning since the runtime started.
 
         - prefetch: whether prefetching is on, off or paused.
-        - recall (eq. 7), precision (eq. 8), size: for each layer, over the counted tokens. size is
-          the mean number of expected experts.
+        - recall (eq. 7): the fraction of used experts that were prefetched, for each layer.
+        - precision (eq. 8): the fraction of prefetched experts that were used, for each layer.
+        - size: the mean number of prefetched experts, for each layer.
         - votes: [candidates per vote, voting layers] for each group of layers.
-        - loss: the mean of eq. 11 for each group of layers.
+        - loss: the mean prediction loss (eq. 11) for each group of layers.
         - tuned: whether the votes are final.
         """
         return {
