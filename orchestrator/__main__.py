@@ -4,9 +4,9 @@ from gguf_tools import interrupts
 
 
 def main() -> None:
-    """Loads the command line and runs it.
+    """Import the command line and run it.
 
-    Ctrl-C while it loads ends the process, without a traceback of the import.
+    If Ctrl-C interrupts the import, the process ends without a traceback.
     """
     interrupts.leave_at_once()
     from orchestrator.cli.main import main as run

@@ -260,8 +260,8 @@ class Sampling(Settings):
 class Config(Settings):
     """All settings with which a model is run. Make a checked configuration with `Config.build`.
 
-    Sizes are in bytes. of_policies: the given settings of policies by name. The policy that is used
-    takes those that it has.
+    Sizes are in bytes. of_policies: the settings of policies that the user gave, by name. Settings
+    that the chosen policy does not have are ignored.
     """
 
     model: Path = setting(
@@ -514,12 +514,12 @@ class Config(Settings):
     def build(cls, **settings: Any) -> Config:
         """Return a checked configuration from settings of this class and of policies.
 
-        A policy's setting with the value None counts as not given. The setting `policy` may be a
-        name, a class, or text "module:Class".
+        The setting `policy` may be a name, a class, or text "module:Class". A policy's setting with
+        the value None counts as not given.
 
-        Raises ConfigError for a wrong type, a value out of range or an unknown name. In the last
-        case, the message has the nearest known name. Raises PolicyError for a policy class that
-        cannot be used.
+        Raises ConfigError for a wrong type, a value out of range or an unknown name. For an unknown
+        name, the message suggests the nearest known name. Raises PolicyError for a policy class
+        that cannot be used.
         """
         settings["policy"] = policy_name(settings.get("policy"))
         own, others = cls.declared(), policy_settings()
@@ -566,7 +566,8 @@ class Config(Settings):
     def of_run(self) -> dict[str, Any]:
         """Return the settings that can change how memory is planned, by name.
 
-        Left out are the model, the settings of answers and the size limit of the prompt cache.
+        The result does not have the model, the settings of answers and the size limit of the prompt
+        cache.
         """
         apart = ("model", "prompt_cache_limit")
         kept = [name for name, each in self.declared().items() if not each.answer]
@@ -575,7 +576,10 @@ class Config(Settings):
 
     @property
     def n_threads(self) -> int:
-        """The number of compute threads. At most one per core that this process may use."""
+        """The number of compute threads: the setting `threads`, limited to the usable cores.
+
+        If the setting was not given, it is the default number of threads for this machine.
+        """
         return compute_threads(self.threads)
 
     @property
@@ -596,12 +600,16 @@ class Config(Settings):
     def asks_less(self, policy: type[Policy]) -> bool:
         """Return whether these settings let the policy compute experts below the best precision.
 
-        With the setting `exact`, the result is False. Otherwise, the result is True if skipping is
-        allowed, or if the policy mixes precisions and is never lossless.
+        The first rule that applies decides:
 
-        Other policies have settings that make them lossless. For them, the result is True if the
-        user gave another value of such a setting. It is also True if the user gave no value, but a
-        low tier or a second file.
+        - With the setting `exact`, the result is False.
+        - If experts may be skipped, the result is True.
+        - If no settings make the policy lossless, the result says whether the policy mixes
+          precisions.
+        - If a setting that makes it lossless has another value, the result is True.
+        - If such a setting has no value, the result says whether a low tier or a second file was
+          given.
+        - Otherwise, the result is False.
         """
         if self.exact:
             return False

@@ -59,7 +59,7 @@ class TiersError(PolicyError):
     """Raised if a policy needs more precisions (tiers) than are in use.
 
     problem: the message without its advice. The advice names options of commands that run a model,
-    so other callers show only the problem.
+    so it does not suit other callers.
     """
 
     def __init__(self, problem: str, remedy: str) -> None:

@@ -65,10 +65,8 @@ class RouteEvent:
     - layer: the index among the MoE layers.
     - step, phase: the number of the step and its phase.
     - k: the number of experts per token in this layer.
-    - n_ahead: the number of following layers for which there are predictions. Prediction p, counted
-      from 0, is for the layer with index layer + 1 + p. Every prediction is as wide as the largest
-      k of all layers. In a layer with a smaller k, rows are padded with their first expert at score
-      0.
+    - n_ahead: the number of following layers whose experts are predicted. Prediction p, counted
+      from 0, is for the layer with index layer + 1 + p.
 
     These read-only memoryviews are of the first token. They serve decode steps with one token:
 
@@ -86,6 +84,9 @@ class RouteEvent:
         ahead_ids_array   int32   [n_ahead, T, k]  predicted experts (DyMoE eq. 6), best first
         ahead_array       float32 [n_ahead, T, k]  their scores
         importance_array  float32 [T]              attention that a token receives (eq. 1), or None
+
+    Predictions are as wide as the largest k of all layers. For a layer with a smaller k, a row is
+    padded with its first expert at score 0.
     """
 
     def __init__(
@@ -174,10 +175,11 @@ class RouteEvent:
 class StoreView:
     """A read-only view of which experts are in memory now.
 
-    - resident[layer][expert]: the best tier in memory with all matrices of the expert, or ABSENT.
+    - resident[layer][expert]: the best tier in which all matrices of the expert are in memory, or
+      ABSENT.
     - resident_array: the same values, uint8 [n_layers, n_expert].
-    - missing[layer][expert]: a bit mask of the matrices that are in memory in no tier. The bit of a
-      matrix kind is 1 << kind.
+    - missing[layer][expert]: a bit mask of the expert's matrices that are not in memory in any
+      tier. The bit of a matrix kind is 1 << kind.
     """
 
     def __init__(self, resident: np.ndarray, missing: np.ndarray) -> None:
@@ -209,10 +211,11 @@ class DecisionBuffer:
         self.renormalize = False
 
     def prefetch(self, layer: int, expert: int, tier: int, passing: int = 0) -> None:
-        """Request that an expert is read before its layer needs it, the most urgent requests first.
+        """Request that an expert is read before its layer needs it.
 
-        If the buffer is full, the request is dropped, because a prefetch is optional. passing: 1
-        streams the expert, so that it does not evict frequently used experts.
+        Request the most urgent experts first. If the buffer is full, the request is dropped,
+        because a prefetch is optional. passing: 1 streams the expert, so that it does not evict
+        frequently used experts.
         """
         n = self.n_prefetch
         if n < len(self._prefetch):
@@ -242,7 +245,8 @@ class ComputedStep:
     - number: the number of the step.
     - us: the time from start to end, in microseconds.
     - starts: the sequences whose first token is in the step.
-    - prompt_ends: the sequences with a prompt token whose logits were requested.
+    - prompt_ends: the sequences for which logits of a prompt token were requested, as at the end of
+      a prompt.
     - ends: the sequences that were dropped since the previous step.
     """
 
@@ -291,11 +295,11 @@ class GenerationStats:
     """Measurements of one answer.
 
     - ttft_ms: milliseconds from the call until the first token is chosen.
-    - tpot_ms_p50, tpot_ms_p99: percentiles of the milliseconds between later tokens; nan with fewer
-      than two tokens.
-    - hit_rate: the fraction of expert matrices that were in memory in the requested tier or a
-      better one during decoding. prefill_hit_rate: the same for prefill. None if no matrix was
-      requested.
+    - tpot_ms_p50, tpot_ms_p99: percentiles 50 and 99 of the milliseconds between two tokens; nan
+      with fewer than two tokens.
+    - hit_rate: the fraction of the requested expert matrices that were in memory during decoding,
+      in the requested tier or a better one. None if no matrix was requested.
+    - prefill_hit_rate: the same fraction during prefill.
     - bytes_read, wait_ms: the bytes of experts read, and the time spent waiting for reads.
     - mix: the fraction of the routed experts for which each tier was requested during decoding.
     - computed: the fraction of the matrices that were computed in each tier. A better tier than

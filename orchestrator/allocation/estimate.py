@@ -23,8 +23,9 @@ ROUTING_TOKENS = 256
 def surprise(counts: np.ndarray) -> np.ndarray:
     """Return how unusual one use of each expert is, float64 [n_layers, n_expert].
 
-    The value is -log(p), where p is the expert's fraction of its layer's uses, minus the mean of
-    this over all uses in the layer. counts: the number of uses, [n_layers, n_expert].
+    An expert that is rarely used in its layer has a high value. The value is -log(p), where p is
+    the expert's fraction of its layer's uses. The mean of -log(p) over all uses in the layer is
+    subtracted. counts: the number of uses, [n_layers, n_expert].
     """
     share = (counts + 1.0) / (counts + 1.0).sum(axis=1, keepdims=True)
     unusual = -np.log(share)
@@ -34,12 +35,13 @@ def surprise(counts: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Statistics of how often texts use each expert, for the texts that a loss table is based on.
+    """The usage of experts in the texts with which a loss table was measured.
 
-    They show whether another text uses experts differently.
+    It shows whether another text is unusual: whether its mean surprise per use is out of range.
 
-    - surprise: how unusual one use of each expert is (see the function `surprise`).
-    - low, high: the range of the mean surprise per use, over windows of ROUTING_TOKENS tokens.
+    - surprise: how unusual one use of each expert is, float64 [n_layers, n_expert].
+    - low, high: the range of the mean surprise per use in the measured texts, for windows of
+      ROUTING_TOKENS tokens.
     """
 
     surprise: np.ndarray
@@ -61,13 +63,12 @@ class KlEstimate:
     """An estimate of the KL divergence that lower tiers cause, relative to the best tier in use.
 
     - base: the name of the best tier.
-    - nats: the cost for one token if an expert with gate weight 1 is computed in each tier. The
-      last column is the cost of skipping. float64 [n_layers, n_expert, n_tiers + 1], 0 for the best
-      tier.
+    - nats: the cost for one token if an expert with gate weight 1 is computed in each tier, float64
+      [n_layers, n_expert, n_tiers + 1]. The last column is the cost of skipping. Nine tenths of the
+      measured windows of text lose less than these costs say.
     - gates: the mean squared gate weight of each expert when the router chose it, float64
       [n_layers, n_expert].
-    - spread: the least sensitive tenth of the texts loses at most this fraction of nats. The values
-      of nats are for sensitive texts: nine tenths of the measured windows of text lose less.
+    - spread: a tenth of the measured windows of text loses less than spread times `nats`.
     - routing: how often the measured texts use each expert; None if unknown.
     """
 
@@ -93,8 +94,8 @@ class KlEstimate:
     ) -> KlEstimate:
         """Make an estimate relative to the tier `base` from costs relative to full precision.
 
-        The rounding errors of an expert in two tiers are independent, so the cost of `base` is
-        added to that of each other tier.
+        The cost of `base` is added to all other costs, because the rounding errors of two tiers are
+        independent.
 
         costs: float64 [n_layers, n_expert, n_tiers + 2]. The columns are the tiers `names`, then
         the base, then skipping. The other arguments are fields of the estimate.

@@ -18,13 +18,12 @@ import numpy as np
 
 
 class Hull:
-    """The best choices of a tier for every expert, for all memory budgets.
+    """Chooses a tier for every expert so that the total loss is minimal within a memory budget.
 
-    The choices form a convex hull. Each step moves one expert to a better tier, in the order of the
-    loss that is saved per added byte.
+    The choice begins with the smallest tier of each expert. Each step moves one expert to a better
+    tier, in the order of saved loss per added byte.
 
-    n_bytes, loss: the total bytes and the total loss after each number of steps, starting with 0
-    steps.
+    n_bytes, loss: the total bytes and the total loss after 0, 1, 2 and more steps.
     """
 
     def __init__(self, losses: np.ndarray, sizes: np.ndarray) -> None:
@@ -54,10 +53,11 @@ class Hull:
         return int(self.n_bytes[0])
 
     def at(self, budget_bytes: int) -> np.ndarray:
-        """Return the best tier of each expert for a budget, uint8 [n_layers, n_expert].
+        """Return the tier of each expert for a budget, uint8 [n_layers, n_expert].
 
-        The steps of the hull are taken in order until one exceeds the budget. The bytes that are
-        left are used for later steps that fit. A budget below least_bytes counts as least_bytes.
+        Experts are moved to better tiers in the order of saved loss per added byte, until one does
+        not fit. The bytes that are left are used for later experts that still fit. A budget below
+        least_bytes counts as least_bytes.
         """
         budget_bytes = max(budget_bytes, self.least_bytes)
         n = int(np.searchsorted(self.n_bytes, budget_bytes, side="right")) - 1

@@ -43,9 +43,9 @@ class LookAhead(Settings):
     def limited(self: L, depth: int, asked: Collection[str]) -> L:
         """Return these settings for a trace that has predictions for only `depth` layers ahead.
 
-        The result has n_ahead reduced to `depth`. Raises ConfigError if the user set n_ahead or
-        prefetch to a value that needs predictions further ahead. asked: the names of the settings
-        that the user set.
+        In the result, n_ahead is at most `depth`. asked: the names of the settings that the user
+        set. Raises ConfigError if the user set n_ahead to more than `depth`. Also raises
+        ConfigError if the user set prefetch to on and `depth` is 0.
         """
         n_ahead = self.with_usual().n_ahead or 0
         if "n_ahead" in asked and n_ahead > depth:
@@ -142,13 +142,10 @@ class Prefetching:
     """Decides whether prefetching is on, and measures how good the predictions are.
 
     With the setting "auto", trials find out whether decoding is faster with or without prefetching.
-    A trial starts after FIRST_STEPS decode steps, and later at growing intervals. It has four
-    blocks of BLOCK_STEPS steps, which alternate between the opposite mode and the current one. The
-    opposite mode becomes current if its median step time is lower by more than MARGIN.
-
-    The interval to the next trial is PERIOD_STEPS after a change of mode. If the mode stays, the
-    interval is doubled, up to LONGEST_STEPS. Step times come from step reports, because policies
-    read no clock.
+    The first trial starts after FIRST_STEPS decode steps. A trial has four blocks of BLOCK_STEPS
+    steps, with prefetching in every second block. If the other mode is clearly faster (MARGIN) than
+    the current one, it becomes the current mode, and the next trial follows PERIOD_STEPS steps
+    later. Otherwise the interval to the next trial is doubled, up to LONGEST_STEPS.
 
     - asked: the setting: "auto", "on" or "off".
     - pays: whether prefetching is on according to the latest trial.
@@ -170,9 +167,10 @@ class Prefetching:
         return self.pays != other_way
 
     def step_done(self, report: StepReport) -> None:
-        """Record the time of a finished step for the current trial. Its last step ends the trial.
+        """Count a finished decode step. If a trial is under way, record the time of the step.
 
-        A trial compares decode steps of one token with and without prefetching.
+        A trial compares steps with and without prefetching. After its last step, the other mode is
+        chosen if it was clearly faster. Steps with several tokens are ignored.
         """
         if self.asked != AUTO or report.phase != Phase.DECODE or report.n_tokens != 1:
             return

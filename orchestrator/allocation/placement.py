@@ -25,7 +25,7 @@ MAX_WIDTHS = 4
 class PlacementSettings(Settings):
     """Settings that decide how many bits each expert gets, by its importance.
 
-    With prior_tokens 0 and near_weights "plain", the result is that of the near-data paper.
+    With prior_tokens 0 and near_weights plain, the method is that of the near-data paper.
     """
 
     near_bits: float = setting(
@@ -73,12 +73,13 @@ def importance(
     """Return the importance S of each expert for a conversation, float64 [n_layers, n_expert].
 
     S = a P + (1 - a) W (section 4.1), where a is the setting importance_mix. P is the expert's
-    fraction of its layer's uses, and W is its fraction of the layer's routing weights. Each layer's
-    values of S sum to 1. The usage in earlier runs is counted as if it came from prior_tokens more
-    tokens.
+    fraction of its layer's uses. W is the expert's fraction of its layer's routing weights. In
+    addition, the usage in earlier runs counts like prior_tokens more tokens of the conversation.
+    Each layer's values of S sum to 1.
 
-    - counts, gates: the conversation's uses of each expert, and the sums of its routing weights.
-    - profile: the use of each expert in earlier runs, in any unit.
+    - counts: the conversation's uses of each expert, [n_layers, n_expert].
+    - gates: the sum of each expert's routing weights in the conversation, [n_layers, n_expert].
+    - profile: the use of each expert in earlier runs, in any unit, [n_layers, n_expert].
     """
     pi = shares(profile)
     used = counts.sum(axis=1, keepdims=True, dtype=np.float64)
@@ -91,9 +92,10 @@ def importance(
 
 
 def bit_budget(n_cold: int, settings: PlacementSettings) -> int:
-    """Return the maximum sum of bits per weight over n_cold experts of a layer.
+    """Return the maximum sum of bits per weight of a layer's experts in lower tiers.
 
-    These are the experts that are not in the best tier. Their mean may be at most near_bits.
+    n_cold: the number of these experts. On average, an expert has at most near_bits bits per
+    weight.
     """
     return int(n_cold * settings.near_bits + 1e-9)
 
@@ -109,7 +111,8 @@ def place(
     """Return the tier of each expert by its importance, uint8 [n_layers, n_expert].
 
     The n_hot most important experts of each layer have tier 0. The others are divided among the
-    lower tiers so that their loss is minimal and their mean number of bits is at most near_bits.
+    lower tiers with the least total loss. Their mean number of bits per weight is at most
+    near_bits.
 
     - scores: the importance of each expert, [n_layers, n_expert].
     - losses: the loss of each expert in each lower tier, [n_layers, n_expert, len(bits)].

@@ -19,11 +19,12 @@ _SAME_SIZE = 1.02
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Slots of one size for the experts of some layers. All these layers share the slots.
+    """Slots of one size for the experts of some layers.
 
-    - layers: the layers.
-    - sizes: the slot bytes of each matrix kind.
-    - n_slots: the number of experts for which there are slots.
+    - layers: the layers that share the slots.
+    - sizes: the slot size of each matrix kind, in bytes.
+    - n_slots: how many experts the pool can hold. An expert takes one slot for each of its
+      matrices.
     """
 
     layers: tuple[int, ...]
@@ -37,11 +38,11 @@ class Pool:
 
 
 def pools_by_size(shape: ModelShape, *tiers: int) -> list[Pool]:
-    """Return one pool of slots for each group of layers with about the same slot size.
+    """Divide the layers into groups with about the same slot size. Return a pool for each group.
 
-    Each slot can hold an expert in any of the given tiers. Layers share pools, because experts move
-    through a few reserve slots of each pool. Fewer pools need fewer reserve slots.
+    A slot can hold an expert in any of the given tiers. The number of slots (n_slots) is still 0.
     """
+    # Layers share pools, because each pool has reserve slots: fewer pools need fewer of them.
     pools: list[Pool] = []
     largest = [
         {kind: max(of_layer[tier][kind] for tier in tiers) for kind in of_layer[tiers[0]]}
@@ -80,8 +81,8 @@ def slot_sizes(shape: ModelShape) -> np.ndarray:
 def slot_plan(pools: Iterable[tuple[Pool, Sequence[int], bool]]) -> SlotPlan:
     """Return a slot plan with one slot group for each pool and matrix kind.
 
-    An entry of `pools` is a pool, the tiers that its slots hold, and whether a system with a GPU
-    keeps these slots in host memory.
+    Each entry of `pools` is (pool, tiers, on_host). tiers: the tiers that the pool's slots can
+    hold. on_host: whether a system with a GPU keeps the slots in host memory.
     """
     groups: list[SlotGroup] = []
     group_of: dict[tuple[int, int, int], int] = {}
@@ -96,8 +97,8 @@ def slot_plan(pools: Iterable[tuple[Pool, Sequence[int], bool]]) -> SlotPlan:
 class Tracker:
     """Counts the free slots of each pool while transitions are chosen.
 
-    It starts from the slots that are free at one moment, and does not see slots that are freed
-    later. DynaExq calls it BudgetTracker.
+    The count starts from the slots that are free at one moment. Slots that are freed later are not
+    added. DynaExq calls this object BudgetTracker.
     """
 
     def __init__(self, free: list[list[int]], pool_of: list[np.ndarray]) -> None:
@@ -137,9 +138,9 @@ class Places:
     """The slots of one or several tiers, and how many experts of each layer they hold.
 
     - tiers: each slot can hold an expert in any of these tiers.
-    - n_experts: the number of experts, by layer.
-    - reserve: whether a pool has reserve slots, through which experts move.
-    - experts_per_move: a pool has one reserve slot for this many experts.
+    - n_experts: the number of experts in these tiers, by layer.
+    - reserve: whether a pool has reserve slots, which experts need to change their tier.
+    - experts_per_move: a pool has one reserve slot for this many experts of its layers.
     - most_moves: the maximum number of reserve slots of a pool.
     - on_host: whether a system with a GPU keeps the slots in host memory.
     """
@@ -163,21 +164,19 @@ class Places:
 
 
 class TierPools:
-    """The slots of all experts, divided into pools of one size.
+    """The slots of all experts of a model, divided into pools of slots of one size.
 
-    Each tier belongs to one of several `Places`. A `Places` object says how many experts of each
-    layer its tiers hold together.
-
-    If all places except the first have reserve slots, experts can always reach a wanted assignment
-    of tiers, and each expert moves only once. The assignment must keep the number of experts in
-    each of the places. Proof: a move within a place takes a reserve slot and returns one. Suppose
-    that some experts still have to move.
-
-    - If the wanted pools are full, each of them holds an expert that must leave. Another pool of
-      these places then holds fewer experts than it should.
-    - If no wanted pool is full, only moves to the first place are left. One of the experts in the
-      first place must leave then, and finds a slot.
+    Each tier belongs to one `Places` object. This object says how many experts of each layer its
+    tiers hold together. If all places except the first have reserve slots, experts can move to
+    every assignment of tiers that keeps these numbers, and each expert moves only once.
     """
+
+    # Proof that experts can always move: a move within a place takes a reserve slot and returns
+    # one. Suppose that some experts still have to move.
+    # - If the wanted pools are full, each of them holds an expert that must leave. Another pool of
+    #   these places then holds fewer experts than it should.
+    # - If no wanted pool is full, only moves to the first place are left. One of the experts in the
+    #   first place must leave then, and finds a slot.
 
     def __init__(self, shape: ModelShape, places: Sequence[Places]) -> None:
         n = shape.n_expert
@@ -202,9 +201,9 @@ class TierPools:
 
     @property
     def pool_of(self) -> np.ndarray:
-        """The pool that holds a layer's experts in each tier, int64 [n_layers, n_tiers].
+        """The number of the pool for each layer's experts in each tier, int64 [n_layers, n_tiers].
 
-        Two layers share a pool in a tier if their numbers are equal.
+        Layers with the same number in a tier share a pool.
         """
         return np.stack([self._pool_in[at] for at in self._place_of], axis=1)
 
@@ -232,16 +231,16 @@ class TierPools:
     def moves_to(
         self, wanted: np.ndarray, resident: np.ndarray, target: np.ndarray, gains: np.ndarray
     ) -> list[Transition]:
-        """Return transitions of experts to their wanted tiers for which slots are free now.
+        """Return the transitions of experts to their wanted tiers for which slots are free now.
 
         Experts that are already in transition are left out. Transitions to lower tiers come first,
-        because they free the slots of better tiers. Within both groups, the order is by falling
-        gain.
+        because they free slots of better tiers. Among transitions in the same direction, those with
+        the largest gain come first.
 
         - wanted: the wanted tiers, uint8 [n_layers, n_expert].
         - resident, target: the tiers in memory and after the current transitions, uint8 [n_layers,
           n_expert].
-        - gains: how much each transition improves the result, float64 [n_layers, n_expert].
+        - gains: the gain of moving each expert to its wanted tier, float64 [n_layers, n_expert].
         """
         layers, experts = np.nonzero((resident == target) & (resident != wanted))
         tiers = wanted[layers, experts]
@@ -274,9 +273,10 @@ def nominal_losses(bits: Sequence[float], n_layers: int, n_expert: int) -> np.nd
 
 
 def shares(sums: np.ndarray, otherwise: np.ndarray | None = None) -> np.ndarray:
-    """Divide each row by its sum. The result is float64 [n_layers, n_expert].
+    """Return an array with each row divided by its sum, float64 [n_layers, n_expert].
 
-    A row with sum 0 is replaced by the same row of `otherwise`, or by equal values if that is None.
+    A row with sum 0 is replaced by the same row of `otherwise`. If `otherwise` is None, the row
+    gets equal values instead.
     """
     total = sums.sum(axis=1, keepdims=True, dtype=np.float64)
     fallback = np.full(sums.shape, 1 / sums.shape[1]) if otherwise is None else otherwise

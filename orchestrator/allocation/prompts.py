@@ -35,8 +35,8 @@ def gate_order(weights: Sequence[float]) -> Sequence[int]:
 def heavy_hitters(scores: np.ndarray, share: float) -> np.ndarray:
     """Return the indices of the tokens that receive the most attention (eq. 1), in any order.
 
-    They are the given share of the tokens, rounded up, and at least one. scores: the attention that
-    each token receives, float32 [T].
+    scores: the attention that each token receives, float32 [T]. share: the fraction of the tokens
+    to return, rounded up to at least one token.
     """
     k = max(1, math.ceil(share * len(scores)))
     if k >= len(scores):
@@ -58,10 +58,10 @@ class Ranking(NamedTuple):
 
 
 def by_sequence(event: RouteEvent) -> tuple[list[np.ndarray], np.ndarray]:
-    """Divide the tokens of an event into prompts and single tokens.
+    """Divide the tokens of an event into prompts and single tokens, and return (prompts, singles).
 
-    Return the token indices of each sequence with several tokens, which is a prompt, and the
-    indices of all other tokens. These are tokens of answers and prompts of one token.
+    prompts: the indices of a sequence's tokens, for each sequence with several tokens in the event.
+    singles: the indices of all other tokens. They are tokens of answers, or prompts of one token.
     """
     sequences = event.sequences_array
     of = [np.flatnonzero(sequences == each) for each in sorted(set(sequences.tolist()))]
@@ -79,8 +79,8 @@ def together(rankings: Sequence[Ranking], n_expert: int) -> Ranking:
     """Merge the rankings of a layer's experts by several sequences into one ranking.
 
     An expert is critical (requested in the high tier) if one of the rankings says so. Critical
-    experts come first. Within both groups, the order is by the best rank in any ranking, then by
-    index.
+    experts come before all others. Among the critical experts, and among the others, the best rank
+    in any of the rankings decides. Equal ranks are sorted by index.
     """
     if len(rankings) == 1:
         return rankings[0]
@@ -101,11 +101,10 @@ Gated = Callable[[int, np.ndarray, np.ndarray, StoreView], np.ndarray]
 class Prompts:
     """Chooses the tiers of experts in steps with prompt tokens.
 
-    The experts that a prompt uses most may fill three quarters of a layer's high slots. Its other
-    experts are streamed through at most half of the high slots, so that they do not evict all
-    others. A step may have tokens of several prompts and of answers. Experts are ranked for each
-    sequence, and each expert gets the best tier that one of the sequences requests. The experts of
-    answers are not streamed.
+    Experts are ranked for each sequence of the step. Each expert gets the best tier that a sequence
+    requests. The experts that prompts use most may fill three quarters of a layer's high slots. The
+    other experts of prompts are streamed: they take at most half of the high slots, and are evicted
+    first. Experts that tokens of answers use are not streamed.
 
     - critical: critical(layer, n_used) returns how many of the n_used experts of a prompt are
       requested in tier 0. The others are requested in tier `low`.

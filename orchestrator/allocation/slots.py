@@ -34,7 +34,7 @@ class ModelShape:
     - n_expert, n_expert_used: the experts per layer, and the experts that a token uses.
     - slots: slots[layer][tier] maps each matrix kind to its slot size in bytes.
     - bits: the bits per weight of each tier; empty if unknown.
-    - shares_slots: whether a slot can hold any tier that fits its size, as in host memory.
+    - shares_slots: whether a slot can hold every tier that is small enough, as in host memory.
     - host_slots: like slots, but for host memory in a system with a GPU; empty without a GPU.
     """
 
@@ -128,9 +128,10 @@ class Share:
 def divide(shares: Sequence[Share], budget_bytes: int) -> list[int]:
     """Divide a memory budget among claims, and return the number of units for each claim.
 
-    Each claim gets clamp(s * weight, floor, full) units. s is the same for all claims, and as large
-    as the budget allows. The bytes that rounding leaves are given out unit by unit, to the claim
-    furthest below its proportion. If the budget is too small, each claim gets its floor.
+    A claim gets clamp(s * weight, floor, full) units. The factor s is the same for all claims, and
+    as large as the budget allows. Bytes that are left by rounding are given out one unit at a time,
+    to the claim with the fewest units in proportion to its weight. If the budget is less than the
+    sum of all floors, each claim gets its floor.
     """
     if sum(share.unit_bytes * share.floor for share in shares) > budget_bytes:
         return [share.floor for share in shares]
@@ -160,7 +161,10 @@ def divide(shares: Sequence[Share], budget_bytes: int) -> list[int]:
 
 
 def even_slots(shape: ModelShape, budget_bytes: int) -> list[int]:
-    """Return the number of tier-0 slots of each layer, about the same in all, at least one."""
+    """Divide a budget into slots of tier 0, with about the same number of slots for each layer.
+
+    Return the number of slots of each layer. It is at least 1 and at most n_expert.
+    """
     n = shape.n_expert
     sizes = [shape.expert_slot_bytes(layer, 0) for layer in range(shape.n_layers)]
     return divide([Share(size, 1, n, n) for size in sizes], budget_bytes)
@@ -169,7 +173,7 @@ def even_slots(shape: ModelShape, budget_bytes: int) -> list[int]:
 def layer_groups(shape: ModelShape, counts: Sequence[Sequence[int]]) -> SlotPlan:
     """Return a slot plan with one slot group for each layer, matrix kind and tier.
 
-    A group has counts[layer][tier] slots. Streamed experts may use half of the slots of tier 0.
+    A group has counts[layer][tier] slots. In tier 0, streamed experts may take half of the slots.
     """
     groups: list[SlotGroup] = []
     group_of: dict[tuple[int, int, int], int] = {}
@@ -183,9 +187,9 @@ def layer_groups(shape: ModelShape, counts: Sequence[Sequence[int]]) -> SlotPlan
 
 
 def falling(schedule: str, n_layers: int) -> list[float]:
-    """Return a factor c(l) for every layer l, from 1 in the first layer to 0 in the last.
+    """Return a factor c(l) from 0 to 1 for each of n_layers layers l, by a schedule.
 
-    L is n_layers. The factors depend on the schedule:
+    L is n_layers. Each of the first two schedules falls from 1 in the first layer to 0 in the last:
 
     - cosine: c(l) = (cos(pi * l / (L-1)) + 1) / 2, which is eq. 4.
     - linear: c(l) = 1 - l / (L-1).

@@ -56,10 +56,10 @@ def whole_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
 
 @contextmanager
 def whole_files(folder: Path, first: str) -> Iterator[Path]:
-    """Yield an empty folder, and move all its files to `folder` at the end of the block.
+    """Yield an empty folder for output files. At the end of the block, move its files to `folder`.
 
-    If the block ends with an error, no file is moved. The file named `first` is moved first, so an
-    interrupt before that leaves no file in `folder`. Raises OSError.
+    If the block ends with an error, no file is moved. The file named `first` is moved before all
+    others, so `folder` never has other new files without it. Raises OSError.
     """
     with TemporaryDirectory(prefix="moe-edge-") as made, ExitStack() as begun:
         yield Path(made)

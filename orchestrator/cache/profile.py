@@ -34,13 +34,11 @@ _SAMPLES, _SAMPLE_BYTES = 256, 4096
 def identity(model: ExpertModel) -> str:
     """Return a hash that identifies the contents of a model's files, whatever their names are.
 
-    The hash covers the size of each file, all bytes before the first tensor, and _SAMPLES pieces of
-    the tensors' bytes. Other weights or another quantization change all of these pieces. A damaged
-    byte between two pieces does not change the hash; checksums find such damage.
-
-    The hash is computed once for an opened model. It still describes the opened files if their
-    names later belong to other files.
+    The hash covers the size of each file, all bytes before the first tensor, and samples of the
+    tensors' bytes. So other weights or another quantization change the hash. A damaged byte between
+    two samples does not change the hash; checksums find such damage.
     """
+    # Computed once, so it describes the opened files even if others get their names later.
     return _identity(tuple((part.path, part.data_offset) for part in model.parts), _stamps(model))
 
 
@@ -143,8 +141,8 @@ class _Cached:
 class HotnessKeeper(_Cached):
     """Keeps the fraction of tokens that use each expert, as learned by a policy, for later runs.
 
-    The record is in the user cache, or in the file that the setting `profile` names. This file may
-    not exist yet.
+    The record is in the user cache. If the user gave the setting `profile`, the record is in the
+    file that this setting names, which may not exist yet.
     """
 
     kind = "hotness"
@@ -174,8 +172,8 @@ class HotnessKeeper(_Cached):
     def recall(self) -> np.ndarray | None:
         """Return the fraction of tokens that used each expert, float64 [n_layers, n_expert].
 
-        The values are those of this run, if the policy learned any, else those of an earlier run.
-        Return None if both are unknown. Raises ProfileError or OSError if the file that the setting
+        If the policy learned no values in this run, the result has the values of an earlier run. It
+        is None if no run learned any. Raises ProfileError or OSError if the file that the setting
         `profile` names cannot be used.
         """
         return self._known if self._now is None else self._now
@@ -207,8 +205,8 @@ class HotnessKeeper(_Cached):
 class UsageKeeper(_Cached):
     """Counts the tokens that used each expert of a model, in earlier runs and this run.
 
-    The counts are those of all policies. When they are saved, they are scaled down to at most
-    _USED_TOKENS tokens, so that older runs count less.
+    Runs with any policy are counted. The saved counts are scaled down to at most _USED_TOKENS
+    tokens, so that older runs count less.
     """
 
     kind = "usage"

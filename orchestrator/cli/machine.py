@@ -35,9 +35,10 @@ def examine(
     begins: called with the name of each measurement. disk: speed of the disk that would hold the
     model, if its file is not on this machine.
 
-    Returns (facts as JSON values, plans). A plan is a policy and its settings, with the predicted
-    speed and quality loss. The plans are None on a GPU, or if no plan fits in memory. Some of the
-    facts:
+    Returns (facts, plans). The plans are the policies and settings with which the model fits in
+    memory, with their predicted speed and quality loss. They are None on a GPU, or if no plan fits.
+    The facts are JSON values by name. Some of them:
+
     - gpu_note: why no GPU is used, or that the machine has several.
     - plan: the plan with which the model would run, or None if no plan fits.
     - plan_note: the reason if no plan fits.
@@ -179,10 +180,10 @@ def render(found: dict[str, Any]) -> str:
 
 
 def misses_line(copies: Bandwidths, expert_bytes: int) -> str:
-    """Return a text about the time that a GPU takes to get a missing expert.
+    """Return a text about the time that a GPU waits for an expert that is not in its memory.
 
-    The text also says how --misses auto handles a miss. copies: measured speeds of copies to the
-    GPU and of the CPU.
+    The text also says whether `--misses auto` copies such an expert or computes it on the CPU.
+    copies: measured speeds of copies to the GPU, and of the CPU.
     """
     if not copies.pinned:
         return "missing experts are copied to the GPU, because host memory cannot be pinned"

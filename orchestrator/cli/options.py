@@ -133,10 +133,10 @@ _VALUES: dict[str, dict[str, Any]] = {
 def option(said: str, help: str, **more: Any) -> Decorator:
     """Return a decorator that adds an option to a command.
 
-    said: the option as in the help, such as `-p --prompt TEXT`. A last word in capitals stands for
-    the value. A last word in lower case is the name of the parameter. Without a value and without a
-    type, the option is a flag. more: arguments of click.option, and the group of the option in the
-    help.
+    said: the option as in the help, such as `-p --prompt TEXT`. If the last word is in capitals, it
+    stands for the value. If it is in lower case without dashes, it is the name of the parameter. An
+    option without a value and without a type is a flag. more: arguments of click.option, and the
+    group of the option in the help.
     """
     names = said.split()
     if names[-1][0].isupper():

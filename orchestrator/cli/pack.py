@@ -148,10 +148,10 @@ def convert(source: str, target: Path, tiers: str, **options: Any) -> None:
 
 
 def say_support(header: Path) -> None:
-    """Print how llama.cpp will run a model, which is known from its header file alone.
+    """Print how llama.cpp will run a model that is being converted.
 
-    It is called before the model's weights are written. Raises ConvertError if llama.cpp cannot run
-    the model.
+    header: a file that has only the model's header. Raises ConvertError if llama.cpp cannot run the
+    model.
     """
     from gguf_tools.errors import ConvertError
     from orchestrator.runtime.support import NOT, support_of

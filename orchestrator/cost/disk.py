@@ -75,32 +75,32 @@ _LEAST_S = 1e-9
 class Bandwidth(NamedTuple):
     """The measured read speed of a disk.
 
-    direct: the reads used O_DIRECT; otherwise they were buffered. slice_bytes: mean size of the
-    reads. core_s_per_byte: seconds by which one byte read delays the compute threads. A read takes
-    a core from one compute thread, and the other compute threads wait for that thread. latency_s:
-    additional seconds for an expert that is read alone.
-
-    first_bytes_per_s: speed for bytes that have not been read for a long time, or 0 if it is
-    unknown. This speed can be lower, because a virtual machine's host may cache bytes that were
-    read before.
+    - bytes_per_s: the speed of all I/O threads together.
+    - direct: the reads used O_DIRECT; otherwise they were buffered.
+    - slice_bytes: the mean size of the reads.
+    - core_s_per_byte: the seconds by which reading one byte delays the compute threads.
+    - latency_s: the additional seconds for an expert that is read alone.
+    - first_bytes_per_s: the speed for bytes that have not been read for a long time; 0 if unknown.
     """
 
     bytes_per_s: float
     direct: bool = True
     slice_bytes: int = 0
+    # A read takes a core from one compute thread, and the other compute threads wait for it.
     core_s_per_byte: float = 0.0
     latency_s: float = 1e-4
+    # Often lower, because a virtual machine's host may cache bytes that were read before.
     first_bytes_per_s: float = 0.0
 
     @property
     def at_first(self) -> Bandwidth:
-        """A copy of this bandwidth for bytes that have not been read for a long time."""
+        """This bandwidth, with the speed for bytes that have not been read for a long time."""
         return self._replace(bytes_per_s=self.first_bytes_per_s or self.bytes_per_s)
 
     def with_compute_threads(self, config: Config) -> Bandwidth:
-        """Return the bandwidth for reads that run at the same time as compute threads.
+        """Return this bandwidth for reads that run at the same time as compute threads.
 
-        If the compute threads leave a core free, reading takes no processor time from them.
+        If the compute threads leave a core free, reads do not delay them, and core_s_per_byte is 0.
         """
         shares_cores = (config.n_threads) >= usable_cores()
         return self._replace(core_s_per_byte=self.core_s_per_byte if shares_cores else 0.0)
@@ -177,12 +177,11 @@ def _open_direct(path: Path) -> tuple[int, bool]:
 def read_bandwidth(
     model: ExpertModel, *, tier: int = 0, threads: int = 4, seconds: float = 1.5, seed: int = 0
 ) -> Bandwidth:
-    """Measure the bandwidth of the disk by reading experts of one tier for some seconds.
+    """Measure the bandwidth of a model's disk by reading experts of one tier for some seconds.
 
-    The reads are those of an expert store in which every expert misses: the same parts of the same
-    files, in the same order. The given number of threads takes them from one queue. Further rounds
-    repeat the reads of the first round. The result is an upper bound for a store with as many I/O
-    threads, because nothing else runs at the same time. Raises OSError if a read fails.
+    The reads are those of an expert store in which every expert misses. They run in several
+    threads. The result is an upper bound for a store with as many I/O threads, because nothing else
+    runs during the measurement. Raises OSError if a read fails.
     """
     files = {path: _open_direct(path) for path in set(model.files)}
     direct = all(is_direct for _, is_direct in files.values())
@@ -273,9 +272,9 @@ def bytes_per_s(
 ) -> float:
     """Run `work` in several threads, and return the bytes per second that they move together.
 
-    work gets the index of its thread and a function in_time, and returns the bytes that it moved.
-    It should continue as long as in_time() returns True. The first call of in_time() returns True
-    in each thread, because on a busy machine a thread may start after the time is over. An
+    Each thread calls work(index, in_time) once, where index is the number of the thread. `work`
+    should move bytes as long as in_time() returns True, and return the number of these bytes.
+    in_time() returns True until `seconds` have passed, and at its first call in each thread. An
     exception of `work` is raised again.
     """
     start = perf_counter()
@@ -324,9 +323,9 @@ def kept_bandwidth(model: ExpertModel, config: Config, measures: bool = True) ->
 def machine_bandwidth(config: Config) -> Bandwidth:
     """Return the bandwidth of the disk that holds the user cache.
 
-    It stands for the disk of a model that is not on this machine yet. If a measurement is due, this
-    function writes a file of random bytes to the cache and deletes it. Raises OSError if that
-    fails.
+    It is used to predict the speed of a model that is not on this machine yet. If a measurement is
+    due, this function writes a file of random bytes to the cache and deletes it. Raises OSError if
+    the file cannot be written or read.
     """
     folder = user_folder("cache") / "speed"
     folder.mkdir(parents=True, exist_ok=True)

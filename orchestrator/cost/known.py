@@ -45,13 +45,13 @@ _MOST = 8
 class Row:
     """One row of the table of known models: a model in one precision.
 
-    runs: whether the model fits in memory, streams experts from disk, or does not run. ram_bytes:
-    the memory that the model takes, or the minimum if it does not run.
-
-    tokens_s: tokens per second after a short context, with uniform usage of experts.
-    tokens_s_skewed: the same if few experts get most of the tokens. tokens_s_long: tokens per
-    second after 8192 tokens (LONG), or None if the context is shorter. first_s: seconds until the
-    answer to the first prompt begins.
+    - runs: whether the model fits in memory, streams experts from disk, or does not run.
+    - ram_bytes: the memory that the model takes. If it does not run, the memory that it needs.
+    - tokens_s: tokens per second after a short context, if all experts are used equally often.
+    - tokens_s_skewed: tokens per second after a short context, if few experts get most of the
+      tokens.
+    - tokens_s_long: tokens per second after 8192 tokens (LONG); None if the context is shorter.
+    - first_s: seconds until the answer to the first prompt begins.
     """
 
     model: str
@@ -72,10 +72,11 @@ class Row:
 class Known:
     """The table of known models for this machine.
 
-    rows: all models in all precisions. ram_bytes: memory for a model. free_bytes: free space on the
-    disk of the user cache. disk_bytes_per_s: read speed of that disk. first_tokens: prompt length
-    that first_s of the rows assumes. disturbed: a note if other programs ran during measurements,
-    otherwise empty.
+    - rows: one row for each model in each precision.
+    - ram_bytes: the memory that a model may take.
+    - free_bytes, disk_bytes_per_s: free space and read speed of the disk that holds the user cache.
+    - first_tokens: the length of the prompt to which first_s in the rows refers.
+    - disturbed: a note if other programs ran during measurements, otherwise empty.
     """
 
     rows: tuple[Row, ...]
@@ -95,13 +96,14 @@ class Known:
         return row.runs if row.disk_bytes <= self.free_bytes else NO_ROOM
 
     def best(self) -> list[Row]:
-        """Return one row for each model: the precision that suits this machine best.
+        """Return one row for each model, in the precision that suits this machine best.
 
         This is the best precision that is fast enough (WELL, in tokens per second). If no precision
-        is fast enough, it is the fastest one that runs, or else the smallest.
+        is fast enough, it is the fastest one. For a model that does not run, it is the smallest
+        one.
 
-        Models that are fast enough come first, by falling size. They are followed by slower models,
-        by falling speed, and by models that do not run, by rising size.
+        Models that are fast enough come first, sorted by falling size. Slower models follow, sorted
+        by falling speed. Models that do not run come last, sorted by rising size.
         """
 
         def order(row: Row) -> tuple[int, float]:

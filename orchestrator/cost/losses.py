@@ -62,8 +62,8 @@ SUFFIX = ".calib.json"
 class TablePrecision(NamedTuple):
     """A precision in a loss table.
 
-    bits: bits per weight over all matrices of an expert. stored: the precision is a tier of the
-    model file, not only measured.
+    bits: bits per weight over all matrices of an expert. stored: the model file has this precision.
+    Other precisions were only measured.
     """
 
     name: str
@@ -74,13 +74,14 @@ class TablePrecision(NamedTuple):
 class Fit(NamedTuple):
     """The conversion of errors of experts' outputs into quality loss in nats.
 
-    factors: one factor for each layer. tiers: the precisions used for the fit. text: a description
-    of the text used for the fit. error: standard error of the logarithm of all factors together.
-    scales: multipliers of the factors for each tier, or empty if all are 1.
-
-    spread: percentiles 10 and 90 of the loss of a window of the text, as multiples of its fitted
-    loss. routing: the range of the mean surprise of an expert use in these windows, with a margin
-    (see orchestrator.allocation.estimate).
+    - factors: one factor for each layer, in nats per mean squared error.
+    - tiers: the precisions used for the fit.
+    - text: a description of the text used for the fit.
+    - error: the standard error of the logarithm of a predicted mean loss.
+    - scales: a further multiplier for each of `tiers`; empty if all are 1.
+    - spread: percentiles 10 and 90 of the loss of a text window, divided by its fitted loss.
+    - routing: the range of the mean surprise in these windows, with a margin. The surprise says how
+      unusual one use of an expert is (see orchestrator.allocation.estimate).
     """
 
     factors: tuple[float, ...]
@@ -96,15 +97,15 @@ class Fit(NamedTuple):
 class LossTable:
     """The error of each expert's output in each precision, measured by `moe-edge calibrate`.
 
-    candidates: the precisions, best first. loss: the mean of (y_b - y)^2 over tokens and output
-    elements, float64 [n_layers, n_expert, n_candidates]. Here y is an element of the expert's
-    output in full precision, and y_b is the same element in precision b. Outputs are not weighted
-    by gates. power: the mean of y^2, float64 [n_layers, n_expert].
+    - candidates: the precisions, best first.
+    - loss: the mean squared error of the expert's output against full precision, over tokens and
+      output elements, float64 [n_layers, n_expert, n_candidates]. It is not weighted by gates.
+    - power: the mean square of the output elements in full precision, float64 [n_layers, n_expert].
+    - counts: tokens of the text that were routed to each expert, int64 [n_layers, n_expert].
+    - gates: the mean squared gate weight of these tokens, or None if it was not measured.
+    - fit: converts the errors into nats, or None if the conversion was not fitted.
 
-    counts: tokens of the text that were routed to each expert, int64 [n_layers, n_expert]. gates:
-    the mean squared gate weight of these tokens, or None if it was not measured. fit: converts the
-    errors into nats, or None if the conversion was not fitted. Values of an expert without tokens
-    are NaN.
+    Values of an expert without tokens are NaN.
     """
 
     candidates: list[TablePrecision]
@@ -119,10 +120,10 @@ class LossTable:
     fit: Fit | None = None
 
     def filled(self) -> np.ndarray:
-        """Return the mean squared errors with values for experts without tokens instead of NaN.
+        """Return the mean squared errors, with an estimate for experts that no token used.
 
-        The result is float64 [n_layers, n_expert, n_candidates]. An expert without tokens gets the
-        mean over the tokens of its layer.
+        The result is float64 [n_layers, n_expert, n_candidates]. The estimate for an expert is the
+        mean over the tokens of its layer. It replaces NaN.
         """
         return self._filled(self.loss)
 
@@ -202,11 +203,12 @@ class LossTable:
         return of_names
 
     def per_use(self, names: Sequence[str]) -> np.ndarray | None:
-        """Return the loss per use of each expert in the named tiers, at its usual gate weights.
+        """Return the loss of one use of each expert in the named tiers.
 
-        The result is float64 [n_layers, n_expert, n_names]. If the table has a conversion to nats
-        (`fit`), the unit is nats, so that layers are comparable. Otherwise the result is the mean
-        squared errors. It is None if one of the tiers was not measured.
+        The result is float64 [n_layers, n_expert, n_names]. The loss is in nats, for the expert's
+        usual gate weight. If the table has no conversion to nats (`fit`) or no gate weights, the
+        loss is the mean squared error of the expert's output instead. The result is None if one of
+        the tiers was not measured.
         """
         costs, lost = self.costs(names), self.of_tiers(names)
         if costs is None or self.gates is None:
@@ -215,10 +217,10 @@ class LossTable:
         return nats
 
     def render(self) -> str:
-        """Return the table as text for people.
+        """Return the table as text for people, with one line for each precision.
 
-        Each precision has a line with its mean squared error relative to the outputs' mean square.
-        The line gives this error over all tokens, and for the best and the worst expert.
+        A line gives the mean squared error as a fraction of the outputs' mean square. It has this
+        fraction over all tokens, and for the best and the worst expert.
         """
         lines = [f"  {'precision':>9} {'':>8}   bits     error       of the experts"]
         seen = self.counts > 0
@@ -450,10 +452,11 @@ class Foreseen:
 
 
 def started(placement: Placement, uses: np.ndarray | None = None) -> np.ndarray:
-    """Return the tier in which a policy starts each expert, int [n_layers, n_expert].
+    """Return the tier of each expert at the start of a run, int [n_layers, n_expert].
 
-    A tier is an index among the precisions in use. The policy must keep every expert resident.
-    uses: how often a token uses each expert; None for the usage in earlier runs.
+    A tier is an index among the precisions in use. placement: the slots of a policy that keeps
+    every expert resident. uses: how often a token uses each expert; None for the usage in earlier
+    runs.
     """
     shape = placement.shape
     found = np.full((shape.n_layers, shape.n_expert), len(shape.tiers) - 1)
@@ -465,12 +468,13 @@ def started(placement: Placement, uses: np.ndarray | None = None) -> np.ndarray:
 def foreseen(plan: Plan, uses: np.ndarray, estimate: KlEstimate | None, base: str) -> Foreseen:
     """Predict the quality loss of a plan.
 
-    uses: how often a token uses each expert, [n_layers, n_expert]. estimate: the losses of all
-    precisions of the file, best first, or None if they are unknown. base: name of the best
-    precision.
+    - uses: how often a token uses each expert, [n_layers, n_expert].
+    - estimate: the losses of all precisions of the file, best first, or None if they are unknown.
+    - base: the name of the best precision.
 
-    A policy that decides during decoding lowers the experts with the smallest gates, so the mean
-    gate gives an upper bound. A policy with a loss budget is assumed to use the whole budget.
+    A policy with a loss budget is assumed to use the whole budget. For a policy that lowers experts
+    during decoding, the result is an upper bound, because such a policy prefers experts with small
+    gates.
     """
     placement = plan.placement
     if placement is not None and placement.wants.all_resident:
@@ -508,10 +512,9 @@ class LossModel:
     def recall(self, tiers: Sequence[str], per_use: bool = False) -> np.ndarray | None:
         """Return the loss of each expert in these tiers, float64 [n_layers, n_expert, n_tiers].
 
-        The loss is the mean squared error of the expert's output. With per_use, the result is
-        instead the loss per use with the expert's usual gate weights, in nats if the table can
-        convert errors to nats. The result is None if the losses are unknown. Raises ConfigError if
-        a table that the user named cannot be used.
+        The loss is the mean squared error of the expert's output. With per_use, it is the loss of
+        one use of the expert, in nats if the table can convert errors to nats. The result is None
+        if the losses are unknown. Raises ConfigError if a table that the user named cannot be used.
         """
         table, why = self._loaded
         self.note = None
@@ -595,9 +598,10 @@ class LossModel:
 
     @cached_property
     def of_file(self) -> tuple[KlEstimate | None, str]:
-        """A pair: an estimator of the quality loss of all tiers of the file, and an empty text.
+        """A pair (estimator, reason) for the quality loss of all tiers of the file.
 
-        If the losses are unknown, the pair is None and the reason.
+        If the losses are known, the reason is empty. Otherwise the estimator is None, and the
+        reason says why the losses are unknown.
         """
         names = [tier.name for tier in self._model.tiers]
         return self._of_all, self.unknown(names)

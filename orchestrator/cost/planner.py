@@ -53,8 +53,10 @@ _WORTH_SAYING = 1.1
 class ResolvedPlan(NamedTuple):
     """The plan with which a model runs on this machine.
 
-    request: the request, with the settings of the plan that the allowed loss chose. plan: the
-    memory plan. loses: the predicted quality loss.
+    - request: the request for the plan. If the user allowed a loss, its settings are those of the
+      plan that was chosen.
+    - plan: the memory plan.
+    - loses: the predicted quality loss.
     """
 
     request: PlanRequest
@@ -123,8 +125,8 @@ class Planner:
     def slow_disk(self) -> str | None:
         """A note if the model is on a slow disk, or None.
 
-        The disk is measured at the first access only, because a loaded model leaves no memory for
-        the measurement.
+        The first access measures the disk. It must come before the model is loaded, because a
+        loaded model leaves no memory for the measurement.
         """
         return slow_disk(self._model, self.request.config)
 
@@ -284,7 +286,8 @@ class Planner:
     def loses(self, plan: Plan) -> Foreseen:
         """Return the predicted quality loss of a plan.
 
-        If the policy keeps every expert in memory, the result is the loss at the start.
+        If the policy keeps every expert in memory, the result is the loss with the tiers at the
+        start.
         """
         return self.losses.foreseen(plan, self._uses)
 
@@ -297,12 +300,11 @@ class Planner:
         """Return all plans for a configuration, with their predicted speed and quality loss.
 
         If the configuration names a policy, the result has only the plan of that policy. Missing
-        timings of this machine are measured. Raises BudgetError if no plan fits, and OSError if the
-        disk cannot be measured.
+        timings of this machine are measured.
 
-        Raises ConfigError for a GPU, for an option without effect, and for an allowed loss that no
-        plan meets. An allowed loss also raises ConfigError if the loss table does not cover the
-        plans.
+        Raises BudgetError if no plan fits, and OSError if the disk cannot be measured. Raises
+        ConfigError for a GPU, and for an option without effect. If the user allowed a loss, also
+        raises ConfigError if no plan meets it, or if the loss table does not cover the plans.
         """
         if config.policy is not None:
             runs = self.runs(config)
@@ -354,8 +356,8 @@ class Planner:
     ) -> Candidate:
         """Predict the speed and the quality loss of a plan.
 
-        asked: the settings that select this plan among others. Raises NativeError if a timing
-        fails, or is missing and must not be measured.
+        asked: the settings that select this plan, for the result. Raises NativeError if a timing
+        fails. Also raises NativeError if a timing is missing and nothing may be measured.
         """
         plan, skips = runs.plan, self.losses.skips(runs.plan)
         short = times.of_plan(plan, runs.config, skips)
@@ -389,9 +391,9 @@ class Planner:
     def times(self, measures: bool = True) -> Iterator[TimeModel]:
         """Yield the model that predicts the times of plans on this machine.
 
-        Raises ConfigError with a GPU, and OSError if the disk cannot be measured. measures: if
-        False, nothing is measured. It then raises OSError if the disk was not measured before. A
-        missing timing of the processor raises NativeError when it is used.
+        measures: whether missing timings may be measured. Otherwise, a missing timing of the
+        processor raises NativeError when it is used. Raises ConfigError with a GPU. Raises OSError
+        if the disk cannot be measured, or if its speed is missing and may not be measured.
         """
         if self.gpu:
             raise ConfigError(

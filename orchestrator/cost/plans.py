@@ -38,17 +38,17 @@ _MOST = 64
 class Candidate:
     """One plan with its predicted speed and quality loss, as in the output of --json.
 
-    policy: name of the policy. settings: the settings that select this plan. token_ms: milliseconds
-    per token of an answer to a prompt of 512 tokens (PROMPT_TOKENS). first_prompt_ms: milliseconds
-    until the answer begins, for the first such prompt after the start. prompt_ms: the same for a
-    later prompt. hit_rate, read_bytes: averages per token of an answer.
-
-    kl: mean KL divergence from the file's best tier, in nats per token, or None if it is unknown.
-    kl_at_most: kl is an upper bound. best: no other plan is both faster and less lossy.
-
-    token_ms_behind: maps numbers of context tokens in use (LENGTHS) to milliseconds per token.
-    token_ms_skewed: token_ms if few experts get most uses. It is given only if the usage of experts
-    is unknown, because token_ms then assumes uniform usage.
+    - policy, settings: the name of the policy, and the settings that select this plan.
+    - token_ms: milliseconds per token of an answer to a prompt of 512 tokens (PROMPT_TOKENS).
+    - first_prompt_ms: milliseconds until the answer to such a prompt begins, right after the start.
+    - prompt_ms: milliseconds until the answer to a later prompt of 512 tokens begins.
+    - hit_rate, read_bytes: averages per token of an answer.
+    - kl: mean KL divergence from the file's best tier, in nats per token; None if unknown.
+    - kl_at_most: kl is an upper bound.
+    - best: no other plan is both faster and less lossy.
+    - token_ms_behind: maps numbers of context tokens in use (LENGTHS) to milliseconds per token.
+    - token_ms_skewed: token_ms if few experts get most uses. It is given only if the usage of
+      experts is unknown, because token_ms then assumes uniform usage.
     """
 
     policy: str
@@ -93,10 +93,11 @@ class Candidate:
 
     @property
     def is_redundant(self) -> bool:
-        """Whether the list of plans should omit this plan.
+        """Whether the list of plans omits this plan.
 
-        A plan is omitted if it has every expert in memory and equals the baseline under another
-        name. It is also omitted if it allows a loss although no expert is missing.
+        Only plans with every expert in memory are omitted. Such a plan is omitted if it has only
+        one tier, because the baseline policy then computes the same. It is also omitted if it has a
+        loss budget.
         """
         alone = len(self.tiers) == 1 and self.policy not in (PLAIN, BASELINE)
         return self.resident and (alone or ALLOWED_LOSS in self.settings)
@@ -203,9 +204,10 @@ def choose(
 ) -> Candidate:
     """Return the fastest plan whose quality loss is within the allowed loss.
 
-    If several plans are about equally fast (AS_FAST), the least lossy of them is chosen. The plan
-    with the settings `before` stays chosen unless another plan is faster by more than the variation
-    of timings. Raises ConfigError if no plan is within the allowed loss.
+    Of several plans that are about equally fast (AS_FAST), the least lossy one is chosen. before:
+    the settings of the plan that was chosen the last time, or None. That plan stays chosen unless
+    another plan is clearly faster (AGREE). Raises ConfigError if no plan is within the allowed
+    loss.
     """
     within = [each for each in found if each.kl is not None and each.kl <= allowed * _ROUNDING]
     if not within:
@@ -239,8 +241,8 @@ def settings_of_plans(
 ) -> list[dict[str, Any]]:
     """Return the settings of every plan that the installed policies and the file's tiers offer.
 
-    left: maps the name of each tier to the part of the allowed loss, in nats, that a policy may
-    spend on top of this tier. It is None if no loss is allowed.
+    left: maps the name of each tier to a loss budget in nats. It is the part of the allowed loss
+    that remains if all experts are in this tier. None means that no loss is allowed.
     """
     every = [tier.name for tier in model.tiers]
     names = every

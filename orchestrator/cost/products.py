@@ -40,12 +40,12 @@ _SUCCESS = 0
 class Product(NamedTuple):
     """A matrix product whose time is measured: one weight matrix times some rows of activations.
 
-    type: the ggml type of the weights. n_in: length of a row of the matrix. n_out: number of rows
-    of the matrix. rows: number of rows of activations.
-
-    repacked: the weights are in llama.cpp's repacked layout. routed: the matrix is an expert's, and
-    one operation multiplies several experts. in_slots: the weights are in huge pages, as in expert
-    slots.
+    - type: the ggml type of the weights.
+    - n_in, n_out: the length of a row of the matrix, and the number of its rows.
+    - rows: the number of rows of activations.
+    - repacked: the weights are in llama.cpp's repacked layout.
+    - routed: one operation multiplies the matrices of several experts, as in an MoE layer.
+    - in_slots: the weights are in huge pages, as in expert slots.
     """
 
     type: GGMLType
@@ -70,9 +70,10 @@ class Small(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """The attention of one layer: `rows` queries over `cells` keys and values in 16 bits.
+    """The attention of one layer: `rows` queries over the keys and values of `cells` KV cells.
 
-    Keys and values are laid out as in llama.cpp's KV cache, with all heads of a cell adjacent.
+    Keys and values have 16 bits. They are laid out as in llama.cpp's KV cache, with all heads of a
+    cell adjacent.
     """
 
     n_head: int

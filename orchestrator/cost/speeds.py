@@ -102,7 +102,7 @@ class Timing(NamedTuple):
 
 
 class Timings:
-    """The stored timings of many operations, each under its key, as of the time `now`."""
+    """The valid timings of many operations at the time `now`, by the key of the operation."""
 
     def __init__(self, now: float, of: Mapping[str, Iterable[Timing]] | None = None) -> None:
         """Keep the stored timings that are still valid.
@@ -141,9 +141,10 @@ class Timings:
     def is_due(self, key: str, n_needed: int = 2) -> bool:
         """Return whether to time an operation now.
 
-        A timing is due if no timing of the operation was made on a quiet machine. A timing is also
-        due if fewer than `n_needed` timings agree, and the last one is at least ten minutes old
-        (APART_S). No more timings are due after six (MOST_MOMENTS) on a quiet machine.
+        A timing is quiet if hardly any other program ran meanwhile. An operation is timed if it has
+        no quiet timing. It is also timed if fewer than `n_needed` quiet timings agree, and the last
+        timing is at least ten minutes old (APART_S). After six quiet timings (MOST_MOMENTS), the
+        result is False.
         """
         kept = self.of.get(key, [])
         another = not kept or self._now - kept[-1].at >= APART_S
@@ -186,14 +187,16 @@ def _read(seconds: object, at: object, quiet: object) -> Timing:
 class Costs:
     """The seconds that the parts of a model take to compute on one machine.
 
-    expert_s: one expert for each number of input rows in ROWS, float64 [n_layers, n_tiers,
-    len(ROWS)]. expert_bytes: bytes to read one expert, int64 [n_layers, n_tiers]. dense_s:
-    everything outside the experts except the output matrix, for each number of tokens in ROWS,
-    float64 [len(ROWS)]. output_s: the output matrix for one token.
-
-    attention_s: attention of all layers, per token and KV cell. The first value is for a single
-    token, the second for many tokens. step_s: the rest of a step, such as sampling. asked_s: one
-    decision of a policy for a layer.
+    - expert_s: one expert for each number of input rows in ROWS, float64 [n_layers, n_tiers,
+      len(ROWS)].
+    - expert_bytes: bytes to read one expert, int64 [n_layers, n_tiers].
+    - dense_s: everything except the experts and the output matrix, for each number of tokens in
+      ROWS, float64 [len(ROWS)].
+    - output_s: the output matrix for one token.
+    - attention_s: attention of all layers, per token and KV cell. The first value is for steps with
+      one token, the second for steps with many tokens.
+    - step_s: the rest of a step, such as sampling.
+    - asked_s: one decision of a policy for a layer.
     """
 
     expert_s: np.ndarray
@@ -210,11 +213,11 @@ class Costs:
 
 
 class Speeds(Closing):
-    """The seconds of matrix products and other operations on this machine.
+    """Measures the seconds of matrix products and other operations on this machine.
 
-    An operation is measured, or its time is read from the user cache. The cached time is the
-    minimum of timings at several moments. Until these timings agree, the first use at a new moment
-    measures again.
+    The timings are stored in the user cache. The seconds of an operation are the minimum of its
+    timings at several moments. An operation whose timings do not agree yet is timed again in later
+    runs.
     """
 
     def __init__(
@@ -272,10 +275,10 @@ class Speeds(Closing):
         return self._used[key] * scale
 
     def time_again(self) -> bool:
-        """Time all single-token operations that were timed since the last call once more.
+        """Time all single-token operations again that were timed since the last call.
 
-        They are timed in turns for several rounds. The result is False if there were no such
-        operations. Raises NativeError if an operation cannot be timed.
+        The operations are timed in turns for several rounds. The result is False if there were no
+        such operations. Raises NativeError if an operation cannot be timed.
         """
         once, self._once = self._once, {}
         for _ in range(_ROUNDS - 1):

@@ -53,14 +53,15 @@ _LEAST_SPARE_BYTES = 8 << 20
 class Residency:
     """How often tokens use each expert, and how often the expert is then in memory (resident).
 
-    uses: the probability that a token uses an expert, float64 [n_layers, n_expert]. Each row sums
-    to the number of experts per token. mix: the shares of these uses in each tier (precision),
-    float64 [n_layers, n_expert, n_tiers]. The rest to 1 is skipped. present: the share of these
-    uses that finds the expert resident, [n_layers, n_expert].
-
-    scanned: the share of experts that a micro-batch of a prompt finds resident. The first value is
-    for the first micro-batch, the second for each later one. loaded: experts are loaded before the
-    first token. foreseen: the share of misses that is predicted one layer ahead.
+    - uses: the probability that a token uses an expert, float64 [n_layers, n_expert]. Each row sums
+      to the number of experts per token.
+    - mix: the fraction of an expert's uses in each tier (precision), float64 [n_layers, n_expert,
+      n_tiers]. In its other uses, the expert is skipped.
+    - present: the fraction of an expert's uses that find it resident, [n_layers, n_expert].
+    - scanned: the fraction of experts that a micro-batch of a prompt finds resident. The first
+      value is for the first micro-batch, the second for each later one.
+    - loaded: experts are loaded before the first token.
+    - foreseen: the fraction of misses that is predicted one layer ahead.
     """
 
     uses: np.ndarray
@@ -81,9 +82,11 @@ class Residency:
 class PlanTime:
     """Predicts the time of tokens and prompts under one plan.
 
-    costs: the seconds of the model's parts. residency: which experts are in memory. disk: read
-    speed. n_ubatch: micro-batch size in tokens. asked: the policy is called for each layer of a
-    token.
+    - costs: the seconds of the model's parts.
+    - residency: how often experts are in memory.
+    - disk: the read speed.
+    - n_ubatch: the micro-batch size in tokens.
+    - asked: for each token of an answer, the policy is called in each layer.
     """
 
     costs: Costs
@@ -254,9 +257,8 @@ def cached(
     (precision). foreseen: the share of misses that look-ahead predicts.
 
     Uses are assumed to be independent. An expert is then in memory if it was used within the last t
-    tokens, with probability 1 - (1 - p)^t for a use probability p. The time t is chosen so that the
-    expected number of experts in memory equals the number of slots (Che, Tung and Wang 2002). A use
-    in a lower tier also hits a better copy.
+    tokens. The time t is chosen so that the expected number of experts in memory equals the number
+    of slots (Che, Tung and Wang 2002). A use in a lower tier also hits a better copy.
     """
     rates = uses[:, :, None] * mix
     found = np.zeros_like(rates)
@@ -290,6 +292,7 @@ def recently_used(rates: np.ndarray, n_slots: int) -> np.ndarray:
         return np.where(rates > 0.0, 1.0, 0.0)
     if rates.min() == rates.max():
         return np.full(rates.shape, n_slots / rates.size)
+    # With a use probability p, an item was used in the last t steps with probability 1 - (1 - p)^t.
     pace = -np.log1p(-np.minimum(rates, 1.0 - 1e-12))
 
     def there(t: float) -> np.ndarray:
@@ -305,17 +308,18 @@ def recently_used(rates: np.ndarray, n_slots: int) -> np.ndarray:
 
 
 def scanned(share: float, several_layers: bool) -> tuple[float, float]:
-    """Return the shares of experts that the micro-batches of a long prompt find in memory.
+    """Return the fraction of experts that a long prompt finds in memory, as (first, later).
 
-    The first value is for the first micro-batch, the second for each later one. Each micro-batch
-    uses all experts. share: slots per expert. several_layers: layers share the slots.
-
-    A layer with its own slots computes the experts in memory before it replaces any. If layers
-    share slots, each miss takes a slot that a later layer would have hit. Let y be the share of the
-    other layers' residents that is gone after a share t of the layers. Then y' = ((1 - share) /
-    share + y) / (1 - t). So the first micro-batch finds share + (1 - share) log(1 - share). The
-    next micro-batch begins with layers that the end of this micro-batch evicted.
+    first: the fraction for the first micro-batch. later: the fraction for each later micro-batch.
+    Each micro-batch uses all experts. share: slots per expert. several_layers: several layers share
+    the slots. If each layer has its own slots, both results are `share`, at most 1.
     """
+    # A layer with its own slots computes the experts in memory before it replaces any. If layers
+    # share slots, each miss takes a slot that a later layer would have hit. Let y be the share of
+    # the other layers' residents that is gone after a share t of the layers. Then
+    # y' = ((1 - share) / share + y) / (1 - t). So the first micro-batch finds
+    # share + (1 - share) log(1 - share). The next micro-batch begins with layers that the end of
+    # this micro-batch evicted.
     if share >= 1.0 or not several_layers:
         return min(1.0, share), min(1.0, share)
     return share + (1.0 - share) * math.log1p(-share), 0.0
@@ -328,9 +332,8 @@ def with_skips(known: Residency, skips: Skips, expert_bytes: np.ndarray) -> Resi
     expert_bytes: bytes to read one expert of each layer, [n_layers].
 
     The experts with the least loss per byte are skipped first. At least one of each token's experts
-    in a layer is never skipped. Skipped experts are read afterwards, so as many uses hit as without
-    skipping. The prediction is conservative: gates of an expert vary, and the policy skips the uses
-    with the smallest gates first.
+    in a layer is never skipped. The prediction is conservative, because the policy prefers uses
+    with small gates.
     """
     asked = known.uses * known.mix.sum(axis=2)
     missing = asked * (1.0 - known.present)
@@ -343,6 +346,7 @@ def with_skips(known: Residency, skips: Skips, expert_bytes: np.ndarray) -> Resi
     share[order] = most * part
     skipped = (1.0 - known.present) * share.reshape(missing.shape)
     left = 1.0 - skipped
+    # Skipped experts are read afterwards, so as many uses hit as without skipping.
     return replace(
         known, mix=known.mix * left[..., None], present=known.present / np.maximum(left, 1e-300)
     )
@@ -367,8 +371,8 @@ def expected(plan: Plan, uses: np.ndarray, n_cells: int = 0) -> Residency:
 def spare_bytes(request: PlanRequest, model: ExpertModel) -> int:
     """Return the memory that measurements may take before a model is loaded, in bytes.
 
-    The result is most of the memory that --ram or the machine leaves after the memory of the
-    process.
+    It is three quarters of the memory that remains after the memory of the process. The remainder
+    is counted from the free memory of the machine, or from --ram if that is less.
     """
     free = probe().memory_bytes
     left = min(request.config.ram or free, free) - process_bytes(model, request)

@@ -52,8 +52,9 @@ SIZES = (512, 1024, 2048, 4096)
 def output_tokens(request: PlanRequest, n_vocab: int, n_ubatch: int) -> int:
     """Return the largest number of tokens of one sequence for which a step computes logits.
 
-    Logits are stored twice, in the scratch and in the output buffer. For a scored prompt, the
-    number is therefore limited so that both copies take at most SCORING_BYTES.
+    The number is n_ubatch if the configuration requests all logits. For a scored prompt, it is
+    limited so that two copies of the logits take at most SCORING_BYTES. For other requests, it is
+    1.
     """
     if request.config.logits_all:
         return n_ubatch
@@ -77,14 +78,11 @@ def compute_bytes(
 ) -> int:
     """Return the memory that the computation of one micro-batch takes, in bytes.
 
-    It consists of llama.cpp's scratch, logits, and work buffers of matrix products. It also
-    includes buffers for the importance of tokens, if the policy may lower the precision of experts.
-    n_tokens: micro-batch size.
+    It consists of llama.cpp's scratch, logits, and work buffers of matrix products. If the policy
+    may lower the precision of experts, it also has buffers for the importance of tokens.
 
-    graph_bytes: the scratch that llama.cpp counted for this context and micro-batch. If it is None,
-    an upper estimate of the scratch is used. llama.cpp counts neither token importance nor the
-    CPU's work buffer of the widest expert product. That buffer has inputs in 8-bit blocks and row
-    indices.
+    n_tokens: micro-batch size. graph_bytes: the scratch that llama.cpp counted for this context and
+    micro-batch; None to use an upper estimate.
     """
     config, hparams = request.config, model.hparams
     n_vocab, n_used = vocabulary_size(model), model.n_expert_used
@@ -93,6 +91,8 @@ def compute_bytes(
     n_rows = max(output_tokens(request, n_vocab, n_tokens), 1 + request.needs.sequences)
     extra = 4 * n_vocab * n_rows
     if graph_bytes is not None:
+        # llama.cpp does not count the CPU's work buffer of the widest expert product, which has
+        # inputs in 8-bit blocks and row indices.
         row = min(2, len(model.tiers)) * n_ff * ROW_WEIGHT_BYTES + ROW_PLACE_BYTES
         extra += int(n_tokens * n_used * row)
     else:
@@ -119,9 +119,8 @@ def compute_bytes(
 def part_bytes(model: ExpertModel, config: Config) -> int:
     """Return an upper estimate of the size of one sequence's checkpoint, in bytes.
 
-    Only models with recurrent layers or a sliding attention window need checkpoints, because their
-    memory of a sequence cannot be truncated. A checkpoint has the float32 states of recurrent
-    layers and the attention window of all layers. The result is 0 for other models.
+    A checkpoint has the float32 states of recurrent layers and the sliding attention window of all
+    layers. A model that has neither needs no checkpoints, and the result is 0.
     """
 
     def number(name: str) -> int:
@@ -151,21 +150,19 @@ def kernel_bytes(
     """Return an upper bound of the device memory that kernels take beyond the counted scratch.
 
     It consists of libraries, 8-bit rows of an expert product, and attention buffers. flash: flash
-    attention is used.
-
-    With flash attention, a 16-bit KV cache needs no attention buffers. An 8-bit cache needs the
-    keys and values of one layer in half precision. Without flash attention, the attention weights
-    are buffered in single and half precision, and the mask in two precisions.
-
-    The half-precision buffers grow with the context. keeps_buffers: buffers for shorter contexts
-    stay allocated as the context grows. Otherwise only the largest buffers are counted.
+    attention is used, which needs smaller attention buffers. keeps_buffers: buffers for shorter
+    contexts stay allocated as the context grows. Otherwise only the largest buffers are counted.
     """
     hparams, made, halves = model.hparams, exchange_bytes(model, n_tokens) // 4, 0
+    # Without flash attention, the attention weights are buffered in single and half precision, and
+    # the mask in two precisions. With flash attention, a 16-bit KV cache needs no buffers. An 8-bit
+    # cache needs the keys and values of one layer in half precision.
     if not flash:
         halves = max(hparams.n_head) * n_tokens * n_ctx
         made += 4 * (halves + n_tokens * n_ctx)
     elif config.kv != DEFAULT_KV:
         halves = max(hparams.n_head_kv) * (hparams.key_length + hparams.value_length) * n_ctx
+    # The half-precision buffers grow with the context.
     parts = -(-n_ctx // n_tokens)
     pieces = (parts + 1) / 2 if keeps_buffers else 1 + 1 / parts
     return LIBRARY_BYTES + made + int(POOLED_HALF_BYTES * pieces * halves)
@@ -207,9 +204,9 @@ def model_shape(
 ) -> ModelShape:
     """Return a model's layers, experts and slot sizes as policies see them.
 
-    tiers: indices of the precisions (tiers) in use. shapes: the matrix shapes of each layer. If
-    shapes are given, slots are in device memory, and the result also has the slot sizes in host
-    memory. If shapes are empty, slots are in host memory.
+    tiers: indices of the precisions (tiers) in use. shapes: the matrix shapes of each layer, for
+    slots in device memory. The result then also has the slot sizes in host memory. Without shapes,
+    slots are in host memory.
     """
 
     def slots(size: Callable[[Slice, int, int], int]) -> tuple[tuple[dict[int, int], ...], ...]:

@@ -32,9 +32,10 @@ _TENSORS_BYTES = 64 << 10
 
 
 def probe(device: Device | None = None) -> Machine:
-    """Return this machine's free memory, within the limits of its cgroups, and the given device.
+    """Return this machine's free memory and the given device.
 
-    The caller passes the device, because only the native library can find it.
+    If a cgroup limits the memory of this process, only the unused part of this limit counts as
+    free.
     """
     free = psutil.virtual_memory().available
     for limit, used in _cgroup_limits():
@@ -123,8 +124,10 @@ def more_than_there(ram: int | None, machine: Machine) -> str | None:
 class Accelerator:
     """A device that holds experts, and the handles by which llama.cpp knows it.
 
-    index: the device's number among llama.cpp's GPUs. It is None if only the experts' slots are on
-    the device. buffer_type: handle of ggml's buffer type for the device's memory.
+    - info: the name and the memory of the device.
+    - index: the device's number among llama.cpp's GPUs. It is None for a device that holds the
+      expert slots only.
+    - buffer_type: handle of ggml's buffer type for the device's memory.
     """
 
     info: DeviceInfo

@@ -14,8 +14,7 @@ from orchestrator.settings import flag_of
 def check_unused(config: Config) -> None:
     """Raise ConfigError if an option of the command line has no effect with the policy.
 
-    The policy is the requested one, or the default. When a command compares several policies, it
-    does not call this function, and options of other policies are ignored.
+    The policy is the one that the user named, otherwise the default policy.
     """
     name = config.policy
     by_loss = config.given(ALLOWED_LOSS) is not None
@@ -59,12 +58,10 @@ def unused_option(given: str, policy: str) -> ConfigError:
 
 
 def without_effect(config: Config) -> str | None:
-    """Return a note if the lower precision that the user gave has no effect.
+    """Return a note if the user gave a lower precision that has no effect, otherwise None.
 
-    The lower precision has no effect if another setting computes every expert in the best tier. The
-    note names that setting. The result is None if no lower precision was given. The result is also
-    None if the user gave an allowed loss but no policy. The planner then chooses the policy and its
-    precisions by the allowed loss.
+    It has no effect if another setting computes every expert in the best tier. The note names that
+    setting. If the planner chooses the precisions by an allowed loss, the result is None.
     """
     lower = [each for each in ("low", "low_tier") if getattr(config, each) is not None]
     by_loss = config.policy is None and config.given(ALLOWED_LOSS) is not None

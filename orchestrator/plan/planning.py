@@ -76,14 +76,17 @@ def plan(
 ) -> Plan | Refusal:
     """Return the memory plan of a model for this machine, or a refusal if the model does not fit.
 
-    If the user named no policy, the choice has three cases. The model runs without an expert store
-    if everything fits, and no option asks for lower precisions or for slots. The baseline policy is
-    chosen if every expert fits in the high tier, and no option asks for lower precisions. The
-    default policy is chosen otherwise. The result is lossless unless an option asks for lower
-    precisions.
+    If the user named no policy, the first of these choices that is possible is taken:
 
-    history: the records of earlier runs, which policies use. Raises PolicyError or ConfigError if
-    the policy, its tiers or the KV cache type do not suit the model.
+    - The model runs without an expert store. This is possible if everything fits in memory, and no
+      option asks for lower precisions or for slots.
+    - The baseline policy is used. This is possible if every expert fits in the high tier, and the
+      user gave neither a lower precision nor a policy's setting.
+    - The default policy is used.
+
+    The result is lossless unless an option asks for lower precisions. history: the records of
+    earlier runs, which policies use. Raises PolicyError or ConfigError if the policy, its tiers or
+    the KV cache type do not suit the model.
     """
     _check_kv(request.config, model)
     layout = _Layout(request, model, machine, history)
@@ -128,10 +131,10 @@ def scratch_bytes(model: ExpertModel, config: Config) -> int:
 
 
 def own_context(request: PlanRequest, model: ExpertModel) -> int:
-    """Return the training context of the model, times the number of sequences, in tokens.
+    """Return the longest context that the sequences of a request can use together, in tokens.
 
-    The sequences of the request share the KV cache. The result is 0 if the file does not state the
-    training context.
+    It is the training context of the model, times the number of sequences. The result is 0 if the
+    file does not state the training context.
     """
     return model.hparams.context_length * (1 + request.needs.sequences)
 
@@ -155,20 +158,20 @@ def micro_batches(config: Config, most: int) -> list[int]:
 
 
 def line_ends(n_tokens: int, most: int) -> tuple[int, int]:
-    """Return the shortest and the longest context for which memory is counted, in tokens.
+    """Return the two context lengths for which memory is counted, in tokens: (short, long).
 
-    n_tokens: micro-batch size. most: the longest possible context, which is padded as llama.cpp
-    pads it. For a context between these two, memory is interpolated linearly.
+    Between these two, memory is interpolated linearly. short: the micro-batch size n_tokens. long:
+    the longest possible context `most`. Both are rounded up, as llama.cpp does.
     """
     short = pad(n_tokens, CELL_STEP)
     return short, max(pad(most, CELL_STEP), short + CELL_STEP)
 
 
 def sizes_to_count(request: PlanRequest, model: ExpertModel) -> tuple[list[Size], list[Size]]:
-    """Return the sizes for which llama.cpp should count its memory, as two lists.
+    """Return two lists of the sizes for which llama.cpp should count its memory.
 
-    A size is (context length, micro-batch size). The first list suffices to decide whether the
-    whole model fits in memory. The second list has all sizes.
+    A size is (context length, micro-batch size). The sizes in the first list are enough to decide
+    whether the whole model fits in memory. The second list has all sizes.
     """
     config, usual = request.config, default_context(request, model)
     most = usual if config.ctx else max(usual, own_context(request, model))
@@ -195,8 +198,8 @@ class Choice(NamedTuple):
 def rules_of(config: Config, choice: Choice) -> Rules:
     """Return the rules that the options and the chosen tiers impose on a policy.
 
-    They say whether experts may be skipped, and whether the weights of the other experts are then
-    rescaled. They also say whether decisions may depend on which experts are resident.
+    The rules say whether experts may be skipped, and whether the weights of a token's other experts
+    are then rescaled. They also say whether decisions may depend on which experts are resident.
     """
     return Rules(choice.skip, config.renormalize, config.exact_tiers)
 
@@ -244,12 +247,12 @@ def choose(config: Config, model: ExpertModel, shape_of: ShapeOf, budget: int) -
 
     budget: bytes for expert slots. shape_of: returns the slot sizes for some tiers.
 
-    Without --policy, the baseline policy is chosen if every expert fits into the slots. A given
-    lower precision or policy setting selects the default policy instead. Every expert is in the
-    best tier unless an option asks for lower precisions.
+    Without --policy, the default policy is chosen if the user gave a lower precision or a policy's
+    setting. It is also chosen if not every expert fits into the slots. Otherwise the baseline
+    policy is chosen. Only the best tier is chosen, unless an option asks for lower precisions.
 
-    Raises PolicyError for a low tier that is not below the high tier. Raises PolicyError for
-    --exact with a policy that has no lossless form.
+    Raises PolicyError for a low tier that is not below the high tier, and for --exact with a policy
+    that has no lossless form.
     """
     names = [tier.name for tier in model.tiers]
     policy = None if config.policy is None else policy_class(config.policy)
@@ -332,8 +335,8 @@ class _Layout:
     def least(self, needed_bytes: int = 1) -> Plan | Refusal:
         """Return the plan under the smallest memory limit that works.
 
-        The search starts at needed_bytes, a lower bound of that limit. The result is a refusal if a
-        few corrections of the bound do not find the limit.
+        The search starts at needed_bytes, which must not exceed this limit. The result is a refusal
+        if a few tries do not find the limit.
         """
         capped = "vram" if self.machine.device else "ram"
         device = self.machine.device
@@ -402,9 +405,9 @@ class _Layout:
     def shared(self, usual: Plan) -> Plan | Refusal | None:
         """Return a plan whose KV cache and scratch take memory from the expert slots as they grow.
 
-        usual: the plan without slots for the default context. The result is None if the parts get
-        fixed sizes instead, for example on a GPU. The result is a refusal if the requested context
-        is too long. The refusal names the longest context that fits.
+        usual: the plan without slots for the default context. The result is None if these parts
+        must have fixed sizes, for example on a GPU. If the requested context is too long, the
+        result is a refusal that names the longest context that fits.
         """
         config = self.config
         once = config.policy == PLAIN or config.expert_ram or self.machine.device
@@ -447,11 +450,10 @@ class _Layout:
         """Return a plan whose expert slots, KV cache and scratch have fixed sizes.
 
         usual: the plan without slots for the default context. The context and the prompt cache have
-        the requested sizes. If the user requested none, the plan tries larger sizes that cost
-        little, and then smaller ones until the policy's slots fit.
-
-        The micro-batch size is the one with which a prompt and its answer read the fewest bytes. If
-        every expert is resident, the smallest size is used.
+        the sizes that the user requested. Without a request, larger sizes are used if they cost
+        little memory and the policy's slots still fit. The micro-batch size is the one with which a
+        prompt and its answer read the fewest bytes. If every expert is resident, it is the smallest
+        size.
         """
         config, model, asked = self.config, self.model, self.config.cache_ram or 0
         room = usual if config.ctx else self._longer(usual)
@@ -692,8 +694,8 @@ class _Layout:
     def refusal(self, found: _TooSmall) -> Refusal:
         """Return the refusal that names the smallest memory limit that works, and its context.
 
-        found: the refusal with a lower bound of that limit. If the model fits without --cache-ram,
-        the returned refusal names --cache-ram instead.
+        found: a refusal that has only a lower bound of that limit. If the model would fit without a
+        prompt cache (--cache-ram), the returned refusal names --cache-ram instead.
         """
         plan = self.least(found.needed_bytes)
         if isinstance(plan, Refusal):

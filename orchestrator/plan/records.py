@@ -111,16 +111,16 @@ class Counted:
 class Needs:
     """The memory and the sequences that a front end needs in addition to the model.
 
+    - sequences: the number of sequences that may decode in parallel, in addition to sequence 0. All
+      sequences share the context.
+    - conversations: the front end holds conversations. Memory is then reserved for the prompt
+      cache, and the KV cache and the scratch take memory from expert slots as they grow.
+    - scored: the maximum number of prompt tokens whose logits are in memory at once while a prompt
+      is scored. It is 0 if the front end scores no prompts.
+    - extra_bytes: memory of the front end's process that a plain chat does not need.
+    - extra_token_bytes: further memory of that process for each token of the vocabulary.
+
     The defaults suit a program that evaluates one sequence.
-
-    sequences: number of sequences that may decode in parallel, in addition to sequence 0. All of
-    them share the context. conversations: memory is reserved for the prompt cache, and the KV cache
-    and the scratch take memory from expert slots as they grow.
-
-    scored: the maximum number of prompt tokens whose logits are in memory at once while a prompt is
-    scored. It is 0 if the front end scores no prompts. extra_bytes: memory of the front end's
-    process that a plain chat does not need. extra_token_bytes: further memory of that process for
-    each token of the vocabulary.
     """
 
     sequences: int = 0
@@ -147,7 +147,7 @@ class PlanRequest:
     def of_run(self) -> dict[str, Any]:
         """Return all settings of this request that can change the resolved plan, by name.
 
-        They are the settings of Config.of_run and the fields of `needs`.
+        They are settings of the configuration, and the needs of the front end.
         """
         return self.config.of_run() | asdict(self.needs)
 
@@ -167,14 +167,15 @@ def longest_context(most: int, step: int, too_long: Callable[[int], bool]) -> in
 class SharedMemory:
     """The memory that expert slots, KV cells, scratch and the prompt cache share, in bytes.
 
-    n_bytes: the sum of all parts. least_slots: the smallest size of all slots with which the policy
-    works. all_slots: the size of slots for every expert. cell_bytes: the KV cache of one token.
-    cell_step: the number of KV cells that are allocated at once. sequences: the number of sequences
-    that share the cells.
-
-    scratch: maps the maximum number of tokens of a step to the scratch of the step, smallest first.
-    The scratch is (bytes for an empty context, bytes per KV cell). prompts: the maximum size of all
-    copies in the prompt cache.
+    - n_bytes: the sum of all parts.
+    - least_slots: the size of the fewest slots with which the policy works.
+    - all_slots: the size of slots for every expert.
+    - cell_bytes: the KV cache of one token.
+    - scratch: maps the maximum number of tokens of a step to the scratch of this step, smallest
+      first. The scratch is (bytes for an empty context, bytes per KV cell).
+    - cell_step: the number of KV cells that are allocated at once.
+    - sequences: the number of sequences that share the cells.
+    - prompts: the maximum size of all copies in the prompt cache.
     """
 
     n_bytes: int
@@ -189,19 +190,21 @@ class SharedMemory:
     def slots(self, n_cells: int, n_tokens: int, held: int = 0, width: int = 0) -> int:
         """Return the bytes that are left for expert slots in a step of n_tokens tokens.
 
-        n_cells: number of KV cells in use after the step. held: scratch bytes that an earlier step
-        still occupies. width: the position after the last used KV cell, if free cells lie before
-        it. Attention covers these free cells too, so they need scratch.
+        - n_cells: the number of KV cells in use after the step.
+        - held: scratch bytes that an earlier step still occupies.
+        - width: the number of KV cells that attention covers, if this is more than n_cells.
+          Attention also covers the free cells before the last used one.
         """
         empty, each = next(s for size, s in self.scratch.items() if size >= n_tokens)
         scratch = empty + int(max(pad(max(1, n_cells), self.cell_step), width) * each)
         return self.n_bytes - max(held, scratch) - self.cache_bytes(n_cells)
 
     def width(self, cells_end: int, n_tokens: int) -> int:
-        """Return an upper bound of the position after the last used KV cell, n_tokens tokens later.
+        """Return an upper bound for the end of the used KV cells, after n_tokens more tokens.
 
-        cells_end: the current position after the last used cell. If several sequences share the
-        cells, each one reserves blocks of free cells and may leave part of a block free.
+        The end is the position after the last used cell. cells_end: the end now. If several
+        sequences share the cells, each of them reserves blocks of cells and may leave part of a
+        block free.
         """
         runs = self.sequences + 1 if self.sequences > 1 else 0
         return cells_end + n_tokens + runs * CELL_STEP
@@ -226,9 +229,9 @@ class SharedMemory:
     def may_read(self, n_cells: int, width: int = 0) -> list[int]:
         """Return the micro-batch sizes that leave the policy its minimum slots, smallest first.
 
-        n_cells: number of KV cells in use after the micro-batch. width: the position after the last
-        used cell, if free cells lie before it. The smallest size is always included, because
-        `longest` guarantees that it fits.
+        The smallest size is always included, because `longest` guarantees that it fits. n_cells:
+        the number of KV cells in use after the micro-batch. width: the number of KV cells that
+        attention covers, if this is more than n_cells.
         """
         smallest, least = min(self.scratch), self.least_slots
         fits = (n for n in self.scratch if self.slots(n_cells, n, 0, width) >= least)
@@ -237,17 +240,20 @@ class SharedMemory:
     def micro_batch(self, n_cells: int, n_tokens: int, again: float = 1.0, width: int = 0) -> int:
         """Return the micro-batch size with which the rest of a prompt reads the fewest bytes.
 
-        n_cells KV cells are in use, and n_tokens tokens of the prompt are left. width: the position
-        after the last used cell, if free cells lie before it.
+        A larger micro-batch reads the experts without slots less often. But it needs more scratch,
+        which takes memory from slots.
 
-        A micro-batch of hundreds of tokens uses nearly every expert, so each micro-batch reads
-        every expert that has no slot. A larger micro-batch needs more scratch, which takes memory
-        from slots. The experts evicted for it are read `again` times after the prompt. With n
-        tokens, u tokens at once, A bytes of all experts and S(u) bytes of slots, the bytes read
-        are, up to a constant
-
-        ceil(n / u) (A - S(u)) - again S(u)
+        - n_cells: the number of KV cells in use.
+        - n_tokens: the number of prompt tokens that are left.
+        - again: how often the experts that are evicted for scratch are read after the prompt.
+        - width: the number of KV cells that attention covers, if this is more than the cells in
+          use.
         """
+        # A micro-batch of hundreds of tokens uses nearly every expert, so each micro-batch reads
+        # every expert that has no slot. With n tokens, u tokens at once, A bytes of all experts and
+        # S(u) bytes of slots, the bytes read are, up to a constant:
+        #
+        #     ceil(n / u) (A - S(u)) - again S(u)
         end, every = n_cells + n_tokens, self.all_slots
 
         def read(size: int) -> float:
@@ -279,15 +285,17 @@ class Refusal:
 class Plan:
     """The memory plan of one model: the sizes of its parts, in bytes.
 
-    managed: the model runs with an expert store. n_ubatch: micro-batch size in tokens. ram_bytes:
-    limit of all host memory of the model. cap_bytes: limit of the memory (device or host) that
-    holds the experts. compute_bytes: the part of scratch_bytes that compute graphs take.
-    prompt_bytes: host memory for the prompt cache.
-
-    tiers: the precisions (tiers) of the file in use, best first. skip: the policy may skip experts.
-    placement: the policy's choice of slots; None without an expert store. budget_bytes: the limit
-    of the slots if the user set one, otherwise the size of the slots. shared: how slots and KV
-    cache share memory; None if their sizes are fixed.
+    - managed: the model runs with an expert store.
+    - n_ubatch: the micro-batch size in tokens.
+    - ram_bytes: the limit of all host memory of the model.
+    - cap_bytes: the limit of the memory (device or host) that holds the experts.
+    - compute_bytes: the part of scratch_bytes that compute graphs take.
+    - prompt_bytes: host memory for the prompt cache.
+    - tiers: the precisions (tiers) of the file in use, best first.
+    - skip: the policy may skip experts.
+    - placement: the policy's choice of slots; None without an expert store.
+    - budget_bytes: the limit of the slots if the user set one, otherwise the size of the slots.
+    - shared: how slots and KV cache share memory; None if their sizes are fixed.
 
     With a device, dense_bytes, kv_bytes, scratch_bytes and the slots are in device memory, and
     host_bytes is the size of the expert cache in host memory.

@@ -42,18 +42,16 @@ _LEAST = 2
 
 
 def tiers_for(model: ExpertModel, ram_bytes: int) -> tuple[list[str], str]:
-    """Return the precisions (tiers) for a packed file, best first, and a sentence about them.
+    """Return the precisions (tiers) for a packed file, best first, and a sentence about the choice.
 
     ram_bytes: cap on all memory of the model, as in --ram.
 
-    The best tier is the model's own type if the model is quantized, otherwise Q8_0, which counts as
-    lossless. If the whole model fits in the best tier, no other tier is returned. If every expert
-    fits in memory in some lower type, an optimal allocation over all types is computed. It assumes
-    that usage times loss is as uneven as on the demo model. The lower tiers are the types that it
-    gives to at least a minimum share of the experts.
+    The best tier is the model's own type if the model is quantized, otherwise Q8_0. No other tier
+    is returned if every expert fits in memory in this tier. If every expert fits only in some lower
+    type, the lower tiers are chosen by an optimal allocation of types to experts. If no type fits,
+    the lower tiers are types that suit reading experts from disk.
 
-    If no type fits, experts are read from disk while decoding, and the lower tiers are the usual
-    types for that. Raises BudgetError if the memory is too small even then.
+    Raises BudgetError if the memory is too small in any precisions.
     """
     config = Config.build(model=model.path, ram=ram_bytes, policy=BASELINE)
     found = plan(PlanRequest(config), model, Machine(1 << 62))

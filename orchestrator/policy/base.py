@@ -67,12 +67,12 @@ class Precisions:
     """The number of precisions (tiers) that a policy uses, and its default choice of tiers.
 
     - least, most: the minimum and maximum number of tiers.
-    - keeps: a phrase for the tiers in error messages, such as "two precisions". Only a policy that
-      never skips an expert sets this field. None for other policies.
+    - keeps: the tiers that the policy needs, in words for an error message, such as "two
+      precisions". It is None for a policy that can skip experts.
     - skips: whether the policy may skip experts unless the user asks for exact results. Such a
       policy uses a lower tier only if the user names one.
-    - lossless: the settings with which every expert is computed in the best tier. {} means that
-      this is always the case. None means that no settings achieve it.
+    - lossless: the settings with which the policy computes every expert in the best tier. It is {}
+      if the policy always does that, and None if it cannot.
     """
 
     least: int = 1
@@ -88,8 +88,8 @@ class Precisions:
     def low(self, offer: TierOffer, high: FileTier) -> FileTier | None:
         """Return the lowest tier that the policy uses, below the tier `high`.
 
-        By default, it is the tier that the user named. None means that the policy uses as many of
-        the tiers after `high` as it supports.
+        By default, it is the tier that the user named. If the result is None, the policy uses as
+        many of the tiers after `high` as it supports.
         """
         return offer.low
 
@@ -99,9 +99,8 @@ class PolicyRequirements:
     """The calls, data and guarantees that a policy requires from the runtime.
 
     - asked_in: the phases (prefill, decode) in which the runtime calls `decide` for each MoE layer.
-      In other phases the store requests every routed expert in default_tier without calling Python.
-      The store uses a better copy of the expert if that is in memory.
-    - default_tier: the tier of those requests.
+    - default_tier: the tier that the store requests for every routed expert in the other phases,
+      without calling Python. A better copy in memory is used instead.
     - n_ahead: the number of following layers whose routers are evaluated early to predict experts.
       0 means no prediction.
     - importance: whether route events of prompts carry the attention that each token receives.
@@ -152,8 +151,8 @@ class History:
 
         The result is float64 [n_layers, n_expert, n_tiers], or None if the losses were not
         measured. The loss is the mean squared error of the expert's output. With `per_use`, it is
-        the KL divergence in nats that one use of the expert causes with its usual gate weight.
-        Without fitted KL factors, `per_use` has no effect.
+        the KL divergence in nats that one use of the expert causes with its usual gate weight. If
+        errors cannot be converted into nats, `per_use` has no effect.
         """
         return None
 
@@ -196,8 +195,7 @@ class Placement:
     - slots: the slots, which fit the budget. If the budget is too small, they are the minimum with
       which the policy works.
     - wants: the requirements of the policy with these settings and slots.
-    - losses: the quality loss of each expert in each tier, or None if the slots do not depend on
-      it.
+    - losses: the quality loss of each expert in each tier; None if it is unknown or not used.
 
     A policy that needs further values defines a subclass.
     """
@@ -269,11 +267,10 @@ class About:
     - name: the name that users type.
     - summary: one sentence for the tables of the documentation.
     - Settings: the dataclass of the policy's own settings.
-    - reason: the end of the sentence "NAME, which ...", such as "runs one precision". Messages use
-      this sentence to explain why an option of another policy has no effect.
+    - reason: a few words about the policy, such as "runs one precision". They follow "--policy
+      NAME, which" in messages about an option that has no effect with the policy.
     - precisions: the number of tiers that the policy uses, and its default choice.
-    - wants: the requirements of the policy before its slots are known. They are the union of the
-      requirements with all possible slots and settings.
+    - wants: all requirements that the policy may have, with any settings and slots.
     """
 
     name: str
@@ -367,14 +364,13 @@ class Policy:
     ) -> Sequence[Transition] | None:
         """Return the experts to load, with their tiers, before a token is computed.
 
-        The runtime calls this method before the first token of the run, without arguments. If
-        `wants.waits` is set, the runtime also calls this method before the first token of each
-        answer. `resident` then has the tiers of all experts in memory. `target` has their tiers
-        after the changes of tier (transitions) under way.
+        The runtime calls this method without arguments before the first token of the run. If
+        `wants.waits` is set, the runtime also calls it before each answer, and waits for the
+        returned changes of tier (transitions). It repeats the call until the result is None, or no
+        transition is left to wait for. Then the answer begins. The result () starts no transition.
 
-        Before an answer, the runtime waits until all transitions have finished, and repeats the
-        call. The answer begins when the method returns None, or when no transition is left to wait
-        for. The result () starts no transition.
+        resident, target: the tiers of all experts in memory, and after the transitions under way.
+        None at the start of a run.
         """
         return self.placement.first()
 

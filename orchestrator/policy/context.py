@@ -60,10 +60,9 @@ class SequenceUse:
 
     `past` has the counts of sequences that ended, float64 [n_layers, n_expert].
 
-    A prompt token counts for its own sequence. For a decode step, only the total counts of all its
-    tokens are known. They are divided equally among the sequences in memory, so the sum over the
-    sequences is exact. For prompts, the routing weights (gates) of each expert are added up as
-    well.
+    Prompt tokens are counted for their own sequence, and their routing weights (gates) are added up
+    as well. For a decode step, only the sum over all tokens is known. It is divided equally among
+    the sequences in memory.
     """
 
     def __init__(self, n_layers: int, n_expert: int) -> None:
@@ -258,6 +257,8 @@ def uniform_counts(n_cold: int, near: NearTiers, settings: ContextSettings) -> t
             f"bits. Give {bits[-1]} or more, or name a lower tier with --near-tiers"
         )
     losses = nominal_losses(bits, 1, n_cold)[0]
+    # The importance of the experts is assumed to fall as 1/rank, or to be uniform. With two near
+    # tiers, the bit budget determines both numbers.
     weights = 1 / np.arange(1.0, n_cold + 1) if settings.near_weights == IMPORTANCE else None
     return prefix_split(losses, bits, bit_budget(n_cold, settings), weights)
 
@@ -373,24 +374,18 @@ class ContextPlacement(Placement):
 class ContextAware(Policy):
     """Keeps the K most important experts of each layer in tier 0 and the others in lower tiers.
 
-    All experts are resident. The importance of an expert follows from its use by the conversation.
+    All experts are resident. The importance of an expert follows from its use in the conversation
+    and in earlier runs. After a prompt, the tier of each expert is chosen. Experts then change
+    their tier in the background, between steps, and tokens do not wait for that. With the setting
+    `placement` wait, the first token of an answer waits.
 
-    In prefill, each layer counts the uses of each expert and adds up the routing weights. The last
-    layer computes only one token of a prompt. For this layer, the predictions of the layer before
-    it are counted instead, because they exist for all tokens. For tokens of an answer, only uses
-    are counted. The use of sequences that ended becomes part of the profile of earlier runs.
+    In prefill, the uses of each expert are counted in each layer, and its routing weights are added
+    up. The last layer computes only one token of a prompt. For this layer, the experts that are
+    predicted for all tokens are counted instead. For tokens of an answer, only uses are counted.
 
-    After a prompt, the tier of each expert is chosen. Experts then change their tier in the
-    background, between steps. Changes to lower tiers come first, then those of the most important
-    experts. Tokens do not wait for the changes. With the setting `placement` wait, the first token
-    of an answer waits.
-
-    If the lower (near) tiers share slots, the prefix split of section 4.2 chooses the number of
-    experts per tier for each layer and sequence. If each near tier has its own slots, the numbers
-    are fixed. They are those of the prefix split for experts with equal losses. The importance of
-    the experts is assumed to fall as 1/rank (`near_weights` importance) or to be uniform (plain).
-    With two near tiers, the bit budget determines both numbers, so separate slots are as good and
-    take less memory.
+    If the lower (near) tiers share slots, the number of experts in each near tier is chosen after a
+    prompt, by the prefix split of section 4.2. If each near tier has its own slots, the numbers are
+    fixed.
     """
 
     about = About(
@@ -426,8 +421,7 @@ class ContextAware(Policy):
 
         Raises PolicyError if the model has no second tier, or lacks a tier that the settings name.
         Also raises PolicyError if the settings name too many tiers. Slots that several tiers share
-        work only in host memory. So PolicyError is also raised if the setting near_slots asks for
-        shared slots in the memory of a GPU.
+        (near_slots) work only in host memory, and raise PolicyError in the memory of a GPU.
         """
         near = NearTiers.of(shape, settings)
         shares_slots = settings.near_slots == SHARED and len(near.tiers) > 1
@@ -513,12 +507,10 @@ class ContextAware(Policy):
     ) -> Sequence[Transition] | None:
         """Return the transitions of experts to their wanted tiers.
 
-        At the start of a run, all experts are moved according to earlier runs. Before an answer,
-        experts for which slots are free are moved according to the conversation. Return None if
-        answers do not wait.
-
-        resident, target: the tiers of experts in memory and after their transitions. None at the
-        start of a run.
+        resident, target: the tiers of experts in memory and after their transitions. At the start
+        of a run, these are None, and all experts are moved to the tiers that follow from earlier
+        runs. Before an answer, the experts for which slots are free are moved. The result is None
+        if answers do not wait.
         """
         if resident is None or target is None:
             wanted = self._latest = self._place()
@@ -551,8 +543,8 @@ class ContextAware(Policy):
     def on_step(self, report: StepReport) -> Sequence[Transition]:
         """Count a finished step, and return the transitions for which slots are free now.
 
-        New tiers are chosen after the first decode step that follows a prompt. They are not chosen
-        after a prefill step, because a prompt may take several of these.
+        The first decode step after a prompt also chooses new tiers for all experts. A prefill step
+        does not, because a prompt may take several of these.
         """
         if report.counts is None or report.resident is None or report.target is None:
             return ()

@@ -52,15 +52,12 @@ _NOISE = 1e-9
 def critical_counts(lam: float, n_layers: int, m: int, schedule: str = COSINE) -> list[int]:
     """Return the number of critical experts t_l of each MoE layer l (eq. 5).
 
-    Critical experts are computed in the high tier. The number t_l is ceil(r(l) * m), but at least
-    1. m is the number of experts to choose from.
-
-    r(l) = (1 - lam) * c(l) + lam is the fraction of critical experts in layer l. The function
-    `falling` computes the factor c(l) from `schedule`. The cosine schedule is eq. 4.
-
-    The paper has no minimum of 1. Without it, lam = 0 would give the last layer no critical expert.
-    If the other experts are skipped, the layer would then compute no expert at all.
+    Critical experts are computed in the high tier. t_l is ceil(r(l) * m), but at least 1. m is the
+    number of experts to choose from. r(l) = (1 - lam) * c(l) + lam is the fraction of critical
+    experts. The factor c(l) follows from `schedule`: the function `falling` computes it.
     """
+    # The paper has no minimum of 1. Without it, lam = 0 would give the last layer no critical
+    # expert. If the other experts are skipped, the layer would then compute no expert at all.
     shares = [(1 - lam) * c + lam for c in falling(schedule, n_layers)]
     return [min(m, max(1, math.ceil(share * m - _NOISE))) for share in shares]
 
@@ -77,12 +74,11 @@ def solve(retention: float, n_layers: int, m: int, schedule: str = COSINE) -> li
     """Return the number of critical experts of each layer, for a given mean share of such experts.
 
     Critical experts are computed in the high tier. The share of a layer is its number of critical
-    experts divided by m. The mean share over all layers is as near to `retention` as possible. In
-    decode, m is the number of experts that a token selects. In prefill, m is the number of experts
-    that the prompt uses in the layer.
+    experts divided by m. The mean share over all layers is as near to `retention` as possible. With
+    the schedule "cosine", it is at least about one half.
 
-    The function searches lambda (see `critical_counts`) in [0, 1]. With the cosine schedule, the
-    mean share is about (1 + lambda) / 2. So shares below about one half need the schedule "flat".
+    m: the number of experts to choose from. In decode, it is the number of experts that a token
+    selects. In prefill, it is the number of experts that the prompt uses in the layer.
     """
     if n_layers == 1:
         return critical_counts(retention, 1, m, schedule)
@@ -110,12 +106,12 @@ def load_ahead(
 ) -> list[int]:
     """Prefetch the experts that the next layers are predicted to select in a decode step (eq. 8).
 
-    critical[layer] is t_l, the number of critical experts. The first t_l predicted experts are
-    requested in tier 0. The other predicted experts are requested in tier `low`, or not at all if
-    `low` is None. Experts in memory are requested too, so that the store keeps them. With several
-    tokens, the predictions of all tokens are merged by `union`.
+    Return the experts that were requested for the next layer. Experts in memory are requested too,
+    so that the store keeps them.
 
-    Returns the experts requested for the next layer.
+    critical: the number of critical experts of each layer. For each token, this many of the
+    predicted experts are requested in tier 0, the best first. low: the tier for the other predicted
+    experts; None to omit them.
     """
     asked: list[int] = []
     for ahead in range(event.n_ahead):
@@ -136,11 +132,12 @@ def load_ahead(
 
 
 def union(ids: np.ndarray, t: int, n_expert: int) -> tuple[list[int], int]:
-    """Return the experts that any token is predicted to select, and the number of critical ones.
+    """Return the experts that at least one token is predicted to select, and how many are critical.
 
-    Critical experts come first. An expert is critical if it is among the first t of a token. Within
-    the critical experts and within the others, the order is by number of tokens, then by best rank,
-    then by index. ids: predicted experts of each token, best first, int32 [T, k].
+    ids: the predicted experts of each token, best first, int32 [T, k]. An expert is critical if it
+    is one of the first t experts in a row of ids. Critical experts come before all others. Among
+    the critical experts, and among the others, those that more tokens select come first. Ties are
+    sorted by the best rank in a row, then by index.
     """
     n_tokens, k = ids.shape
     load = np.bincount(ids.ravel(), minlength=n_expert)
@@ -281,15 +278,14 @@ class DyMoEPlacement(Placement):
 class DyMoE(Policy):
     """Computes the most important experts of each layer and step in the high tier (tier 0).
 
-    These are t_l experts of layer l, called critical. The others are computed in tier 1 or skipped.
-    Each layer has its own slots, and the experts of the next layer are prefetched.
+    These experts are called critical, and layer l has t_l of them. The others are computed in tier
+    1 or skipped. For a token of an answer, the importance of an expert is its gate score (eq. 3).
+    For a prompt, the importance is the number of heavy hitters (important tokens) that use the
+    expert (eq. 2). In a step of several sequences, an expert is computed in the high tier if one of
+    the sequences needs that.
 
-    For a token of an answer, the importance of an expert is its gate score (eq. 3). For a prompt,
-    the importance is the number of heavy-hitter tokens that use the expert (eq. 2). In a step of
-    several sequences, experts are ranked for each sequence. An expert is computed in the high tier
-    if one of the sequences needs that. The experts that a prompt uses most may fill three quarters
-    of a layer's high slots. The other experts of a prompt are streamed through at most half of the
-    high slots.
+    Each layer has its own slots, and the experts of the next layer are prefetched. The less used
+    experts of a prompt are streamed through at most half of a layer's high slots.
     """
 
     about = About(
@@ -318,14 +314,10 @@ class DyMoE(Policy):
     ) -> DyMoEPlacement:
         """Divide a memory budget into one slot group for each layer, matrix kind and tier.
 
-        First, each layer gets slots for the k experts that one token selects. t_l of these slots
-        are high (for the high tier), because the layer has t_l critical experts. The other k - t_l
-        slots are low. The rest of the budget is divided so that the numbers of slots are in
-        proportion to the expected use of a slot.
-
-        The expected use of a low slot is the fraction of requests for the low tier. A high slot
-        serves requests for both tiers. A low request counts less there, because it saves fewer
-        bytes. A layer gets no further low slots if a high slot has at least the same expected use.
+        First, each layer gets slots for the k experts that one token selects: t_l slots in the high
+        tier for its critical experts, and the others in the low tier. The rest of the budget is
+        divided in proportion to the expected use of a slot. A layer gets no further low slots if a
+        high slot has at least the same expected use.
         """
         settings = settings.with_usual()
         depth = Depth.of(shape, settings, rules)
@@ -342,6 +334,8 @@ class DyMoE(Policy):
             pair = slice(layer * n, layer * n + n)
             high, *low = first[pair]
             ratio = low[0].unit_bytes / high.unit_bytes if low else 0.0
+            # A high slot serves requests for both tiers. A low request counts less there, because
+            # it saves fewer bytes.
             high_value, low_value = (t + (k - t) * ratio) / k, (k - t) / k
             values = high_value, 0.0 if high_value >= low_value else low_value
             for each, floor, value in zip(first[pair], counts[pair], values, strict=False):
@@ -388,8 +382,8 @@ class DyMoE(Policy):
     def prefill_critical(self, layer: int, n_used: int) -> int:
         """Return how many of the n_used experts that a prompt uses in a layer are critical.
 
-        Critical experts are computed in the high tier. The numbers are solved for each n_used, so
-        that their mean share stays near the setting retention despite rounding.
+        Critical experts are computed in the high tier. If the prompt uses n_used experts in every
+        layer, the mean share of critical experts is as near to the setting retention as possible.
         """
         counts = self._prefill_counts.get(n_used)
         if counts is None:

@@ -50,10 +50,10 @@ MOVING = 254
 
 @dataclass(slots=True)
 class Swap:
-    """An exchange in a layer: expert `down` moves to the low tier, and `up` gets its high slot.
+    """An exchange in a layer: expert `down` leaves the high tier, and `up` gets its slot there.
 
-    - down: None if a high slot is free without moving an expert down.
-    - promoting: whether the second half, the move of `up` to the high tier, was requested.
+    - down: None if a high slot is free, so that only `up` moves.
+    - promoting: whether the move of `up`, the second half of the exchange, was requested.
     """
 
     layer: int
@@ -74,9 +74,9 @@ CACHED_HIGH = 0.5
 def resident_pools(shape: ModelShape, capacity: Sequence[int]) -> TierPools:
     """Return slots for every expert: capacity[layer] experts in the high tier, the others low.
 
-    An exchange of two experts first moves one expert down into a spare low slot, and then the other
-    up into the freed high slot. So low slots include a few spare ones, which limit the number of
-    exchanges at a time. High slots include no spare ones.
+    The low tier has a few spare slots. An exchange of two experts first moves one of them down into
+    a spare slot, and then moves the second one up. The spare slots limit the number of exchanges at
+    a time.
     """
     n_low = [shape.n_expert - n_high for n_high in capacity]
     high, low = Places((HIGH,), capacity, reserve=False), Places((LOW,), n_low, most_moves=4)
@@ -86,9 +86,9 @@ def resident_pools(shape: ModelShape, capacity: Sequence[int]) -> TierPools:
 def fewest_high(shape: ModelShape, most: int = 1) -> list[int]:
     """Return the smallest possible number of experts in the high tier, for each layer.
 
-    Layers with about the same slot sizes share their high slots. The store requires at least one
-    slot of each size. So one layer of each such group has one high expert, and the other layers
-    have none. `most` is an upper limit, so `most` 0 means no high experts.
+    The store requires at least one high slot of each size. Layers with about the same slot sizes
+    share their high slots. So the number is 1 in the first of these layers, and 0 in the others. It
+    is never more than `most`.
     """
     first = {pool.layers[0] for pool in pools_by_size(shape, HIGH)}
     return [min(most, int(layer in first)) for layer in range(shape.n_layers)]
@@ -138,10 +138,9 @@ def cache_plan(
     The result is the slot plan, the number of high experts per layer, and the number of low slots
     of each layer. If the budget is too small, these are the minimum.
 
-    Low copies of one token's experts are paid first. The fraction CACHED_HIGH of the remaining
-    budget is for high copies, at most most_high per layer. If that is less than one high copy per
-    layer, no expert is high. The plan then has one high slot of each size, only because the store
-    requires it.
+    Low slots for one token's experts are paid first. The fraction CACHED_HIGH of the remaining
+    budget is for high experts, at most most_high per layer. If that is less than one per layer, no
+    expert is high.
     """
     layers = range(shape.n_layers)
     low_bytes = [shape.expert_slot_bytes(layer, LOW) for layer in layers]
@@ -152,6 +151,7 @@ def cache_plan(
     if n_high:
         high = [Pool((layer,), shape.slots[layer][HIGH], n_high) for layer in layers]
     else:
+        # The store requires at least one slot of each size.
         high = [Pool(pool.layers, pool.sizes, 1) for pool in pools_by_size(shape, HIGH)]
     rest = shape.n_expert - n_high
     shares = [Share(each, 1, max(1, rest), 1.0) for each in low_bytes]
@@ -185,8 +185,9 @@ class _TwoTiers(Precisions):
     def high(self, offer: TierOffer) -> FileTier:
         """Return the high tier: the tier above the low tier that the user named.
 
-        If the user named none, return the best tier for which every expert fits the budget in the
-        next lower tier. If there is no such tier, return the last tier but one.
+        If the user named none, return the best tier below which the next tier can hold all experts.
+        If there is no such tier, return the last tier but one. A tier can hold all experts if they
+        fit in the budget, with as few as possible in the high tier.
         """
         if len(offer.tiers) < 2:
             return offer.tiers[0]
@@ -196,11 +197,11 @@ class _TwoTiers(Precisions):
         return next((high for high, low in pairs if _fit(offer, high, low)), pairs[-1][0])
 
     def low(self, offer: TierOffer, high: FileTier) -> FileTier | None:
-        """Return the low tier: the tier that the user named.
+        """Return the low tier that the user named.
 
         If the user named none, return the best tier below `high` in which all experts fit in
-        memory. If there is no such tier, return the lowest one. Return None if no tier is below
-        `high`.
+        memory. If they fit in no tier, return the lowest tier. The result is None if no tier is
+        below `high`.
         """
         below = offer.tiers[high + 1 :]
         if offer.low is not None or not below:
@@ -225,8 +226,8 @@ def hottest_first(scores: np.ndarray) -> np.ndarray:
 class DynaExqPlacement(Placement):
     """The expert slots of the policy `dynaexq`, with n_l experts of layer l in the high tier.
 
-    - pools: the slots of all experts. None if the budget does not hold every expert in the low
-      tier, so that experts are cached.
+    - pools: the slots of all experts. If the budget does not hold every expert in the low tier, it
+      is None, and experts are cached.
     - capacity: n_l, int [n_layers].
     - cached: the number of low slots of each layer if experts are cached, else 0, int [n_layers].
     - hotness: the fraction of tokens that used each expert in earlier runs, or None.
@@ -297,21 +298,16 @@ class DynaExq(Learning):
     """Keeps the n_l most used experts of layer l in tier 0 (high) and the others in tier 1 (low).
 
     All experts are resident. S is the fraction of tokens that use an expert, as a moving average
-    (see `Learning`). It is computed anew after each interval of steps.
+    (see `Learning`). After each interval of steps, an expert in the low tier replaces an expert in
+    the high tier under three conditions:
 
-    The hot set of a layer has its high experts. An expert outside the hot set replaces an expert
-    inside under three conditions:
-
-    - The expert outside is among the n_l experts with the highest S.
-    - The expert inside is not among the n_l + rank_slack experts with the highest S.
+    - The expert in the low tier is among the n_l experts with the highest S.
+    - The expert in the high tier is not among the n_l + rank_slack experts with the highest S.
     - Their S differs by more than hysteresis times the layer's mean S.
 
-    rank_slack is 0 by default. A larger value keeps an unused expert in the hot set as long as the
-    experts outside are used even less.
-
-    If the budget does not hold all low copies, they are cached (`caching`). Each layer then evicts
-    the least recently used copy, and tokens wait for misses. Some slots still hold high copies of
-    the hot set, which are loaded on demand.
+    If the budget does not hold all experts in the low tier, they are cached (`caching`). Each layer
+    then evicts the least recently used copy, and tokens wait for misses. Some slots still hold the
+    most used experts (the hot set) in the high tier, which are loaded on demand.
     """
 
     about = About(

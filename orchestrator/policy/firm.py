@@ -83,16 +83,16 @@ def agreed(
 ) -> list[int]:
     """Return the experts that are expected in a layer, in the order of the nearest layer's vote.
 
-    A vote is the list of the experts that an earlier layer predicts, best first. votes: nearest
-    layer first. K is the argument `candidates`, and P is the argument `layers`. `way` is the
+    votes: for each voting layer, the experts that it predicts, best first. The nearest layer comes
+    first. K is the argument `candidates`, and P is the argument `layers`. `way` is the voting
     method:
 
-    - mol (eq. 6): the experts among the first K of each of the nearest P votes. If fewer layers
-      voted, all votes are used.
+    - mol (eq. 6): the experts that are among the first K in each of the P nearest votes. If fewer
+      layers voted, all votes are used.
     - rank: the first K experts of the nearest vote.
     - margin: the experts of the nearest vote whose score reaches a threshold. `scores` has the
-      scores of this vote. If K is the length of the vote, the threshold is its last score, so all
-      experts count. Each decrease of K by 1 raises the threshold by the factor sqrt(2).
+      scores of this vote. If K is the length of the vote, the threshold is its last score. Each
+      decrease of K by 1 multiplies the threshold by sqrt(2).
     """
     if not votes:
         return []
@@ -114,10 +114,11 @@ def every_set(
 ) -> list[list[int]]:
     """Return bit masks of the experts that are expected in a layer, for every choice of K and P.
 
-    A vote is the list of experts that an earlier layer predicts, best first. votes: nearest layer
-    first. K is the number of candidates, which are the first experts of a vote. P, up to depth, is
-    the number of votes that are combined. The method `way` combines them (see `agreed`). The result
-    is indexed [P - 1][K - 1].
+    The result is indexed [P - 1][K - 1]. K is the number of candidates, which are the first experts
+    of a vote. P is the number of votes that are combined, up to `depth`.
+
+    votes: for each voting layer, the experts that it predicts, best first. The nearest layer comes
+    first. way: the voting method, which combines the votes (see `agreed`).
     """
     numbers = range(1, len(votes[0]) + 1)
     return [
@@ -141,8 +142,8 @@ def group_of(n_layers: int) -> list[int]:
 def absent_of(missing: Mapping[int, int], kinds: Sequence[int]) -> Absent:
     """Return which experts lack a matrix in memory, for the matrix kinds that are prefetched.
 
-    For each kind, the experts that lack this matrix form a bit mask. The result has pairs (bit
-    mask, number of kinds with this bit mask).
+    The result has pairs (bit mask, n). A bit mask has the experts that lack the matrix of one kind.
+    n is the number of kinds with the same bit mask.
 
     - missing: for each expert, the bits of its matrices that are not in memory.
     - kinds: the bit of each matrix kind that is prefetched.
@@ -192,9 +193,9 @@ class Weights(NamedTuple):
     def mean(self, counts: np.ndarray, n: int) -> Any:
         """Return the mean prediction loss (eq. 11) over n results of `unused_and_missed`.
 
-        The loss of a result is the weighted sum of its two numbers, divided by the number of
-        matrices that are prefetched per expert. counts: the sums of both numbers over all results,
-        [..., 2]. Return 0 if n is 0.
+        A result has two numbers of matrices. Its loss is their weighted sum, divided by the number
+        of matrices that are prefetched per expert. counts: the sums of both numbers over all
+        results, [..., 2]. Return 0 if n is 0.
         """
         lost = self.waste * counts[..., 0] + self.miss * counts[..., 1]
         return (lost / self.matrices / max(1, n)).tolist()
@@ -202,22 +203,22 @@ class Weights(NamedTuple):
 
 @dataclass
 class Climb:
-    """Searches the best (K, P) for one group of layers by hill climbing (Algorithm 1).
+    """Searches the best pair (K, P) for one group of layers by hill climbing (Algorithm 1).
 
-    K is the number of candidates per vote, and P is the number of voting layers. The search starts
-    at the maxima K = k and P = depth, and decreases P first, because the loss is smooth in P. At
-    each update, it moves to the neighbour in its direction if the mean loss is lower there. After
-    `patience` updates without a move, it reverses its direction. After two reversals, it changes
-    the other number. A border of the ranges 1 .. k and 1 .. depth also reverses the direction.
-
-    This differs from the paper in two ways. The mean losses of both points are counted on the same
-    tokens, all since the start. The paper compares successive intervals, whose noise is larger than
-    the difference between neighbours. In the paper, one number only grows while the other falls.
+    K is the number of candidates per vote, from 1 to k. P is the number of voting layers, from 1 to
+    depth. The search starts at the maximum of both numbers, and decreases P first. At each update,
+    it moves to the next pair in its direction if the mean loss is lower there. After `patience`
+    updates without a move, or at a border, it reverses its direction. After two reversals, it
+    changes K instead of P, or P instead of K.
 
     - at: the current (K, P).
     - seen: the pairs that the search visited or compared. `end` chooses among them.
     """
 
+    # This differs from the paper in two ways. The mean losses of both pairs are counted on the same
+    # tokens, all since the start. The paper compares successive intervals, whose noise is larger
+    # than the difference between neighbours. In the paper, one number only grows while the other
+    # falls.
     k: int
     depth: int
     patience: int
@@ -286,8 +287,9 @@ class Climb:
 class Tuner:
     """Chooses, for each group of layers, how many predicted experts are prefetched.
 
-    A vote is the list of experts that a layer predicts for a later layer. The choice is a pair: K,
-    the number of candidates per vote, and P, the number of voting layers.
+    Earlier layers vote on the experts of a layer. A vote is a list of predicted experts, best
+    first. The choice is a pair (K, P): the number of candidates, which are the first experts of a
+    vote, and the number of voting layers.
 
     - tuned: whether the choice is final.
     - every: one token in this many is counted for the choice.
@@ -357,8 +359,7 @@ class Tuner:
         """Count the wrong and missing predictions of a layer for one token, for every pair (K, P).
 
         K is the number of candidates (first experts) per vote, and P is the number of voting
-        layers. The experts that a pair would expect follow from the ranked votes, so no pair has to
-        be tried. All pairs are therefore compared on the same tokens.
+        layers. All pairs are compared on the same tokens.
 
         - sets: the expected experts of every pair, from `every_set`.
         - used: the experts that the token uses.
@@ -575,8 +576,8 @@ class FIRMSettings(LookAhead):
     def with_usual(self) -> FIRMSettings:
         """Return these settings with a value for n_ahead if it is None.
 
-        The value is the number of voting layers in `votes`. If that is tuned, the value is 3 for
-        the voting method mol, as in the paper, and 1 for other methods.
+        The value is the maximum number of voting layers in the setting `votes`. Without this
+        setting, it is 3 for the voting method mol, as in the paper, and 1 for other methods.
         """
         if self.n_ahead is not None:
             return self
@@ -585,9 +586,9 @@ class FIRMSettings(LookAhead):
     def limited(self, depth: int, asked: Collection[str]) -> FIRMSettings:
         """Return these settings for a trace whose predictions reach only `depth` layers ahead.
 
-        Raises ConfigError if the user set votes that need more layers. Recorded votes that need
-        more layers are dropped, because they had no effect. asked: the names of the settings that
-        the user set.
+        In the result, n_ahead is at most `depth`. Recorded votes that need more layers are dropped,
+        because they had no effect. asked: the names of the settings that the user set. Raises
+        ConfigError if the user set a value that needs predictions further ahead.
         """
         if self.deepest is None or self.deepest <= depth:
             return super().limited(depth, asked)
@@ -660,14 +661,13 @@ class FIRMPlacement(Placement):
 class FIRM(Policy):
     """Computes every expert in one precision, and prefetches experts that earlier layers predict.
 
-    In decode, earlier layers vote on the experts of the next layer (eq. 4 to 6). The first matrices
-    of the expected experts are prefetched: all gates, then all ups. The numbers of candidates and
-    voting layers are tuned for shallow, middle and deep layers (eq. 9 to 11, Algorithm 1). In a
-    step with several sequences, the experts that are expected for any token are prefetched. Prompts
-    are handled as in the policy dymoe with one precision.
+    In decode, earlier layers vote on the experts of the next layer (eq. 4 to 6), and the expected
+    experts are prefetched. The numbers of candidates and voting layers are tuned for shallow,
+    middle and deep layers (eq. 9 to 11, Algorithm 1). In a step with several sequences, the experts
+    that are expected for any token are prefetched. Prompts are handled as in the policy dymoe with
+    one precision.
 
-    The defaults differ from the paper and were measured to be as fast or faster. Only the previous
-    layer votes (rank), and whole experts are prefetched. Instead of hill climbing, all pairs of
+    By default, only the previous layer votes (rank), whole experts are prefetched, and all pairs of
     numbers are compared on the same tokens. The paper's forms are options: votes of several layers
     (mol), only the gate or gate and up, and hill climbing.
 
@@ -852,10 +852,11 @@ class FIRM(Policy):
         """Return figures about prefetching and tuning since the runtime started.
 
         - prefetch: whether prefetching is on, off or paused.
-        - recall (eq. 7), precision (eq. 8), size: for each layer, over the counted tokens. size is
-          the mean number of expected experts.
+        - recall (eq. 7): the fraction of used experts that were prefetched, for each layer.
+        - precision (eq. 8): the fraction of prefetched experts that were used, for each layer.
+        - size: the mean number of prefetched experts, for each layer.
         - votes: [candidates per vote, voting layers] for each group of layers.
-        - loss: the mean of eq. 11 for each group of layers.
+        - loss: the mean prediction loss (eq. 11) for each group of layers.
         - tuned: whether the votes are final.
         """
         return {
@@ -894,11 +895,11 @@ def recalled(
 ) -> FIRMSettings:
     """Return the settings with the votes that an earlier run tuned, if they suit this run.
 
-    They suit if the settings that affect tuning are equal and the number of slots is similar. The
-    look-ahead is reduced to the layers that the votes need. Otherwise, return the settings
-    unchanged.
+    They suit if the settings that affect tuning are equal and the number of slots is similar.
+    Experts are then predicted only as many layers ahead as the votes need. If the votes do not
+    suit, the result is `settings` unchanged.
 
-    - tuned: the votes of the earlier run and its settings.
+    - tuned: the votes of the earlier run, its settings and its number of slots.
     - n_slots: the number of expert slots in this run.
     """
     votes, slots = tuned.get("votes"), tuned.get("slots")

@@ -69,12 +69,14 @@ class Account:
 class LayerCosts:
     """The costs and savings of skipping an expert of one layer or computing it in a lower tier.
 
-    - skip, low: the estimated loss in nats if an expert with gate weight 1 is skipped or computed
-      in tier 1, float64 [n_expert].
+    - skip: the estimated loss in nats of skipping each expert with gate weight 1, float64
+      [n_expert].
+    - low: the estimated loss in nats of computing each expert with gate weight 1 in tier 1, float64
+      [n_expert].
     - high_bytes, low_bytes: the bytes of an expert in tiers 0 and 1. low_bytes is 0 without a tier
       1.
-    - present_bytes: the bytes that count as saved if an expert that is in memory in tier 0 is
-      skipped. No read is saved then, but computing time is.
+    - present_bytes: the bytes that count as saved if an expert in memory is skipped. This saves
+      computing time instead of a read.
     """
 
     skip: memoryview
@@ -85,10 +87,10 @@ class LayerCosts:
 
     @property
     def dearest(self) -> float:
-        """The highest possible cost of lowering or skipping an expert, in nats per saved byte.
+        """The highest possible cost of skipping an expert or computing it in the low tier.
 
-        To lower an expert means to compute it in the low tier. The policy has a limit for this
-        cost, called price. A price above this value permits no more than this value does.
+        The unit is nats per saved byte. If the policy's limit for this cost (the price) is above
+        this value, it excludes no expert.
         """
         saved = (self.high_bytes, self.low_bytes, self.present_bytes)
         return max(self.skip) / min(each for each in saved if each)
@@ -107,11 +109,9 @@ class LayerCosts:
         """Return the possible ways to lower (compute in a lower tier) or skip an expert.
 
         - An expert in memory in the high tier can only be skipped.
-        - An expert in memory in the low tier can only be computed in that tier instead of the high
-          one.
+        - An expert in memory in the low tier can be computed in that tier.
         - An expert that is not in memory can be skipped. If reading it in the low tier costs less
-          per saved byte, this is the first way. The second way is then to skip the expert after
-          all.
+          per saved byte, this is the first way, and skipping is the second.
 
         square: the sum of the expert's squared gate weights over the tokens that need it. resident:
         the expert's tier in memory, or ABSENT.
@@ -152,12 +152,14 @@ def spend(
 ) -> dict[int, int]:
     """Choose which experts of one token to skip or lower, cheapest first. Returns {expert: tier}.
 
-    Ways that cost more than `price`, in nats per saved byte, are not chosen. The token may spend
-    `allowed` nats and the rest of its account. The function adds the chosen losses to
-    account.spent.
+    To lower an expert means to compute it in a lower tier.
 
-    - ways: the possible ways to lower an expert. The list is sorted in place.
+    - ways: the possible ways to skip or lower an expert. The list is sorted in place.
     - squares: the squared gate weight of each expert.
+    - account: the loss that the token's sequence has left. The chosen losses are added to
+      account.spent.
+    - price: the maximum cost of a way, in nats per saved byte.
+    - allowed: the loss that the token may cause in addition to account.left, in nats.
     """
     lowered: dict[int, int] = {}
     spent, most = account.spent, account.left + allowed
@@ -181,10 +183,13 @@ def spend_all(
 ) -> dict[int, int]:
     """Choose which experts of several tokens to skip or lower. Returns {expert: tier}.
 
-    The choice is as in `spend`. In addition, each token that needs an expert must be able to pay
-    its part of the loss.
+    To lower an expert means to compute it in a lower tier. The cheapest ways are chosen first. Each
+    token that needs the expert must have enough loss left for this.
 
-    claims: for each expert, the account and the squared gate weight of each token that needs it.
+    - ways: the possible ways to skip or lower an expert. The list is sorted in place.
+    - claims: for each expert, the account and the squared gate weight of each token that needs it.
+    - price: the maximum cost of a way, in nats per saved byte.
+    - allowed: the loss that each token may cause in addition to account.left, in nats.
     """
     lowered: dict[int, int] = {}
     ways.sort()
@@ -208,9 +213,9 @@ _BURST_EXPERTS = 8
 
 
 class ReadBehind:
-    """Reads experts in the high tier that were skipped or lowered twice within a few steps.
+    """Prefetches experts that were skipped or lowered twice within a few steps, for later tokens.
 
-    The reads happen after those that the current tokens need, at a limited rate.
+    They are read in the high tier, at a limited rate, after the reads that the current tokens need.
     """
 
     def __init__(self, shape: ModelShape, rate: int) -> None:
@@ -352,25 +357,22 @@ class FloorPlacement(Placement):
 class Floor(Policy):
     """Skips or lowers experts that are not in memory, within a quality loss that the user allows.
 
-    "Lower" means to compute an expert in the low tier. Experts of an answer that are in memory in
-    the high tier are used. Some of the missing experts are skipped or lowered, to save reads. If
-    the allowed loss is not used up, experts in memory are skipped too, which saves computing time.
+    "Lower" means to compute an expert in the low tier. Skipping or lowering an expert saves reads.
+    The experts with the least estimated loss per saved byte are chosen, up to a limit (the price).
+    The price rises while tokens lose less than allowed, and falls while they lose more. If the
+    allowed loss is not used up, experts in memory are skipped too, which saves computing time.
     Prompts are lossless.
 
-    allocation/estimate.py estimates the loss of a token. Of all ways to save reads, those with the
-    least loss per saved byte come first, up to a price in nats per byte. The price is the same in
-    all layers, because then no other distribution of the same loss saves more bytes. The price
-    rises while tokens lose less than allowed, and falls while they lose more.
-
-    In addition, a token may not spend more than the allowed loss of the layers so far and the loss
-    that earlier tokens of its sequence left. `keep_top` experts of each token are never lowered or
-    skipped.
+    A token may spend the allowed loss of the layers so far, and the loss that earlier tokens of its
+    sequence left. `keep_top` experts of each token are never lowered or skipped.
 
     An expert that is skipped or lowered twice within a few tokens is read afterwards, after all
     other reads, within --transition-rate. Experts predicted for the next layer are prefetched,
     unless they would be skipped at the current price and budget.
     """
 
+    # The price is the same in all layers, because then no other distribution of the same loss saves
+    # more bytes. orchestrator/allocation/estimate.py estimates the loss of a token.
     about = About(
         name="floor",
         summary=(
@@ -451,7 +453,10 @@ class Floor(Policy):
 
     @property
     def allowed(self) -> float:
-        """The quality loss that one token may cause now, in nats: max_loss, or half of it."""
+        """The quality loss that one token may cause now, in nats.
+
+        It is the setting max_loss, or half of it if the latest text was unusual.
+        """
         return self.placement.allowed
 
     def update_settings(self, settings: Any) -> None:
@@ -642,10 +647,11 @@ class Floor(Policy):
         out.prefetch_all(layer, [expert for expert in wanted if expert not in skipped], 0)
 
     def on_step(self, report: StepReport) -> tuple[()]:
-        """After a decode step, settle its losses and adjust the limit for the loss per saved byte.
+        """After a decode step, update the loss that each sequence has left, and the price.
 
-        Each sequence keeps the allowed loss that it did not use, up to the loss of a few tokens. If
-        the report says that the text is unusual, only half of max_loss is allowed from then on.
+        The price is the limit for the loss per saved byte. Each sequence keeps the allowed loss
+        that it did not use, up to the loss of a few tokens. If the report says that the text is
+        unusual, only half of max_loss is allowed from then on.
         """
         if report.unusual is not None:
             self._spend_share(0.5 if report.unusual else 1.0)

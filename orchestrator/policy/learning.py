@@ -62,18 +62,14 @@ def wants_to_learn(wants: PolicyRequirements, settings: Intervals) -> PolicyRequ
 class Learning(Policy):
     """Base class of policies that follow how often tokens use each expert, averaged over intervals.
 
-    S is an exponential moving average. At the end of each interval, S <- a S + (1 - a) f (DynaExq,
-    section 3.5). f is the fraction of the interval's tokens that use the expert. The paper uses
-    token counts instead of f. With counts, a prefill step of 512 tokens would outweigh all decode
-    steps, although it predicts the next steps no better than some dozens of tokens do.
-
-    An interval is update_steps decode steps, and a prefill step also ends it. With the setting
-    update_ms, as in the paper, an interval is that much compute time of steps.
+    S is a moving average of the fraction f of tokens that use an expert (DynaExq, section 3.5). At
+    the end of each interval, S <- a S + (1 - a) f. An interval ends after update_steps decode
+    steps, or after a prefill step. With the setting update_ms, as in the paper, an interval is that
+    much compute time of steps.
 
     a = alpha ** w, where alpha is the setting hotness_decay and w is at most 1. w is the number of
     tokens that the layer computed, divided by the interval's number of tokens. Without update_ms,
-    the divisor is at least update_steps. The last layer computes only prompt tokens with an output,
-    so its average decays less.
+    the divisor is at least update_steps.
 
     - updates: the number of finished intervals.
     - _scores: S, float64 [n_layers, n_expert]. It is zero before the first interval ends.
@@ -136,10 +132,14 @@ class Learning(Policy):
         self._us += report.us
         if not self._ends_interval(report.phase, self._steps):
             return False
+        # The last layer computes only prompt tokens with an output, so its average decays less.
         seen = self._counts.sum(axis=1, keepdims=True) / self.shape.n_expert_used
         by_steps = self.settings.update_ms is None
         whole = max(self._tokens, self.settings.update_steps) if by_steps else self._tokens
         kept = self.settings.hotness_decay ** np.minimum(seen / whole, 1.0)
+        # The paper uses token counts instead of fractions. With counts, a prefill step of 512
+        # tokens would outweigh all decode steps, although it predicts the next steps no better than
+        # some dozens of tokens do.
         frequency = self._counts / np.maximum(seen, 1)
         self._scores = kept * self._scores + (1 - kept) * frequency
         self._counts[:] = 0

@@ -45,18 +45,18 @@ def exchanges(
 ) -> list[tuple[int, int]]:
     """Return pairs (riser, faller) of experts that should exchange their tiers, largest gain first.
 
-    The riser gets the better tier, and the faller gets the lower tier. Each expert is in at most
-    one pair. An expert's number is layer * n_expert + index.
+    The riser gets the better tier, and the faller gets the lower tier. An expert is given by the
+    number layer * n_expert + index. It is in at most one pair.
 
     - losses: the loss of each expert in each tier, weighted with its use, float64 [n_layers,
       n_expert, n_tiers].
     - tiers: the current tier of each expert, uint8 [n_layers, n_expert].
     - pool_of: the number of the slot pool that holds a layer's experts in each tier, int64
-      [n_layers, n_tiers]. -1 means that the tier has no experts. The layers of a pair must use the
-      same pools in both tiers of the pair.
+      [n_layers, n_tiers]. -1 means that the tier has no experts. Two experts are exchanged only if
+      their layers use the same pools in both tiers.
     - free: which experts may change their tier, bool [n_layers, n_expert].
-    - margin: the minimum gain of a pair. The unit is the mean gain of an expert between the two
-      tiers.
+    - margin: the minimum gain of a pair, as a multiple of the mean gain of an expert between the
+      two tiers.
     """
     _, n_expert, n_tiers = losses.shape
     flat, at = losses.reshape(-1, n_tiers), tiers.reshape(-1)
@@ -100,9 +100,8 @@ def moves(
 ) -> list[Transition]:
     """Return the transitions of experts to their wanted tiers for which slots are free now.
 
-    Only the lowest tier has reserve slots. Experts may therefore block each other: no expert is
-    moving, and no slot is free for a wanted transition. Then the experts that should get a lower
-    tier first move to the lowest tier, which frees their slots.
+    If no expert is moving and no slot is free for a wanted transition, experts block each other.
+    Then those that should get a lower tier first move to the lowest tier, which has reserve slots.
 
     - wanted: the wanted tier of each expert.
     - resident, target: the tier of each expert in memory and after its transition, uint8 [n_layers,
@@ -141,10 +140,11 @@ class MixedSettings(Intervals):
 
 class _AnyTiers(Precisions):
     def high(self, offer: TierOffer) -> FileTier:
-        """Return the best tier to use: usually the tier above the best one that holds all experts.
+        """Return the best tier that the policy uses.
 
-        The store requires at least one slot of each tier in use. If one slot of a still better tier
-        takes a negligible part of the budget, that tier is returned.
+        It is usually the tier above the best one in which all experts fit. A still better tier is
+        used if one slot of it takes a negligible part of the budget. The store requires at least
+        one slot of each tier in use.
         """
         tiers = offer.tiers
         fits = next((each for each in tiers if offer.fits_whole(each)), tiers[-1])
@@ -191,20 +191,15 @@ class MixedPlacement(Placement):
 class Mixed(Learning):
     """Chooses a tier for every expert so that the total loss is minimal within the memory budget.
 
-    All experts are resident. The total loss is the sum of w L over all experts (see `Hull`):
+    All experts are resident. The total loss is the sum of w L over all experts:
 
-    - L is the loss of one use of the expert in its tier, in nats if `moe-edge calibrate` fitted the
-      model. Otherwise it is the expert's mean squared error, or a nominal loss.
+    - L is the loss of one use of the expert in its tier. It is in nats if the model has a loss
+      table that converts errors into nats. Otherwise it is a mean squared error or a nominal loss.
     - w is the fraction of tokens that use the expert, according to earlier runs. A small part of w
       is the same for all experts.
 
-    The number of experts per tier is fixed by the plan. After each interval, pairs of experts
-    exchange their tiers if that gains enough. This happens in the background, between steps and
-    within the transition rate, so no token waits for a read.
-
-    Layers of one size share a pool of slots. The lowest tier has reserve slots through which
-    experts move, unless exchanges are switched off. A tier without experts shares the slots of
-    another tier. If that is not possible, it has one slot of each size.
+    The number of experts per tier is fixed by the plan. After each interval of steps, pairs of
+    experts exchange their tiers in the background if that gains enough. No token waits for that.
     """
 
     about = About(

@@ -122,9 +122,9 @@ class Policies(MutableMapping[str, type[Policy]]):
         If a class with the same module and class name was added before, the new class replaces it.
         So a notebook can define a policy again.
 
-        Raises PolicyError for an object that is not a policy class. Also raises PolicyError if
-        another policy or a setting of moe-edge already uses the name of the policy or of one of its
-        settings.
+        Raises PolicyError for an object that is not a policy class, and for a name that is already
+        in use. Also raises PolicyError if moe-edge uses the name of one of its settings, or if
+        another policy declares that setting differently.
         """
         fault = self._fault(policy)
         if fault is not None:
