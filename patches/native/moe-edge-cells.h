@@ -26,7 +26,7 @@ enum class moe_edge_purpose : uint8_t {
 // The stages of a load. A load into a slot in host memory is only QUEUED or READING.
 enum class moe_edge_stage : uint8_t {
     QUEUED,   // no byte has been read. Next: is read, or cancelled
-    READING,  // is being read to its slot or to the host tier. Next: is published, copied, FETCHED, used in place, or discarded
+    READING,  // is being read. Next: is published, copied, FETCHED, used in place, or discarded
     FOUND,    // the host tier already had all bytes. Next: is copied, used in place, or cancelled
     FETCHED,  // all bytes are in the host tier, and no op waits for them. Next: is copied in its turn, or cancelled
     COPIED    // the copy to its slot is enqueued. Next: is published; a revoked transition is discarded
