@@ -14,8 +14,8 @@
 
 class moe_edge_host_tier {
   public:
-    // The slices (expert matrices) that use slots of one size. least: the smallest number of slots with which a slice
-    // can be read while another one is copied.
+    // The slices (expert matrices) that use slots of one size. least: the smallest number of slots with which reads and
+    // copies do not block each other.
     struct size_class {
         uint64_t slot_bytes;
         int32_t  n_slices;

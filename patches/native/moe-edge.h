@@ -365,9 +365,9 @@ MOE_EDGE_API void moe_edge_store_free(struct moe_edge_store * store);
 // Limits the memory of the slots to `bytes` from now on, by evicting experts. Returns how many bytes of slots above the
 // limit are still in use; 0 means that the limit is in effect. `bytes` above the configured size means no limit.
 //
-// Returns -1 with one sentence in err if `bytes` is less than one slot of each group, if the slots are on a device, or
-// if a step of a model or a warm start is running. May be called from any thread between steps, and from the step
-// callback.
+// Returns -1 with one sentence in err if the limit cannot be set: `bytes` is less than one slot of each group, the
+// slots are on a device, or a step of a model or a warm start is running. May be called from any thread between steps,
+// and from the step callback.
 MOE_EDGE_API int64_t moe_edge_store_limit(struct moe_edge_store * store, uint64_t bytes, char * err, size_t err_size);
 
 // Returns the number of expert matrices that are being loaded. May be called from any thread. If it returns 0 and the
