@@ -27,8 +27,8 @@ bool moe_edge_cuda_needs_sync(const ggml_tensor * dst);
 
 void moe_edge_cuda_mul_mat_id(ggml_backend_cuda_context & ctx, ggml_tensor * dst);
 
-// Computes the gate and up products of experts and their activation (GLU), as far as they can be fused. Returns how
-// many of these three nodes were computed: 3, 2 if the GLU was not, or 0 if nothing was.
+// Computes the gate and up products of experts, and their activation (GLU) if it can be fused with them. Returns how
+// many of these three nodes were computed: 3, 2 without the activation, or 0 if nothing was computed.
 int moe_edge_cuda_gate_up(ggml_backend_cuda_context & ctx, ggml_tensor * gate, ggml_tensor * up, ggml_tensor * glu);
 
 // Records that a memory pool of this device has freed memory. CUDA graphs that were captured before may still use that
