@@ -28,9 +28,9 @@
 #define MOE_EDGE_DELAY_PART 8
 #define MOE_EDGE_LOOK_NS    20000000LL
 
-// After a thread has found that it shares its core, all threads sleep at barriers for MOE_EDGE_SHARED_NS nanoseconds.
-// If a core is shared again within MOE_EDGE_FORGET_NS after that time, the next time is twice as long, up to
-// MOE_EDGE_MOST_SHARED_NS.
+// After a thread has found that it shares its core, all threads sleep at barriers for a period instead of spinning. The
+// first period lasts MOE_EDGE_SHARED_NS nanoseconds. A period that begins within MOE_EDGE_FORGET_NS after the previous
+// one is twice as long as the previous one, up to MOE_EDGE_MOST_SHARED_NS.
 #define MOE_EDGE_SHARED_NS      4000000LL
 #define MOE_EDGE_MOST_SHARED_NS 256000000LL
 #define MOE_EDGE_FORGET_NS      40000000LL
@@ -38,8 +38,8 @@
 static atomic_llong moe_edge_shared_until;  // time until which no thread spins
 static atomic_llong moe_edge_shared_ns;     // the last duration of sleeping
 
-// The start of this thread's current measuring period: the clock, and the total time for which the thread had been
-// runnable without a core.
+// This thread's values at the start of its current measuring period: the clock, and the total time for which the thread
+// had been runnable without a core.
 static _Thread_local struct {
     int       file;  // its kernel statistics (schedstat); 0: not opened yet, -1: not available
     long long at_ns;

@@ -17,7 +17,7 @@ constexpr uint32_t MOE_EDGE_CELL_RUN = 256;
 
 // Chooses a KV cell for each token of a batch, in the order of the tokens, and appends the cells to `taken`. Each
 // sequence continues with the cell after its last one, or at the start of a free run of MOE_EDGE_CELL_RUN cells.
-// Returns false if this is not possible or not useful; llama.cpp then chooses the cells itself.
+// Returns false if llama.cpp should choose the cells instead, for example because no run is free.
 template <typename Cells, typename Layers, typename Batch>
 bool moe_edge_take_runs(const Cells & cells, const Layers & layers, const Batch & batch, std::vector<uint32_t> & taken) {
     const bool is_alone = batch.n_seqs_unq == 1 && cells.seq_pos_get(batch.seq_id_unq[0]).size() == cells.get_used();

@@ -99,8 +99,8 @@ uint32_t by_tables(uint32_t crc, const uint8_t * data, uint64_t n) {
 
 constexpr uint64_t LANES_BYTES = 64;
 
-// Returns the factor that moves one half of a 16-byte lane forward by this many bits, without changing the CRC. first:
-// whether the factor is for the lane's first 8 bytes.
+// Returns the factor for a carry-less multiplication that moves one half of a 16-byte lane forward by this many bits.
+// first: whether the half is the lane's first 8 bytes.
 constexpr uint64_t forward(uint64_t bits, bool first) { return (uint64_t) power_of_x(first ? bits + 32 : bits - 32) << 1; }
 
 __attribute__((target("pclmul,sse4.1"))) __m128i fold(__m128i lane, __m128i by, __m128i next) {

@@ -421,7 +421,8 @@ void moe_edge_cuda_device::order(cudaStream_t stream, moe_edge_ticket ticket) {
     }
     std::unique_lock<std::mutex> lock(l.mutex);
     l.changed.wait(lock, [&] { return lost || l.recorded >= number; });
-    // Hold the mutex until the stream's wait is enqueued, so that the event is not reused for a later ticket before.
+    // Hold the mutex until the stream's wait is enqueued, so that the event cannot be reused for a later ticket before
+    // that.
     if (!has_passed(l, number)) {
         check(cudaStreamWaitEvent(stream, l.events[number % RING], 0), "an event cannot be waited for");
     }

@@ -42,9 +42,9 @@ struct result_rows {
     int64_t token_stride;
 };
 
-// Writes to `out` where a row finds its expert. For each class of experts (experts of one type that one kernel
-// computes), the value is `value` if the class is `own`, and -1 otherwise. If the expert is skipped, fills the result
-// row with zeros. Runs with one block per (slot, token).
+// Writes to `out` the position of a row's expert in each class of experts (experts of one type that one kernel
+// computes): `value` for the class `own`, and -1 for all other classes. If the expert is skipped, fills the result row
+// with zeros. Runs with one block per (slot, token).
 static __device__ __forceinline__ void write_ids(const routed_ids routed, const int n_classes, const int own, const int32_t value,
                           const bool skipped, int32_t * out, const result_rows dst) {
     const int slot  = blockIdx.x % routed.n_slots;
@@ -300,7 +300,7 @@ class product {
         return ggml_cuda_should_use_mmq(type, cc, 1, w->ne[2]) ? path::mat_q : path::vec_q;
     }
 
-    // Whether one launch per type can compute this product and the gate product together, for all tiers.
+    // Whether one launch per type can compute this product and the gate product together, for the experts of all tiers.
     bool fuses_with(const product & gate) const {
         return cc > GGML_CUDA_CC_PASCAL && m->types == gate.m->types &&
             std::all_of(m->types.begin(), m->types.end(), [&](int32_t t) {
@@ -409,8 +409,8 @@ class product {
         return true;
     }
 
-    // Returns the distinct selected experts by reading the ids from the device. Needed for a graph without the route
-    // hook, whose host does not know them. The ids are read only once for all products of a layer.
+    // Returns the distinct selected experts by reading the ids from the device. Needed for graphs without the route
+    // hook, because the host then does not know the ids. The ids are read only once for all products of a layer.
     const std::vector<int32_t> & read_ids() const {
         struct reading {
             const void * store = nullptr;
@@ -858,7 +858,7 @@ static ggml_backend_buffer_type_t buffer_type(int index) {
     }
     ggml_backend_buffer_type & buft = buffer_types[index];
     if (!buft.device) {
-        // Keep upstream's function for the name: upstream recognizes its CUDA buffer types by this function.
+        // Keep upstream's get_name function, because upstream recognizes its CUDA buffer types by this function.
         buft = *ggml_backend_cuda_buffer_type(index);
         buft.context = new type_context { index, std::string(buft.iface.get_name(&buft)) + "_MoE" };
         buft.iface.alloc_buffer   = alloc_buffer;

@@ -9,8 +9,8 @@
 
 struct ggml_backend_cuda_context;
 
-// Arguments with which our launches of upstream's matrix kernels find the experts. The field `extra` of the ids tensor
-// points to this struct. The kernels then skip rows with id -1.
+// Arguments for our launches of upstream's matrix kernels, through which the kernels find the experts. The field
+// `extra` of the ids tensor points to this struct. With these arguments, the kernels skip rows with id -1.
 struct moe_edge_cuda_ids {
     const void *    y       = nullptr;  // MMVQ: src1 as q8_1, for all launches of an op
     const int32_t * gate    = nullptr;  // MMVQ with a fused gate: the ids for the gate
@@ -21,8 +21,8 @@ struct moe_edge_cuda_ids {
 // for tensors without a buffer.
 bool moe_edge_cuda_is_managed(const ggml_tensor * weights);
 
-// Returns whether the expert product `dst` must synchronize with the host. If it need not, it reads expert tables that
-// stay on the device, and a CUDA graph may contain it.
+// Returns whether the expert product `dst` must synchronize with the host. Otherwise, the product reads expert tables
+// that stay on the device, and a CUDA graph may contain it.
 bool moe_edge_cuda_needs_sync(const ggml_tensor * dst);
 
 void moe_edge_cuda_mul_mat_id(ggml_backend_cuda_context & ctx, ggml_tensor * dst);

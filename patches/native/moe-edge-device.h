@@ -12,8 +12,8 @@ using moe_edge_ticket = uint64_t;
 
 struct moe_edge_matrix;
 
-// The lanes of a device's copies. Copies of the same lane run one after another. A demand copy never waits for the
-// prefetch lane.
+// The lanes of a device's copies. Copies of the same lane run one after another. A demand copy never waits for copies
+// of the prefetch lane.
 enum moe_edge_lane {
     MOE_EDGE_LANE_DEMAND   = 0,
     MOE_EDGE_LANE_PREFETCH = 1,

@@ -47,7 +47,7 @@ struct hook_model {
     }
 };
 
-// All models that have a store. It changes when a store or a model is created or destroyed.
+// All models that have a store. The list changes when a store or a model is created or destroyed.
 struct moe_edge_registry {
     std::shared_mutex mutex;
     std::unordered_map<const llama_model *, std::unique_ptr<hook_model>> models;

@@ -69,7 +69,7 @@ void moe_edge_store::multiply(const std::vector<moe_edge_product> & products, ui
 }
 
 // Chooses for each missing expert of a layer whether it is copied to the device or computed on the host. With
-// MOE_EDGE_MISS_AUTO, each expert goes to the one that is expected to finish it first.
+// MOE_EDGE_MISS_AUTO, the way that is expected to be faster is chosen for each expert.
 void moe_edge_store::choose_places(int32_t layer, int32_t kind, const int32_t * experts, int32_t n, int32_t n_tokens) {
     if (misses == MOE_EDGE_MISS_COPY) {
         return;
@@ -133,7 +133,8 @@ void moe_edge_store::count_in_place(const moe_edge_slices & s) {
 // Starts to copy an expert that the host has computed to slots on the device, for later steps. Does nothing while
 // another copy waits.
 void moe_edge_store::keep_used(int32_t layer, int32_t expert) {
-    // With exact tiers, an op that requests a worse tier could find the better tier that is being loaded.
+    // Do nothing with exact tiers, because an op that requests a worse tier could find the better tier that would be
+    // loaded.
     if (misses == MOE_EDGE_MISS_COPY || !copies.empty() || exact_tiers) {
         return;
     }

@@ -41,7 +41,7 @@ struct moe_edge_launch_class {
 };
 
 // The experts of up to MOE_EDGE_LAUNCH_CLASSES classes, each of which one kernel computes. A kernel receives this
-// struct by value, so that no table must be copied to the device before.
+// struct by value, so that no table must be copied to the device before the launch.
 struct moe_edge_launch_list {
     int32_t  n_classes = 0;
     int32_t  n         = 0;

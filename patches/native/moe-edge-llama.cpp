@@ -126,7 +126,8 @@ std::unique_ptr<hook_model> make_hook(moe_edge_store & store, const llama_model 
         hook_layer each = { hook.get(), l, nullptr, layer.ffn_gate_inp, layer.ffn_gate_inp, {}, {} };
         if (layer.ffn_gate_inp_s || !read_bias(layer.ffn_gate_inp_b, store.n_expert, each.router_bias) ||
             !read_bias(layer.ffn_exp_probs_b, store.n_expert, each.choice_bias)) {
-            // The layer's experts cannot be predicted: it scales the input of its router, or a bias has another form.
+            // The layer's experts cannot be predicted, because the layer scales its router's input or has a bias of
+            // another form.
             each.router = each.ahead_router = nullptr;
         }
         each.by_token = read_choices(layer.ffn_gate_tid2eid, store);

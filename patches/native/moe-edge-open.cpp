@@ -35,7 +35,8 @@ const moe_edge_ops STORE_OPS = {
 
 }  // namespace
 
-// Returns the number of values in a row of an expert matrix. interleaved_rows, the number of its rows, must be set.
+// Returns the number of values in a row of an expert matrix. Only for slices whose interleaved_rows (the number of
+// rows) is set.
 int64_t moe_edge_store::row_length(const moe_edge_slices & s) {
     const auto type = (ggml_type) s.type;
     return s.expert_bytes / s.interleaved_rows / ggml_type_size(type) * ggml_blck_size(type);

@@ -115,8 +115,8 @@ void predict(const hook_layer & target, const float * logits, int32_t * ids_out,
 // parameters before it.
 constexpr int AHEAD_AT = GGML_MAX_OP_PARAMS / sizeof(int32_t) - 1;
 
-// Returns how many of the next layers' experts can be predicted from this layer. The number ends before the first layer
-// whose experts depend on more than its router.
+// Returns the number of layers after this one whose experts can be predicted from this layer. The count stops before
+// the first layer whose experts depend on more than its router.
 int32_t ahead_layers(const hook_layer & layer) {
     const auto & layers = layer.model->layers;
     const int32_t most = std::min<int32_t>(layer.model->store->n_ahead, layers.size() - 1 - layer.layer);

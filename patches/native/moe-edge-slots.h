@@ -70,8 +70,8 @@ class moe_edge_pool {
     // Moves the record of a complete slot above the limit to a free slot below it. Returns the index of the free slot.
     // The caller must then copy the bytes.
     int32_t move(int32_t i);
-    // Records that the slot is used at this time, which is its position in the LRU order. Must not be called for
-    // streaming requests (of long prompts).
+    // Records that the slot is used at this time. The time is the slot's position in the LRU order. Must not be called
+    // for streaming requests (of long prompts).
     void    use(int32_t i, uint64_t at);
     bool    used_as_foreseen(int32_t i);  // whether it was prefetched and this is its first use
 

@@ -100,7 +100,7 @@ void moe_edge_store::copy_loop() {
         const int32_t cell  = copies.first();
         const auto & load   = *cells[cell].load();
         // Limit the rate of a transition (a background change of tier) here only if nothing was read from disk, because
-        // reads are already limited.
+        // the rate of reads is limited elsewhere.
         const bool by_rate  = load.in_transition() && load.stage() == moe_edge_stage::FOUND;
         if (by_rate && now < reads.held_until()) {
             copy_cv.wait_for(lock, std::chrono::microseconds(reads.held_until() - now));

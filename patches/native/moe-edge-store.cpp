@@ -308,7 +308,7 @@ int32_t moe_edge_store::routed_to(const moe_edge_matrix & m, int32_t * out) {
     return experts.size();
 }
 
-// Returns whether no matrix of this entry's expert that the running step still needs is missing.
+// Returns whether all matrices of this entry's expert that the running step still needs are available.
 bool moe_edge_store::whole(int32_t cell) const {
     for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
         const auto & c = cells[cell_index(layer_of(cell), k, expert_of(cell))];

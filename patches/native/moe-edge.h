@@ -115,8 +115,8 @@ struct moe_edge_group {
     uint64_t slot_bytes;
     int32_t  n_slots;
     int32_t  n_passing;  // most slots that streaming requests may hold; 0 means 1
-    // The place of the slots. MOE_EDGE_MISS_COPY: the memory of the store's device, or host memory.
-    // MOE_EDGE_MISS_COMPUTE: host memory although the store is on a device; host threads always compute these experts
+    // The place of the slots. MOE_EDGE_MISS_COPY: the memory of the store's device, or host memory if there is no
+    // device. MOE_EDGE_MISS_COMPUTE: host memory of a store on a device; host threads always compute these experts
     // there.
     int32_t  place;
     int32_t  reserved;
@@ -456,8 +456,8 @@ struct moe_edge_room {
 // does not return 0, the batch fails without computing anything.
 typedef int (*moe_edge_room_cb)(struct moe_edge_room * room, void * user);
 // Sets the room callback, or removes it with NULL. On the CPU, the thread that decodes calls it before a batch is
-// computed and before a state is restored. After a call, up to 256 tokens in smaller batches are computed without
-// another call.
+// computed and before a state is restored. The next 256 tokens are then computed without another call, unless a larger
+// batch arrives.
 MOE_EDGE_API void moe_edge_set_room_callback(struct moe_edge_store * store, moe_edge_room_cb cb, void * user);
 
 // Sets the phase of every token from the next step on: an enum moe_edge_phase, or -1 to infer the phase (the default).

@@ -16,8 +16,8 @@ bool is_short_id(const std::string & id) {
     return id.size() == ID_SIZE && std::all_of(id.begin(), id.end(), [](unsigned char c) { return isalnum(c); });
 }
 
-// Converts an id of a tool call to nine letters or digits. The result is the id without OpenAI's prefix if that has
-// this form, and otherwise a hash of the id.
+// Converts an id of a tool call to nine letters or digits. The result is the id without OpenAI's prefix if nine letters
+// or digits remain, and otherwise a hash of the id.
 std::string short_id(const std::string & id) {
     for (const std::string prefix : { "", "call_", "fc_" }) {
         if (id.compare(0, prefix.size(), prefix) == 0 && is_short_id(id.substr(prefix.size()))) {
@@ -195,7 +195,7 @@ bool begins_with(const std::string & text, const std::string & part) {
     return text.compare(0, part.size(), part) == 0;
 }
 
-// Returns the message that the answer continues, which is the part of the message in the generation prompt.
+// Returns the beginning of the message that the answer continues, as the parser reads it from the generation prompt.
 common_chat_msg begun(const common_chat_parser_params & parser) {
     return common_chat_parse("", true, parser);
 }

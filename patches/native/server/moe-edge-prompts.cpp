@@ -307,8 +307,9 @@ void moe_edge_prompts::note(int32_t slot, size_t n_tokens) {
     }
 }
 
-// Restores the external state (such as a policy's state) that a sequence had after n_tokens tokens, by recalling its
-// latest note up to there. A note for one more token also counts, because the last token of a prompt is computed again.
+// Restores the external state (such as a policy's state) that a sequence had after n_tokens tokens, by recalling the
+// latest note (a saved state) up to there. A note for one more token also counts, because the last token of a prompt is
+// computed again.
 void moe_edge_prompts::go_back(int32_t slot, size_t n_tokens) {
     auto & known = states[slot].notes;
     while (!known.empty() && known.back().n_tokens > n_tokens + 1) {

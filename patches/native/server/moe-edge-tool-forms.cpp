@@ -20,7 +20,7 @@ namespace {
 const char * const OWN_MARK = "{#- moe-edge: tools in our own form -#}";
 
 // Our own form of a tool call, for templates without one. OWN_CALL: the form as it is described to the model.
-// OWN_PROBE: a call of the probe function in this form.
+// OWN_PROBE: a call of the probe function (the function of our test conversation) in this form.
 const char * const OWN_CALL  = "<tool_call>\n{\"name\": NAME, \"arguments\": OBJECT}\n</tool_call>";
 const char * const OWN_PROBE =
     "<tool_call>\n{\"name\": \"FUNCTION_NAME\", \"arguments\": {\"ARGUMENT_NAME\": \"ARGUMENT_VALUE\"}}\n</tool_call>";
@@ -183,8 +183,8 @@ bool has(const std::string & text, const std::string & part) {
     return text.find(part) != std::string::npos;
 }
 
-// Returns whether the grammar and the parser of a request both accept an answer as exactly the call of the probe
-// function.
+// Returns whether the grammar and the parser of a request both accept an answer as exactly one call of the probe
+// function (the function of our test conversation).
 bool is_whole_call(const common_chat_params & params, const std::string & answer) {
     common_chat_parser_params parser(params);
     parser.reasoning_format = COMMON_REASONING_FORMAT_DEEPSEEK;
@@ -201,15 +201,16 @@ bool is_whole_call(const common_chat_params & params, const std::string & answer
     }
 }
 
-// Returns whether an answer is the call of the probe function, alone or after the end of the model's reasoning.
+// Returns whether an answer is the call of the probe function (the function of our test conversation), alone or after
+// the end of the model's reasoning.
 bool is_call(const common_chat_params & params, const std::string & answer) {
     const auto & ends = params.thinking_end_tags;
     return is_whole_call(params, answer) ||
            (!ends.empty() && is_whole_call(params, ends[0] + answer));
 }
 
-// Returns the call of the probe function in the form that the template renders and its parser reads. Returns an empty
-// string if there is no such form.
+// Returns the call of the probe function (the function of our test conversation) in the form that the template renders
+// and its parser reads. Returns an empty string if there is no such form.
 std::string form_of_calls(const common_chat_templates * templates) {
     try {
         auto inputs = inputs_of({ HELLO, message_of("assistant", TEXT), HELLO }, true);
