@@ -1,5 +1,5 @@
-// Compiles upstream's queue of tasks with four changes. Disconnected clients are noticed within 50 ms. Requests for
-// metrics are answered only during steps with prompts, because preparing for them takes time in each step. Our code is
+// Compiles upstream's queue of tasks with four changes. Disconnected clients are noticed within 50 ms. During a step,
+// requests for metrics are answered only if the step has prompts, because preparing for them takes time. Our code is
 // called before the tasks of a request are queued. Queued tasks can be processed after the loop has ended.
 
 #include "moe-edge-server-queue.h"
