@@ -1,10 +1,9 @@
-// Implements the barrier at which ggml's compute threads wait for each other, by spinning or by sleeping.
+// Implements the barrier at which ggml's compute threads wait for each other, hundreds of times per token.
 //
-// The computation of a token has hundreds of barriers. On an idle machine the last thread arrives within microseconds,
-// so waiting threads should spin: a thread that sleeps wakes up too late. On a busy machine a thread may lose its core
-// for milliseconds, and a spinning thread may occupy the core on which the late thread could continue. Therefore the
-// last thread to arrive checks how long it was runnable without a core. If that time was long, all threads sleep at
-// barriers, instead of spinning, for a while.
+// On an idle machine, waiting threads should spin, because a sleeping thread wakes up too late. On a busy machine, they
+// should sleep, because a spinning thread may occupy the core that the last thread needs. Therefore the last thread to
+// arrive checks how long it was runnable without a core. If that time was long, all threads sleep at barriers for a
+// while.
 
 #pragma once
 
@@ -23,15 +22,15 @@
 #define MOE_EDGE_SPIN_NS    300000LL  // longer than a policy needs to decide about a layer
 #define MOE_EDGE_SPIN_ROUND 32        // checks of the other threads between two reads of the clock
 
-// The thresholds for deciding that a thread shares its core with another process. It does if it was runnable without a
-// core for at least this fraction (1/8) of a period. A period shorter than MOE_EDGE_LOOK_NS counts as MOE_EDGE_LOOK_NS:
-// small system tasks, which run on every idle machine, take the core for about a millisecond and must not count.
+// A thread shares its core with another process if it was runnable without a core for at least 1/MOE_EDGE_DELAY_PART of
+// a period. A period shorter than MOE_EDGE_LOOK_NS nanoseconds counts as MOE_EDGE_LOOK_NS, so that small system tasks
+// of about a millisecond have no effect.
 #define MOE_EDGE_DELAY_PART 8
 #define MOE_EDGE_LOOK_NS    20000000LL
 
-// The time during which threads sleep at barriers instead of spinning. It is one time slice at first. It doubles if a
-// core is still shared within MOE_EDGE_FORGET_NS after the threads began to spin again. If another process works only
-// occasionally, it has finished by then.
+// After a thread has found that it shares its core, all threads sleep at barriers for a period instead of spinning. The
+// first period lasts MOE_EDGE_SHARED_NS nanoseconds. A period that begins within MOE_EDGE_FORGET_NS after the previous
+// one is twice as long as the previous one, up to MOE_EDGE_MOST_SHARED_NS.
 #define MOE_EDGE_SHARED_NS      4000000LL
 #define MOE_EDGE_MOST_SHARED_NS 256000000LL
 #define MOE_EDGE_FORGET_NS      40000000LL
@@ -39,7 +38,8 @@
 static atomic_llong moe_edge_shared_until;  // time until which no thread spins
 static atomic_llong moe_edge_shared_ns;     // the last duration of sleeping
 
-// The state of this thread at the start of the period for which it judges whether it shares its core.
+// This thread's values at the start of its current measuring period: the clock, and the total time for which the thread
+// had been runnable without a core.
 static _Thread_local struct {
     int       file;  // its kernel statistics (schedstat); 0: not opened yet, -1: not available
     long long at_ns;
@@ -74,9 +74,8 @@ static inline long long moe_edge_delay_ns(void) {
     return sscanf(text, "%*s %lld", &delay_ns) == 1 ? delay_ns : -1;
 }
 
-// Decides whether this thread shares its core with another process, and if so, makes the threads sleep at barriers for
-// a while. delay_ns: total time until now for which this thread was runnable without a core. A period in which the
-// threads slept is not judged. A thread that is woken is runnable before it runs, so sleeping itself adds to the delay.
+// Makes all threads sleep at barriers for a while if this thread shares its core with another process. now: the current
+// time. delay_ns: the total time for which this thread has been runnable without a core.
 static inline void moe_edge_barrier_judge(long long now, long long delay_ns) {
     const long long until = atomic_load_explicit(&moe_edge_shared_until, memory_order_relaxed);
     const long long delay = delay_ns - moe_edge_late.delay_ns, time = now - moe_edge_late.at_ns;
@@ -133,8 +132,8 @@ static inline void moe_edge_barrier(atomic_int * arrived, atomic_int * passed, i
         start = start == 0 ? now : start;
         if (now - start > MOE_EDGE_SPIN_NS || now < atomic_load_explicit(&moe_edge_shared_until, memory_order_relaxed)) {
             int expected = before;
-            // The exchange fails if another thread already sleeps at this barrier, or if the barrier was completed
-            // meanwhile.
+            // The exchange fails if another thread already sleeps at this barrier, or if the barrier was just
+            // completed.
             atomic_compare_exchange_strong_explicit(passed, &expected, before | 1, memory_order_seq_cst, memory_order_seq_cst);
             if ((expected & ~1) == before) {
                 syscall(SYS_futex, passed, FUTEX_WAIT_PRIVATE, before | 1, NULL, NULL, 0);

@@ -11,14 +11,13 @@
 #include <numeric>
 #include <vector>
 
-// Number of adjacent KV cells that are assigned to one sequence at a time, called a run of cells. If a sequence has
-// whole runs, its memory can be released in whole pages when it is removed.
+// The number of adjacent KV cells that a sequence receives at a time (a run of cells). Because they are adjacent,
+// removing the sequence can free whole memory pages.
 constexpr uint32_t MOE_EDGE_CELL_RUN = 256;
 
-// Chooses a KV cell for each token of a batch, in the order of the tokens, and appends it to `taken`. Each sequence
-// continues with the cell after its last one. If that cell is in use, or its run of MOE_EDGE_CELL_RUN cells is full,
-// the sequence continues in a run of free cells. Returns false and no cells if there is only one sequence, if there is
-// no free run, or if the cache does not use our buffer type. llama.cpp then searches for free cells in its own way.
+// Chooses a KV cell for each token of a batch, in the order of the tokens, and appends the cells to `taken`. Each
+// sequence continues with the cell after its last one, or at the start of a free run of MOE_EDGE_CELL_RUN cells.
+// Returns false if llama.cpp should choose the cells instead, for example because no run is free.
 template <typename Cells, typename Layers, typename Batch>
 bool moe_edge_take_runs(const Cells & cells, const Layers & layers, const Batch & batch, std::vector<uint32_t> & taken) {
     const bool is_alone = batch.n_seqs_unq == 1 && cells.seq_pos_get(batch.seq_id_unq[0]).size() == cells.get_used();
@@ -101,8 +100,8 @@ template <typename Cells, typename Layers> class moe_edge_cells_change {
         }
     }
 
-    // Releases the pages of all long runs of free cells in a stream. The runs include cells that were freed earlier,
-    // because releasing pages that are not resident costs almost nothing.
+    // Releases the memory pages of all runs of at least MOE_EDGE_CELL_RUN free cells in a stream. Releasing pages that
+    // were released before costs almost nothing.
     void drop(size_t stream) const {
         const auto & own = cells[stream];
         for (uint32_t begin = 0, end; begin < own.size(); begin = end + 1) {

@@ -220,9 +220,8 @@ std::string moe_edge_cell::check(bool staged) const {
     if (resident() && bringing->tier() == of_tier) {
         return "a resident version is loaded again";
     }
-    // A load that has arrived may still exist in three cases. It belongs to a transition (a background change of tier),
-    // an op uses its bytes in the host tier, or it waits for the op that pins the old version. Every other load must
-    // have been published or discarded.
+    // A load that has arrived may still exist in three cases. It belongs to a transition (a background change of tier).
+    // An op uses its bytes in the host tier. Or an op of this step still reads the tier that the load will replace.
     if (bringing->arrived() && !in_transition() && !serves() && !(pinned() && satisfied() && bringing->has_slot() && bringing->good())) {
         return "a load that has arrived is not acted upon";
     }

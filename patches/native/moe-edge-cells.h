@@ -1,19 +1,8 @@
-// Defines cache entries and their state machine. A moe_edge_cell is the cache entry of one weight matrix: one (layer,
-// kind, expert). It holds the resident version (a tier in a slot), the request of the running step, and the load; at
-// most one of each. All state changes go through the named functions, which throw std::logic_error if called in the
-// wrong state. The store's mutex guards entries.
+// Defines cache entries and their states. A moe_edge_cell is the cache entry of one weight matrix: one (layer, kind,
+// expert). It holds the resident tier and its slot, the request of the running step, and the load that is in progress.
 //
-// A load goes through these stages:
-//
-//   stage     bytes read     destination of the bytes             next
-//   QUEUED    none           its slot; a prefetch has none yet    is read, or cancelled
-//   READING   some or all    its slot, or the host tier           is published, copied, FETCHED, used in place, or discarded
-//   FOUND     none           the host tier already has them       is copied, used in place, or cancelled
-//   FETCHED   all            the host tier; no op waits for them  is copied in its turn, or cancelled
-//   COPIED    all            its slot: the copy is enqueued       is published; a revoked transition is discarded
-//
-// If the slots are in host memory, a load is only QUEUED or READING. A load in place has no slot: its bytes stay in the
-// host tier until the op that requested them has used them there.
+// All changes go through the named functions, which throw std::logic_error if called in the wrong state. The store's
+// mutex guards all entries.
 
 #pragma once
 
@@ -25,17 +14,23 @@
 #include <string>
 #include <variant>
 
-// The reason for which a load was started. The slot of an AHEAD load (a prefetch) counts as prefetched, unless a step
-// requested the expert before the load arrived.
+// The reason for which the load of an expert matrix was started.
 enum class moe_edge_purpose : uint8_t {
     DEMAND,      // requested by a step or a warm start, or a revoked transition
-    AHEAD,       // a prefetch
+    AHEAD,       // a prefetch: its slot counts as prefetched, unless a step requests it before it arrives
     AFTER_USE,   // it was used in place, and comes to a slot for the next time
     TRANSITION,  // it is published at a step boundary, with the other matrices of its expert
     COMPUTE,     // in place: threads of the host compute it in the host tier
 };
 
-enum class moe_edge_stage : uint8_t { QUEUED, READING, FOUND, FETCHED, COPIED };
+// The stages of a load. A load into a slot in host memory is only QUEUED or READING.
+enum class moe_edge_stage : uint8_t {
+    QUEUED,   // no byte has been read. Next: is read, or cancelled
+    READING,  // is being read. Next: is published, copied, FETCHED, used in place, or discarded
+    FOUND,    // the host tier already had all bytes. Next: is copied, used in place, or cancelled
+    FETCHED,  // all bytes are in the host tier, and no op waits for them. Next: is copied in its turn, or cancelled
+    COPIED    // the copy to its slot is enqueued. Next: is published; a revoked transition is discarded
+};
 
 // The outcome of a load.
 enum class moe_edge_fate : uint8_t {
@@ -50,16 +45,16 @@ class moe_edge_load {
     // Creates a load into a slot that has already been taken for it. order: the position of this load among loads of
     // the same urgency.
     static moe_edge_load into_slot(int8_t tier, moe_edge_purpose purpose, int32_t order, int32_t slot);
-    // Creates a load for a prefetch. The prefetch has no slot yet: `claim` says how it will ask its pool for one later.
+    // Creates a load for a prefetch, which has no slot yet. claim: the arguments with which the load will later ask its
+    // pool for a slot.
     static moe_edge_load ahead(int8_t tier, moe_edge_purpose purpose, int32_t order, const moe_edge_claim & claim);
-    // Creates a load without a slot, for a request of the running step. Host threads will compute the expert in the
-    // host tier.
+    // Creates a load without a slot, for a request of the running step. Host threads compute the expert from the bytes
+    // in the host tier, which stay there until then.
     static moe_edge_load in_place_of_slot(int8_t tier);
 
-    // The next two functions set the source of the bytes. Exactly one of them is called, once, before the load is
-    // queued. reads_parts: the bytes are read from disk in this many parts. finds: the bytes are already in this slot
-    // of the host tier.
+    // Sets the source of the load's bytes: they are read from disk in this many parts.
     void reads_parts(int32_t parts);
+    // Sets the source of the load's bytes: this slot of the host tier already contains them.
     void finds(int32_t in_host_slot);
 
     int8_t           tier() const { return of_tier; }
@@ -77,11 +72,11 @@ class moe_edge_load {
     // Whether a step or a warm start waits for this load. It is then read and copied before prefetches and transitions.
     bool awaited() const { return !ahead() && !in_transition(); }
     bool has_slot() const { return std::holds_alternative<int32_t>(to); }
-    // Whether this load needs a slot and has none yet. False for a load whose bytes an op will use in the host tier.
+    // Whether this load still needs a slot. False for a load in place, whose bytes an op uses in the host tier.
     bool slotless() const { return std::holds_alternative<moe_edge_claim>(to); }
     const moe_edge_claim & claim() const { return std::get<moe_edge_claim>(to); }
 
-    // Whether all bytes of this load are in the host tier, so that at most a copy to the device is missing.
+    // Whether all bytes of this load are in the host tier, so that nothing has to be read from disk.
     bool in_host_tier() const { return at == moe_edge_stage::FOUND || at == moe_edge_stage::FETCHED; }
     bool copied() const { return at == moe_edge_stage::COPIED; }
     bool good() const { return end == moe_edge_fate::USED; }
@@ -89,12 +84,12 @@ class moe_edge_load {
     bool has_failed() const { return end == moe_edge_fate::FAILED; }
     // All bytes are, or will be, read.
     bool entire() const { return end == moe_edge_fate::USED || end == moe_edge_fate::UNWANTED; }
-    // Whether this load is in a queue, because a part of it has not been started or its copy has not been enqueued.
+    // Whether this load is in a queue: a part of it has not been started, or its copy to the device has not been
+    // enqueued.
     bool queued() const { return left > 0; }
     // Whether this load is in a queue and no thread has started it, so that it can be cancelled.
     bool untouched() const { return left > 0 && at != moe_edge_stage::READING; }
-    // Whether no part of this load is left and no thread is working on it. True for complete, cancelled and failed
-    // loads.
+    // Whether every part of this load has ended or will not be read. True for complete, cancelled and failed loads.
     bool arrived() const { return left == 0 && running == 0; }
     bool in_last_part() const { return left == 0 && running == 1; }
 
@@ -109,13 +104,14 @@ class moe_edge_load {
     void fetched();                         // the bytes stay in the host tier until the copy's turn
     void leave_copies();                    // the copy's turn has come
     void copy_enqueued();
-    // Ends the load without a result. Its remaining parts are not read. Bytes that are complete stay in the host tier.
+    // Cancels the load. Parts that no thread has started are not read. If all bytes are complete, they stay in the host
+    // tier.
     void give_up();
     void revoke();                          // ends a transition like give_up; it becomes an ordinary load
     void fail();                            // ends the load because a read or copy failed
 
-    // Checks the invariants of this load. Returns an empty string, or one that describes the violated invariant.
-    // staged: whether the load passes through the host tier; a store with a host tier may also have loads that do not.
+    // Checks the invariants of this load. Returns an empty string, or the description of a violated invariant. staged:
+    // whether the load's bytes go through the host tier.
     std::string check(bool staged) const;
 
   private:
@@ -130,7 +126,8 @@ class moe_edge_load {
     int32_t          turn;
     int32_t          in_host = -1;  // its slot of the host tier
     uint32_t         sum     = 0;   // XOR of the CRC-32 shares of the parts read so far
-    // The destination: nothing for a load in place, its slot, or the claim with which it will ask its pool for a slot.
+    // The destination of the bytes: a slot, or the arguments (claim) with which the load will ask for a slot. Empty for
+    // a load in place, which needs no slot.
     std::variant<std::monostate, int32_t, moe_edge_claim> to;
 };
 
@@ -152,14 +149,15 @@ class moe_edge_cell {
     moe_edge_load *       load() { return bringing ? &*bringing : nullptr; }
     const moe_edge_load * load() const { return bringing ? &*bringing : nullptr; }
 
-    // Whether an op of the running step will read this entry. A resident version that satisfies the request is not
+    // Whether an op of the running step will read this entry. A resident tier that is good enough for the op is not
     // evicted.
     bool pinned() const { return asked && asked_tier != MOE_EDGE_SKIP; }
     bool satisfied() const { return as_good_as(asked_tier); }
     bool lacks() const { return pinned() && !satisfied(); }
     bool in_transition() const { return bringing && bringing->in_transition(); }
     bool arrived() const { return bringing && bringing->arrived(); }
-    // Whether an op may use the loaded bytes of this entry in the host tier. The op may do so until release().
+    // Whether an op may compute with the loaded bytes directly in the host tier. They are valid until release() is
+    // called.
     bool serves() const {
         return bringing && bringing->in_place() && bringing->arrived() && bringing->good() && pinned() && bringing->tier() <= asked_tier;
     }
@@ -188,7 +186,7 @@ class moe_edge_cell {
     void move(int32_t slot);                  // the resident version moved to another slot
     void drop();                              // the resident version was evicted
 
-    // Checks the invariants of this entry. Returns an empty string, or one that describes the violated invariant.
+    // Checks the invariants of this entry. Returns an empty string, or the description of a violated invariant.
     std::string check(bool staged) const;
 
   private:

@@ -32,8 +32,8 @@ std::string moe_edge_store::check() {
             if (complete == loading || complete != (s.is == moe_edge_pool::state::COMPLETE)) {
                 return format("group %zu, slot %d: its cell does not own it", g, i);
             }
-            // Check `after` first. Both tickets may pass between the two checks, and a passed ticket stays passed. In
-            // the other order, a correct pair of copies could look like an error.
+            // The copy that ends at `after` had to wait for the ticket `behind`. Check `after` first: in the other
+            // order, both tickets could pass between the two checks, which would look like an error.
             if (host && loading && load->copied() && device->passed(s.after) && !device->passed(s.behind)) {
                 return format("group %zu, slot %d: a copy overtook the copy that it had to wait for", g, i);
             }

@@ -25,8 +25,8 @@ hook_model * attached_to(const llama_model & model) {
     return it == moe_edge_attached.models.end() ? nullptr : it->second.get();
 }
 
-// The contexts that adapt their number of threads to the load. The object is never destroyed, because a context may
-// outlive this library's other static objects.
+// The contexts that adapt their number of threads to the load of the machine. The object is never destroyed, because a
+// context may outlive this library's other static objects.
 struct adapting_contexts {
     std::shared_mutex mutex;
     std::unordered_map<const llama_context *, std::unique_ptr<moe_edge_threads>> threads;
@@ -46,8 +46,8 @@ void add_new(std::vector<int32_t> & sequences, int32_t sequence) {
     }
 }
 
-// Describes a micro-batch to the store. ubatch: the micro-batch. whole: the batch passed to llama_decode, of which
-// ubatch is a part. Without declared_phases, the phase of each token is inferred as documented at moe_edge_set_phase.
+// Returns the phase and the sequence of each token of a micro-batch, for the store. whole: the batch passed to
+// llama_decode, of which ubatch is a part. declared_phases: the phases that the caller has set; nullopt: infer them.
 moe_edge_batch describe(
         const llama_ubatch & ubatch, const llama_batch & whole,
         const std::optional<moe_edge_token_phases> & declared_phases) {
@@ -78,9 +78,8 @@ moe_edge_batch describe(
     return out;
 }
 
-// Prefetches the experts of layers in which the token's id determines the experts, so that no prediction is needed.
-// This is done for all such layers at once, before the first of them is computed. In prefill the prefetches are
-// streaming requests, which do not count as a use.
+// Prefetches the experts of all layers in which the token's id alone determines the experts. Called at the start of a
+// micro-batch, before any layer is computed.
 void load_chosen(const hook_model & model, const llama_ubatch & ubatch) {
     moe_edge_store & store = *model.store;
     if (store.n_ahead == 0 || !ubatch.token) {
@@ -105,8 +104,8 @@ void load_chosen(const hook_model & model, const llama_ubatch & ubatch) {
     }
 }
 
-// Checks whether a token can be sampled from a row of n logits. Returns null if it can, otherwise the beginning of a
-// phrase that describes the fault. A row may contain single values of -inf.
+// Returns null if a token can be sampled from this row of n logits. Otherwise returns the fault, which is followed by
+// "the logits of a token" in the message. Single values of -inf are no fault.
 const char * fault_of(const float * row, int64_t n) {
     int n_nan = 0, n_finite = 0;
     for (int64_t i = 0; i < n; i++) {
@@ -140,7 +139,7 @@ std::string logits_fault(const ggml_tensor * logits, int64_t n_rows) {
 // Return values of llama_decode.
 const int32_t DECODE_ABORTED = 2, DECODE_FAILED = -3;
 
-// After the room callback has granted memory for a batch, this many more tokens may be computed before it is called
+// After the room callback has granted memory for a batch, this many more tokens may be computed without calling it
 // again.
 const uint32_t TOKENS_AHEAD = 256;
 
@@ -180,8 +179,8 @@ moe_edge_room_hook::moe_edge_room_hook(llama_context & ctx, uint32_t n_tokens, u
     }
 }
 
-// Makes the batch end without computing anything. The batch fails with this sentence, unless it was cancelled while it
-// waited for memory: it then counts as cancelled.
+// Ends the batch before anything is computed, and makes it fail with this sentence. A batch that was cancelled
+// meanwhile counts as cancelled instead.
 void moe_edge_room_hook::refuse(const std::string & sentence) {
     moe_edge_store & store = *attached_to(ctx.model)->store;
     const bool is_aborted = ctx.abort_callback && ctx.abort_callback(ctx.abort_callback_data);
@@ -191,8 +190,8 @@ void moe_edge_room_hook::refuse(const std::string & sentence) {
     }
 }
 
-// Lays out the context's scratch buffers for its current micro-batch size, unless they already have the layout. The
-// layout for a larger micro-batch would make more memory resident. laid_out: size of the last layout, which is updated.
+// Lays out the context's scratch buffers again if its micro-batch size differs from that of the last layout. laid_out:
+// the micro-batch size of the last layout, or 0 for the context's full size; receives the new size.
 void moe_edge_room_hook::lay_out(uint32_t & laid_out) {
     if (ctx.cparams.n_ubatch == (laid_out ? laid_out : n_ubatch)) {
         return;

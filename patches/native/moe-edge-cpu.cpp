@@ -34,8 +34,8 @@ moe_edge_matrix * matrix_of(const ggml_tensor * op) {
     return static_cast<moe_edge_matrix *>(w->extra);
 }
 
-// One activation row of the op: the token and the position (slot) of the expert among the token's selected experts. The
-// header tiled.h requires this layout.
+// One row of activations of the op: the token, and the position (slot) of the expert among the token's selected
+// experts. The header tiled.h requires this layout.
 struct routed_row {
     int32_t slot;
     int32_t token;
@@ -50,8 +50,7 @@ struct shared_state {
     int32_t              unwatched;  // all experts are available and none needs to be released
 };
 
-// The offsets of all parts of the op's work buffer. The constructor computes the offsets and the total size, so that
-// the reserved size always matches the pointers.
+// The offsets of all parts of an op's work buffer, and the buffer's total size in bytes.
 struct layout {
     size_t size = 0;
 
@@ -293,7 +292,7 @@ class mul_mat_id {
         return base + at.acts[i];
     }
 
-    // The work for one expert, which the threads divide into units: some rows of the weights times some of the
+    // The work for one expert. The threads divide it into units: some rows of the weights times some of the
     // activations.
     struct portions {
         const moe_edge_ready *   ready;
@@ -316,8 +315,8 @@ class mul_mat_id {
     }
 
     void compute_wave() const {
-        // The experts that our own kernels compute. Upstream's tiled path computes the others: it divides an expert
-        // among all threads, so all threads must choose the same path for an expert.
+        // The experts that our own kernels compute, in units that the threads take one after another. Upstream's tiled
+        // kernel has computed the other experts.
         thread_local std::vector<portions> rest;
         rest.clear();
         int64_t n_units = 0;
@@ -370,9 +369,8 @@ class mul_mat_id {
         }
     }
 
-    // Takes the next units of work for this thread, as a range [first, last), which is empty if no unit is left. The
-    // first ranges are long, so that memory is read in long streams. The last ranges are single units, so that no
-    // thread waits long for another.
+    // Returns the next units of work for this thread as a range [first, last). The range is empty if no unit is left.
+    // Ranges become shorter towards the end, so that no thread waits long for another.
     std::pair<int64_t, int64_t> take_units(int64_t n_units) const {
         int64_t unit = shared->next_unit.load(std::memory_order_relaxed), end;
         do {

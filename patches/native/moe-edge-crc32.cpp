@@ -99,9 +99,8 @@ uint32_t by_tables(uint32_t crc, const uint8_t * data, uint64_t n) {
 
 constexpr uint64_t LANES_BYTES = 64;
 
-// Returns the constant with which a carry-less multiplication moves one half of a 16-byte lane forward by this many
-// bits. The exponents of the two halves differ from `bits` by +32 and -32. The operands are bit-reflected, so the
-// constant is shifted by one bit.
+// Returns the factor for a carry-less multiplication that moves one half of a 16-byte lane forward by this many bits.
+// first: whether the half is the lane's first 8 bytes.
 constexpr uint64_t forward(uint64_t bits, bool first) { return (uint64_t) power_of_x(first ? bits + 32 : bits - 32) << 1; }
 
 __attribute__((target("pclmul,sse4.1"))) __m128i fold(__m128i lane, __m128i by, __m128i next) {
@@ -110,8 +109,7 @@ __attribute__((target("pclmul,sse4.1"))) __m128i fold(__m128i lane, __m128i by, 
     return _mm_xor_si128(_mm_xor_si128(first, second), next);
 }
 
-// Extends a CRC by n bytes with carry-less multiplications; n must be a positive multiple of 64. Folds four lanes of 16
-// bytes onto the next 64 bytes until the end, and then the four lanes onto one. Folding does not change the remainder.
+// Extends a CRC by n bytes with carry-less multiplications. n must be a positive multiple of 64.
 __attribute__((target("pclmul,sse4.1"))) uint32_t by_products(uint32_t crc, const uint8_t * data, uint64_t n) {
     constexpr uint64_t ALL_1 = forward(512, true), ALL_2 = forward(512, false);
     constexpr uint64_t ONE_1 = forward(128, true), ONE_2 = forward(128, false);

@@ -16,14 +16,14 @@ namespace {
 constexpr size_t   RING         = 512;  // tickets of a lane that may be in flight
 constexpr uint64_t PINNED_PIECE = 1ull << 30;  // bytes that are pinned with one call of the driver
 
-// Returns the most bytes of host memory that may be pinned: a fraction of the machine's memory. Pinned memory cannot be
-// swapped out or reclaimed.
+// Returns the most bytes of host memory that may be pinned: a fraction of the machine's memory, because pinned memory
+// cannot be swapped out.
 static uint64_t most_pinned() {
     return (uint64_t) sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE) / 4 * 3;
 }
 
-// Called by ggml when it is about to abort the process. Explains the two frequent causes in plain words: the device has
-// failed, or its memory is full. ggml's own message about the failed CUDA call would not help a user.
+// Called by ggml when it is about to abort the process. Explains to the user the two frequent causes: the device has
+// failed, or its memory is full.
 static void on_abort(const char * message) {
     const bool full = cudaPeekAtLastError() == cudaErrorMemoryAllocation;
     const cudaError_t status = cudaDeviceSynchronize();
@@ -39,8 +39,7 @@ static void on_abort(const char * message) {
     _exit(1);
 }
 
-// Copies the counts of routed tokens to `out` and sets them to 0. Each count is exchanged atomically, because an op may
-// be counting at the same time.
+// Copies the counts of routed tokens to `out` and sets them to 0. An op may be counting at the same time.
 __global__ void take_counts(uint32_t * counts, uint32_t * out, const int32_t n) {
     const int32_t i = blockIdx.x*blockDim.x + threadIdx.x;
     if (i < n) {
@@ -172,9 +171,8 @@ void moe_edge_cuda_device::release(void * memory) {
     }
 }
 
-// Allocates host memory with mmap and pins it with CUDA, piece by piece. If the driver refuses a piece, the earlier
-// pieces stay pinned. Memory that the driver allocates is not used, because direct reads from disk may not work with
-// it.
+// Allocates host memory and pins it with CUDA, piece by piece. If the driver refuses a piece, the earlier pieces stay
+// pinned.
 char * moe_edge_cuda_device::alloc_host(uint64_t bytes, bool * is_pinned) {
     *is_pinned = false;
     const uint64_t page = sysconf(_SC_PAGESIZE);
@@ -401,8 +399,8 @@ moe_edge_ticket moe_edge_cuda_device::record(cudaStream_t stream) {
         }
     }
     if (at == lanes.size()) {
-        // This stream cannot get tickets (marks in its work), because all lanes belong to other streams. Wait for its
-        // work now instead.
+        // All lanes belong to other streams, so this stream cannot get tickets (marks in its work). Wait for its work
+        // now instead.
         check(cudaStreamSynchronize(stream), "its work failed");
         return 0;
     }
@@ -423,8 +421,8 @@ void moe_edge_cuda_device::order(cudaStream_t stream, moe_edge_ticket ticket) {
     }
     std::unique_lock<std::mutex> lock(l.mutex);
     l.changed.wait(lock, [&] { return lost || l.recorded >= number; });
-    // Hold the mutex until the stream's wait is enqueued. Otherwise the event could be reused for a later ticket
-    // before.
+    // Hold the mutex until the stream's wait is enqueued, so that the event cannot be reused for a later ticket before
+    // that.
     if (!has_passed(l, number)) {
         check(cudaStreamWaitEvent(stream, l.events[number % RING], 0), "an event cannot be waited for");
     }
@@ -500,8 +498,8 @@ bool moe_edge_cuda_device::pool_shrank(const ggml_backend_cuda_context & ctx) {
     return std::exchange(seen, now) != now;
 }
 
-// Frees the lanes (stream records) of the backend's streams, so that other streams can use them. The ticket numbers of
-// a lane continue, so that no ticket is used twice.
+// Frees the lanes of a backend's streams, so that other streams can use them. The numbers of a lane's tickets continue,
+// so that no ticket is used twice.
 void moe_edge_cuda_device::forget(const ggml_backend_cuda_context & ctx) {
     std::lock_guard<std::mutex> lock(mutex);
     backends.erase(&ctx);
@@ -522,8 +520,7 @@ std::string moe_edge_cuda_device::error() {
     return failure;
 }
 
-// True for all quantized types for which upstream's kernel MMVQ has a dot product, and for the float types that the
-// kernels float_vec and float_tiles compute.
+// Returns true for the float types, and for all quantized types for which upstream's kernel MMVQ has a dot product.
 bool moe_edge_cuda_device::computes(int32_t type) const {
     switch (type) {
         case GGML_TYPE_F32:
@@ -584,8 +581,7 @@ void moe_edge_cuda_device::step_boundary(moe_edge_matrix * const * matrices, int
             t->usable = false;
         }
     }
-    // Wait for the device before the tables change: ops of the last step may still use them, and did not call
-    // release().
+    // Wait for the device before the tables change, because ops of the last step may still read them.
     if (changed && in_use && make_current()) {
         check(cudaDeviceSynchronize(), "its work failed");
     }

@@ -1,5 +1,5 @@
-// Declares the CUDA implementation of moe_edge_device: memory for experts, copies to the device, and tickets that order
-// the copies and the executor's kernels. Only code inside libggml-cuda includes this file.
+// Declares the CUDA implementation of moe_edge_device: memory for experts, copies to the device, and tickets. A ticket
+// is a point in the device's work, for which copies and kernels can wait.
 
 #pragma once
 
@@ -23,8 +23,8 @@ struct ggml_backend_cuda_context;
 
 class moe_edge_cuda_device;
 
-// The expert tables of a store in device memory, and a copy of them in host memory. All changed entries are updated
-// with one transfer from that copy.
+// The expert tables of a store in device memory, and a copy of the tables in host memory. Changed entries are written
+// to the copy and then transferred together.
 struct moe_edge_cuda_tables {
     moe_edge_cuda_device & device;
     int32_t *              memory = nullptr;
@@ -36,8 +36,8 @@ struct moe_edge_cuda_tables {
     moe_edge_cuda_tables & operator=(const moe_edge_cuda_tables &) = delete;
 };
 
-// The expert table of one matrix in device memory. Ops use it while the store's tables are static, which means that
-// they do not change during the step. moe_edge_matrix.executor points to it.
+// The expert table of one matrix in device memory, to which moe_edge_matrix.executor points. Ops use it in steps in
+// which the store's tables do not change.
 struct moe_edge_cuda_table {
     std::shared_ptr<moe_edge_cuda_tables> all;
     int32_t *             entries = nullptr;  // on the device, see moe_edge_plan_table
@@ -81,17 +81,17 @@ class moe_edge_cuda_device : public moe_edge_device {
     bool counts(moe_edge_matrix * const * matrices, int32_t n, uint32_t * out) override;
     void expect_scratch(uint64_t bytes, int32_t pieces) override;
 
-    // Makes the memory pool of a backend reserve the scratch that expect_scratch announced.
+    // Makes the memory pool of a backend reserve the scratch memory that expect_scratch announced.
     void fill_pool(ggml_backend_cuda_context & ctx);
-    // Returns whether the memory pools of this device have freed memory since the last call for this backend. CUDA
-    // graphs that were captured before may then use freed memory.
+    // Returns whether a memory pool of this device has freed memory since the last call for this backend. CUDA graphs
+    // that were captured before may then use freed memory.
     bool pool_shrank(const ggml_backend_cuda_context & ctx);
-    // Forgets everything about a backend. Must be called before the backend is destroyed.
+    // Frees everything that is stored for a backend. Must be called before the backend is destroyed.
     void forget(const ggml_backend_cuda_context & ctx);
     std::atomic<uint64_t> pool_frees { 0 };
 
-    // Waits for a ticket by polling it, without sleeping. Used by ops that compute a token, for which waking a sleeping
-    // thread would take too long.
+    // Waits for a ticket by polling, without sleeping. Used for single tokens, for which waking a sleeping thread would
+    // take too long.
     void wait_awake(moe_edge_ticket ticket);
 
     // Returns a ticket for everything launched on this stream so far, or 0 if the device is lost.
@@ -102,8 +102,8 @@ class moe_edge_cuda_device : public moe_edge_device {
     // Whether kernels can read pinned memory from alloc_host() with the same address as the host.
     bool same_address() const { return reads_host; }
 
-    // Returns the exchange buffer with at least `bytes` bytes. The caller must hold the buffer's mutex. Its memory is
-    // null if the allocation failed.
+    // Returns the exchange buffer, enlarged to at least `bytes` bytes. The caller must hold the buffer's mutex. The
+    // member `memory` is null if the allocation failed.
     moe_edge_cuda_exchange & exchange_of(uint64_t bytes);
     moe_edge_cuda_exchange   exchange;
 
@@ -115,8 +115,8 @@ class moe_edge_cuda_device : public moe_edge_device {
         moe_edge_ticket after;
     };
 
-    // A CUDA stream whose work is marked by tickets. Tickets 1, 2, ... of a lane share a ring of CUDA events. The event
-    // of a ticket is reused for a later ticket only after the earlier ticket has passed.
+    // A CUDA stream whose work is marked by tickets 1, 2, and so on. The tickets share a ring of CUDA events. An event
+    // is reused for a later ticket after the earlier ticket has passed.
     struct lane {
         std::mutex               mutex;
         std::condition_variable  changed;
@@ -126,8 +126,8 @@ class moe_edge_cuda_device : public moe_edge_device {
         uint64_t                 recorded = 0;
         uint64_t                 passed   = 0;
         std::deque<job>          jobs;     // copies for the thread below
-        // The thread that makes copies from memory that is not pinned, because such copies block the calling thread.
-        // order() blocks while a copy is still in `jobs`.
+        // The thread that makes copies from memory that is not pinned, because CUDA blocks the calling thread for such
+        // copies.
         std::thread              pageable;
     };
 

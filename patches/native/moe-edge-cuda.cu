@@ -42,9 +42,9 @@ struct result_rows {
     int64_t token_stride;
 };
 
-// Writes where a row finds its expert in each class of experts that a launch computes: `value` for class `own`, and -1
-// for the other classes. Writes zeros to the result row if the expert is skipped. Runs with one block per (slot,
-// token).
+// Writes to `out` the position of a row's expert in each class of experts (experts of one type that one kernel
+// computes): `value` for the class `own`, and -1 for all other classes. If the expert is skipped, fills the result row
+// with zeros. Runs with one block per (slot, token).
 static __device__ __forceinline__ void write_ids(const routed_ids routed, const int n_classes, const int own, const int32_t value,
                           const bool skipped, int32_t * out, const result_rows dst) {
     const int slot  = blockIdx.x % routed.n_slots;
@@ -60,18 +60,17 @@ static __device__ __forceinline__ void write_ids(const routed_ids routed, const 
     }
 }
 
-// The positions of the gate matrices of a list's experts, in blocks from their base. Together with the list, they are
-// less than the 4 KiB of arguments that every driver accepts.
+// The positions of the gate matrices of a list's experts, in blocks from their base. The list and this struct together
+// fit the 4 KiB that every driver accepts as arguments of a kernel.
 struct gate_units {
     int32_t unit[MOE_EDGE_LAUNCH_EXPERTS];
 };
 
 static_assert(sizeof(moe_edge_launch_list) + sizeof(gate_units) < 4000, "the arguments of a kernel have 4 KiB");
 
-// Translates the selected expert of every row to the expert's position in this launch. Rows of experts that are not in
-// the list get -1, because another launch computes them. `units` receives the positions of the list's experts,
-// [list.n]. If `counts` is not null, the rows of each expert are added to it, [n_expert]. If `gate_out` is not null, it
-// receives the positions of the gate matrices, for a kernel that also computes the gates.
+// Writes for every row the position of its selected expert in this launch to `out`, or -1 if the expert is not in the
+// list. units: receives the positions of the list's experts. gate_out: null, or receives the positions of the gate
+// matrices. counts: null, or the counters [n_expert] to which each expert's rows are added.
 __global__ void remap_list(const moe_edge_launch_list list, const gate_units gate, const routed_ids routed, int32_t * out,
                            int32_t * gate_out, int32_t * units, const result_rows dst, uint32_t * counts) {
     __shared__ int found;
@@ -106,9 +105,9 @@ __global__ void remap_list(const moe_edge_launch_list list, const gate_units gat
     }
 }
 
-// Translates the selected expert of every row to its position in device memory, like remap_list, but with a table in
-// device memory instead of a list (moe_edge_plan_table). gate_table: null, or the table of the gate matrices, which
-// must have the same tiers.
+// Writes for every row the position of its selected expert in device memory to `out`. Reads the positions from a table
+// in device memory (moe_edge_plan_table). gate_table: null, or the table of the gate matrices, which must have the same
+// tiers.
 __global__ void remap_table(const int32_t * table, const int32_t * gate_table, const int n_expert, const int n_tiers,
                             const uint32_t indexed, const routed_ids routed, int32_t * out, int32_t * gate_out,
                             const result_rows dst, uint32_t * counts) {
@@ -124,8 +123,8 @@ __global__ void remap_table(const int32_t * table, const int32_t * gate_table, c
     }
 }
 
-// Copies result rows that the host computed to their places in dst. Runs with one block per row. where: for each row,
-// slot + token*n_slots.
+// Copies result rows that the host computed to dst. Runs with one block per row. where: the place of each row in dst,
+// as slot + token*n_slots.
 __global__ void place_rows(const float * rows, const int32_t * where, const int n_slots, const result_rows dst) {
     const int at = where[blockIdx.x];
     const float * from = rows + blockIdx.x*dst.n;
@@ -148,7 +147,7 @@ struct float_product {
     int64_t       dst_token;
 };
 
-// Computes a float product with few tokens. Each warp computes one value of the result: one (weight row, slot, token).
+// Multiplies float weights with few tokens. Each warp computes one value of the result: one (weight row, slot, token).
 template <typename T>
 __global__ void float_vec(const float_product p, const int32_t * ids) {
     const int64_t row   = (int64_t) blockIdx.x*blockDim.y + threadIdx.y;
@@ -176,8 +175,8 @@ constexpr int TILE_DEPTH   = 32;
 constexpr int TILE_THREADS = 256;
 constexpr int TILE_SIDE    = 16;  // threads along each side of a tile
 
-// Computes a float product with many tokens. Each block computes one tile: some weight rows times some activations of
-// one expert. mm_ids_helper computes x_rows, dst_rows and bounds.
+// Multiplies float weights with many tokens. Each block computes one tile: some weight rows times some activations of
+// one expert. x_rows, dst_rows and bounds come from upstream's mm_ids_helper.
 template <typename T>
 __global__ void float_tiles(const float_product p, const int32_t * units, const int32_t * x_rows,
                             const int32_t * dst_rows, const int32_t * bounds) {
@@ -235,14 +234,14 @@ __global__ void float_tiles(const float_product p, const int32_t * units, const 
 
 enum class path { vec_q, mat_q, floats };
 
-// Measures how long this thread takes to launch the kernels of an op, without the time in which it waits. Two
-// measurements on a thread must not overlap.
+// Measures how long this thread takes to launch the kernels of an op, without the time in which the thread waits. Only
+// one measurement at a time may run on a thread.
 class launch_time {
   public:
     explicit launch_time(moe_edge_matrix * m) : m(m), began(now_ns()) { waited = 0; }
     ~launch_time() { m->ops->waited(m, MOE_EDGE_WAIT_LAUNCH, now_ns() - began - waited); }
 
-    // Does some work that must not count as launching. Returns how long the work took, in nanoseconds.
+    // Does `work`, whose time is not counted as launching kernels. Returns how long it took, in nanoseconds.
     template <typename F> static uint64_t leave_out(F && work) {
         const uint64_t t0 = now_ns();
         work();
@@ -296,12 +295,12 @@ class product {
         if (n_tokens <= get_mmvq_mmid_max_batch(type, cc)) {
             return path::vec_q;
         }
-        // Ask upstream for a batch of one token. For larger batches upstream may prefer cuBLAS, which waits until the
-        // host knows the ids.
+        // Ask upstream about a batch of one token. For larger batches, upstream may prefer cuBLAS, for which the host
+        // would have to know the ids.
         return ggml_cuda_should_use_mmq(type, cc, 1, w->ne[2]) ? path::mat_q : path::vec_q;
     }
 
-    // Whether one launch per type can compute this product and the gate product together, for all tiers.
+    // Whether one launch per type can compute this product and the gate product together, for the experts of all tiers.
     bool fuses_with(const product & gate) const {
         return cc > GGML_CUDA_CC_PASCAL && m->types == gate.m->types &&
             std::all_of(m->types.begin(), m->types.end(), [&](int32_t t) {
@@ -321,7 +320,8 @@ class product {
     // Computes the product with the expert table on the device. The host need not know which experts are selected.
     void run_table(const moe_edge_cuda_table & t) { run_table(t, nullptr); }
 
-    // Computes the product together with the gate product and their GLU. The tables of both must have the same tiers.
+    // Computes the product, the gate product and their activation (GLU) together. The expert tables of both products
+    // must have the same tiers.
     void run_table_fused(const moe_edge_cuda_table & t, const product & gate, ggml_tensor * glu) {
         dst = glu;
         run_table(t, &gate);
@@ -354,8 +354,8 @@ class product {
 
     bool complete() const { return remaining == 0; }
 
-    // Computes all experts that begin() requested: first those that are available, then the others as they arrive. All
-    // products must have the same activations (x) and the same selected experts (ids).
+    // Computes all experts that begin() has requested. Experts that are available are computed first, and the others as
+    // they arrive. All products must have the same activations and the same selected experts.
     static void run_waves(const std::vector<product *> & products) {
         for (product * p : products) {
             p->quantize();
@@ -368,9 +368,9 @@ class product {
         }
     }
 
-    // Computes this product, the gate product and their GLU together, with one launch for each group of similar
-    // experts. All experts of both products must be available. Returns false without any effect if the two matrices of
-    // an expert have different types, or if the host computes one of the experts.
+    // Computes this product, the gate product and their activation (GLU) together. All experts of both products must be
+    // available. Returns false without any effect if the two matrices of an expert have different types, or if the host
+    // computes one of the experts.
     bool run_fused(product & gate, ggml_tensor * glu) {
         std::sort(ready.begin(), ready.end(), by_expert);
         std::sort(gate.ready.begin(), gate.ready.end(), by_expert);
@@ -409,9 +409,8 @@ class product {
         return true;
     }
 
-    // Returns the distinct selected experts by reading the ids from the device. Needed for a graph without the route
-    // hook. All products of a layer share their ids, so the ids are read only for the first product. The down product
-    // is the last one of a layer.
+    // Returns the distinct selected experts by reading the ids from the device. Needed for graphs without the route
+    // hook, because the host then does not know the ids. The ids are read only once for all products of a layer.
     const std::vector<int32_t> & read_ids() const {
         struct reading {
             const void * store = nullptr;
@@ -484,7 +483,7 @@ class product {
     }
 
     // Returns the counters on the device for the rows of each expert. Returns null in a step in which expert tables may
-    // change, because the store then counts the rows.
+    // change: the store then counts the rows itself.
     uint32_t * counts() const {
         const moe_edge_cuda_table * t = moe_edge_cuda_table_of(*m);
         return t && m->ops->fixed(m) ? t->counts : nullptr;
@@ -500,8 +499,8 @@ class product {
         m->ops->release(m, list.data(), list.size(), after);
     }
 
-    // Computes the experts in `ready`. Experts that the host threads compute are handled around the kernels: their
-    // activations are copied to the host before the kernels are launched, and their results are copied back afterwards.
+    // Computes the experts in `ready`, some of them on host threads. The activations of those experts are copied to the
+    // host before the kernels are launched, and their results are copied back afterwards.
     static void run_ready(const std::vector<product *> & products) {
         std::vector<std::vector<moe_edge_ready>> hosted;
         for (product * p : products) {
@@ -561,8 +560,9 @@ class product {
         }
     };
 
-    // Copies the activations and the ids to host memory, for the experts that the host computes. Must be called before
-    // the kernels are launched. Returns the ticket of the copies.
+    // Enqueues the copies of the activations and the ids to host memory, for the experts that the host computes. Must
+    // be called before the kernels are launched. Returns the ticket (a point in the device's work) after which they are
+    // complete.
     moe_edge_ticket fetch(const exchanged & at) {
         const size_t row = x->ne[0]*sizeof(float);
         device->order(stream, device->exchange.last);
@@ -624,8 +624,8 @@ class product {
         CUDA_CHECK(cudaGetLastError());
     }
 
-    // Computes the experts in `ready`. Experts whose bytes have arrived are launched first. The others are launched in
-    // portions, in the order of their copies.
+    // Launches the kernels for the experts in `ready`. Experts whose bytes have arrived on the device come first. The
+    // others follow in portions, in the order of their copies.
     void run_kernels() {
         std::vector<moe_edge_ready> list;
         list.swap(ready);
@@ -692,8 +692,8 @@ class product {
         }
     }
 
-    // Returns a tensor that describes the weights of a class as upstream's host functions expect it. Experts are one
-    // block apart, so that their positions in blocks serve as expert ids.
+    // Returns a tensor that describes the weights of a class as upstream's host functions expect it. A position in
+    // blocks then serves as the id of an expert, because neighbouring experts of the tensor are one block apart.
     ggml_tensor weights_of(const class_launch & c, const char * base) const {
         ggml_tensor t = *w;
         t.type  = static_cast<ggml_type>(c.type);
@@ -729,8 +729,8 @@ class product {
 
     size_t quantized_token() const { return x->ne[1]*padded_row()*sizeof(block_q8_1)/QK8_1; }
 
-    // Converts the activations to q8_1 once, for all launches of vec_q, which uses this format for all types. Must run
-    // before any other allocation from the pool, because the pool frees memory in reverse order.
+    // Converts the activations to q8_1, the format that the kernel vec_q needs for all types. Must run before any other
+    // allocation from the pool, because the pool frees memory in reverse order.
     void quantize() {
         const bool wanted = std::any_of(m->types.begin(), m->types.end(), [&](int32_t t) {
             return path_of(t) == path::vec_q;
@@ -744,8 +744,8 @@ class product {
             x->ne[1], x->ne[2], 1, stream);
     }
 
-    // Computes one group of experts with upstream's vector kernel, in portions of as many tokens as the kernel supports
-    // for this type.
+    // Computes one class of experts with upstream's vector kernel. The kernel supports only few tokens, so the tokens
+    // are divided into portions.
     void run_vec_q(const class_launch & c) {
         const int64_t step = get_mmvq_mmid_max_batch(static_cast<ggml_type>(c.type), cc);
         for (int64_t t = 0; t < n_tokens; t += step) {
@@ -835,14 +835,15 @@ class product {
 
 ggml_backend_buffer_type buffer_types[GGML_CUDA_MAX_DEVICES];
 
-// Must have the same layout as upstream's ggml_backend_cuda_buffer_type_context. Our buffer type needs its own name,
-// because the model loader identifies buffer types by their names.
+// Must have the same layout as upstream's ggml_backend_cuda_buffer_type_context. Our buffer type has its own context,
+// because the model loader identifies buffer types by the name in it.
 struct type_context {
     int         device;
     std::string name;
 };
 
-// Allocates a CUDA buffer of upstream for placeholders, so that upstream's checks accept it.
+// Allocates a buffer for placeholders (expert tensors without data). The buffer is one of upstream's CUDA buffers, so
+// that upstream's checks accept it.
 static ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_t size) {
     return moe_edge_alloc_placeholders(ggml_backend_cuda_buffer_type(buft - buffer_types), buft, size);
 }
@@ -857,7 +858,7 @@ static ggml_backend_buffer_type_t buffer_type(int index) {
     }
     ggml_backend_buffer_type & buft = buffer_types[index];
     if (!buft.device) {
-        // Keep upstream's function for the name: upstream recognizes its CUDA buffer types by this function.
+        // Keep upstream's get_name function, because upstream recognizes its CUDA buffer types by this function.
         buft = *ggml_backend_cuda_buffer_type(index);
         buft.context = new type_context { index, std::string(buft.iface.get_name(&buft)) + "_MoE" };
         buft.iface.alloc_buffer   = alloc_buffer;

@@ -29,8 +29,8 @@ struct compute_threads {
 // The registered threads. The object is never destroyed, because OpenMP's threads may register until the process ends.
 compute_threads & known = *new compute_threads;
 
-// Reads from a schedstat file for how long its thread has been runnable without a core, in total. Returns -1 if the
-// thread has ended or the kernel does not report the time.
+// Returns for how many nanoseconds a thread has been runnable without a core in total, from its schedstat file. Returns
+// -1 if the thread has ended or the kernel does not report the time.
 int64_t delay_ns(int file) {
     char text[64];
     const ssize_t n = pread(file, text, sizeof(text) - 1, 0);

@@ -1,6 +1,5 @@
-// Multiplies prompts with dense matrices that upstream stores in the CPU's own layout (interleaved rows). With few rows
-// of activations, upstream's kernel for that layout is used. With many rows, its tiled kernel is faster, and this file
-// uses it.
+// Multiplies prompts with dense matrices that upstream stores in the CPU's own layout (interleaved rows). For many rows
+// of activations, this file uses upstream's tiled kernel, which is then faster than upstream's kernel for that layout.
 
 #include "moe-edge-cpu.h"
 #include "moe-edge-layout.h"
@@ -108,8 +107,8 @@ void moe_edge_tiles_for_prompts(ggml_tensor * tensor) {
     if (!kernels || moe_edge_tiles_from(*kernels) == INT64_MAX) {
         return;
     }
-    // Upstream has one traits object for each type and layout, so we keep one of ours for each of upstream's objects.
-    // They live until the process ends.
+    // Upstream has one traits object for each type and layout. Create one of ours for each of them, and keep it until
+    // the process ends.
     static std::mutex mutex;
     static std::map<void *, std::unique_ptr<dense_traits>> traits;
     std::lock_guard<std::mutex> lock(mutex);

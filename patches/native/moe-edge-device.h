@@ -1,28 +1,27 @@
 // Defines the interface of a device that holds experts: its memory, asynchronous copies to it, and tickets. A ticket
-// marks a point in the device's work, so that copies and kernels can wait for each other without blocking the host. An
-// executor for the same device orders its own streams with the same tickets.
+// marks a point in the device's work, so that copies and kernels can wait for each other without blocking the host.
 
 #pragma once
 
 #include <cstdint>
 #include <string>
 
-// A point in the work of a device: on one of its copy lanes, or on an executor's stream. A ticket has passed when all
-// work before this point is done. The tickets of a lane pass in ascending order. No ticket is used twice, and ticket 0
-// has always passed.
+// A point in the work of a device. A ticket has passed when all work before this point is done. The tickets of a lane
+// (a sequence of copies or kernels) pass in ascending order. Ticket 0 has always passed.
 using moe_edge_ticket = uint64_t;
 
 struct moe_edge_matrix;
 
-// The lanes on which copies run. Copies of one lane run in order. A demand copy never waits for a prefetch copy.
+// The lanes of a device's copies. Copies of the same lane run one after another. A demand copy never waits for copies
+// of the prefetch lane.
 enum moe_edge_lane {
     MOE_EDGE_LANE_DEMAND   = 0,
     MOE_EDGE_LANE_PREFETCH = 1,
     MOE_EDGE_N_LANES       = 2,
 };
 
-// A device that holds experts. All functions may be called from any thread. The store calls copy() with its mutex held.
-// If enqueued work fails later because the device is lost, error() reports it.
+// A device that holds experts. All functions may be called from any thread. If enqueued work fails later because the
+// device is lost, error() reports it.
 struct moe_edge_device {
     virtual ~moe_edge_device() = default;
 
@@ -33,8 +32,8 @@ struct moe_edge_device {
     virtual void * alloc(uint64_t bytes) = 0;
     virtual void   release(void * memory) = 0;
 
-    // Allocates host memory from which copies will be made, aligned to 4096 bytes. *pinned receives whether the memory
-    // is page-locked; if pinning is refused, it is pageable. Returns null if the allocation fails.
+    // Allocates host memory for the sources of copies, aligned to 4096 bytes. *pinned receives whether the memory is
+    // page-locked, which a driver may refuse. Returns null if the allocation fails.
     virtual char * alloc_host(uint64_t bytes, bool * pinned) = 0;
     virtual void   release_host(char * memory) = 0;
 
@@ -51,25 +50,23 @@ struct moe_edge_device {
 
     // Called at the start of each step of a store on this device, while no op is running. Must not call the store.
     //
-    // matrices: all expert matrices of the store. Their tables do not change until this function returns, so an
-    // executor that keeps tables on the device updates them here. fixed: no table changes before the next step, and the
-    // ticket of every table entry has passed. Ops may then read the tables without calling the store.
+    // matrices: all expert matrices of the store. An executor that keeps their tables on the device updates them here.
+    // fixed: no table changes before the next step, so ops may read the tables without calling the store.
     //
-    // Slots may be reused after this function returns. Therefore all work of the previous step that was not reported to
-    // the store must have ended by then.
+    // When this function returns, every op of the previous step that has not called release() must have ended, because
+    // its slots may be reused.
     virtual void step_boundary(moe_edge_matrix * const * matrices, int32_t n, bool fixed) {
         (void) matrices;
         (void) n;
         (void) fixed;
     }
 
-    // Whether the executor counts on the device how many tokens are routed to each expert. If so, a step in which no
-    // expert table changes needs no transfer from the device.
+    // Whether the executor counts on the device how many tokens are routed to each expert.
     virtual bool counts_routing() const { return false; }
 
-    // Announces the largest scratch memory that an op of the next graphs will request: `pieces` pieces of `bytes` bytes
-    // each. An executor with a memory pool reserves them immediately, before smaller allocations fragment the pool. 0
-    // bytes announces a new model, whose needs are not known yet.
+    // Announces the largest scratch memory that an op of the next graphs will need: `pieces` pieces of `bytes` bytes
+    // each. An executor with a memory pool reserves them immediately. 0 bytes: forget earlier announcements, because
+    // the model changes.
     virtual void expect_scratch(uint64_t bytes, int32_t pieces = 1) {
         (void) bytes;
         (void) pieces;
@@ -82,7 +79,7 @@ struct moe_edge_device {
     }
 
     // Adds to out [n, n_expert] how many tokens were routed to each expert of these matrices since the last call, and
-    // resets the counts. Returns false if the device does not count. Must not call the store.
+    // resets the counts. Returns false if the device does not count them. Must not call the store.
     virtual bool counts(moe_edge_matrix * const * matrices, int32_t n, uint32_t * out) {
         (void) matrices;
         (void) n;

@@ -24,8 +24,8 @@ struct known_devices {
     std::map<std::string, known_device> by_name;
 };
 
-// The devices that were opened. The object is never destroyed, because work that still runs when the process ends may
-// use a device.
+// The devices that were opened. The object is never destroyed, because work may still use a device when the process
+// ends.
 known_devices & known = *new known_devices;
 
 // Returns the number in a name that consists of this prefix and up to 9 digits. Returns -1 for any other name.
@@ -101,8 +101,8 @@ double compute_seconds(const void * weights, uint64_t bytes, int32_t n_threads) 
     });
 }
 
-// Measures how long host threads take for experts of one shape, under the conditions of a cache miss: the threads sleep
-// first, and the weights are in no CPU cache.
+// Measures how long host threads take to compute experts of one shape after a cache miss. Before each measurement the
+// threads sleep, and the weights are in no CPU cache.
 struct product_timing {
     static constexpr uint64_t ARENA = 64 << 20;  // larger than most CPU caches
     static constexpr int32_t  FEW = 1, MANY = 3, TRIES = 7;

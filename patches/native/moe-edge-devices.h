@@ -1,5 +1,4 @@
-// Declares functions that map devices of this process to the buffer types of their placeholders (expert tensors without
-// data).
+// Declares functions for placeholders: expert tensors without data, whose data is in a store.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// Defines the records of models whose experts are in a store. The hooks inside llama.cpp share these records.
+// Defines the records of models whose experts are in a store. All hooks inside llama.cpp use these records.
 
 #pragma once
 
@@ -35,8 +35,7 @@ struct hook_model {
     std::vector<ggml_tensor *> bound;   // tensors whose `extra` points into the store
     ggml_context_ptr           copies;  // copies of the routers, for the look-ahead
     std::vector<ggml_backend_buffer_ptr> copy_buffers;
-    // Which of our hooks each computed graph contains: 0 none, 1 the route hook, 2 also token importance. A context has
-    // one or two graphs.
+    // For each computed graph, the hooks that it contains. 0: none. 1: the route hook. 2: also token importance.
     std::unordered_map<const void *, int> watched;
 
     hook_model(moe_edge_store * store, const llama_model & model) : store(store), model(&model) {}
@@ -48,8 +47,7 @@ struct hook_model {
     }
 };
 
-// All models that have a store. Modified when a store or a model is created or destroyed. Read when graphs are built
-// and when steps begin.
+// All models that have a store. The list changes when a store or a model is created or destroyed.
 struct moe_edge_registry {
     std::shared_mutex mutex;
     std::unordered_map<const llama_model *, std::unique_ptr<hook_model>> models;

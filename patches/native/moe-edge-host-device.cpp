@@ -53,7 +53,7 @@ void * moe_edge_host_device::map(uint64_t bytes) {
 
 void moe_edge_host_device::unmap(void * memory) {
     std::unique_lock<std::mutex> lock(mutex);
-    // Wait for the running jobs. After a loss of the device, tickets may pass before the jobs have ended.
+    // Wait for the running jobs, because after a loss of the device, tickets pass before their jobs have ended.
     changed.wait(lock, [this] { return running == 0; });
     const auto it = mapped.find(memory);
     if (it != mapped.end()) {
@@ -145,8 +145,8 @@ std::string moe_edge_host_device::error() {
     return lost;
 }
 
-// Reports the loss of the device after the running jobs have ended. All tickets then count as passed, so the memory
-// that these jobs use may be written again.
+// Simulates the loss of the device: waits until the running jobs have ended, and then makes all tickets count as
+// passed.
 void moe_edge_host_device::lose(const std::string & why) {
     std::unique_lock<std::mutex> lock(mutex);
     losing = true;

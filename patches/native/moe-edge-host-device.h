@@ -12,12 +12,11 @@
 #include <thread>
 #include <vector>
 
-// A device in main memory, for tests without a GPU. Each copy lane has a thread that copies. Another thread runs work
-// that a test submits instead of kernels. The CPU executor reads the device's memory directly.
+// A device in main memory, for tests without a GPU. Each copy lane has a thread that copies. Another thread runs the
+// work that a test submits instead of kernels.
 //
-// With max_delay_us > 0, a copy first overwrites its destination with poison values, and some copies are delayed by up
-// to this time. A reader that does not wait for its ticket then reads poison, and the order of the lanes becomes
-// random.
+// With max_delay_us > 0, some copies are delayed by up to this time, and each copy first fills its destination with
+// poison values. A reader that does not wait for the copy's ticket then finds poison.
 struct moe_edge_host_device : moe_edge_device {
     explicit moe_edge_host_device(int32_t max_delay_us = 0);
     ~moe_edge_host_device() override;

@@ -1,9 +1,8 @@
-// Defines the host tier of a store on a device: a cache in host memory, with its own budget. A slice is the bytes of
-// one expert matrix in one tier. Slices are in the host tier on their way from disk to the device, and are kept for
-// later cache misses.
+// Defines the host tier of a store on a device: a cache in host memory with its own budget. It caches slices; a slice
+// is the bytes of one expert matrix in one tier. A slice is read from disk into the host tier, copied to the device
+// from there, and kept for later cache misses.
 //
-// Slices of the same size share a fixed set of slots. A slot is being filled by one load, or it is complete. A complete
-// slot may be reused if no load holds it and every copy from it has ended. The store's mutex guards the host tier.
+// Slices of the same size share a fixed set of slots. The store's mutex guards the host tier.
 
 #pragma once
 
@@ -16,7 +15,7 @@
 class moe_edge_host_tier {
   public:
     // The slices (expert matrices) that use slots of one size. least: the smallest number of slots with which reads and
-    // copies do not block each other. It is at most the number of slices.
+    // copies do not block each other.
     struct size_class {
         uint64_t slot_bytes;
         int32_t  n_slices;
@@ -38,28 +37,24 @@ class moe_edge_host_tier {
     uint64_t bytes() const { return total_bytes; }
     char *   data(int32_t slot) const { return slots[slot].data; }
 
-    // Returns the slot that contains this slice (an expert matrix) completely, or -1 if there is none. The slot is not
-    // reused before drop(). Makes the slice the most recently used one, unless `passing` is set for a streaming request
-    // of a long prompt.
+    // Returns the slot that contains this whole slice (an expert matrix), or -1 if there is none. The slot is not
+    // reused before drop(). Makes the slice the most recently used one, unless `passing` is set (a streaming request).
     int32_t find(int32_t slice, bool passing);
-    // Returns a slot into which this slice (an expert matrix) can be read: a free slot, or otherwise the least recently
-    // used one. The slot is not reused before drop(). Returns -1 if all slots are in use.
+    // Returns a slot into which this slice (an expert matrix) can be read. The slot is free or was the least recently
+    // used one. It is not reused before drop(). Returns -1 if all slots are in use.
     int32_t reserve(int32_t slice, int32_t size_class);
-    // Returns the ticket of a copy after which reserve() may succeed. Returns 0 if waiting for copies cannot help.
+    // Returns the ticket of a copy after which reserve() may succeed. Returns 0 if no copy blocks it.
     moe_edge_ticket blocked_by(int32_t size_class) const;
 
-    // Marks a slot as complete. passing: the slice is for a streaming request of a long prompt, and will be evicted
-    // first.
+    // Marks a slot as complete. passing: the slice was read for a streaming request, and will be evicted first.
     void    complete(int32_t slot, bool passing);
     void    feeds(int32_t slot, int32_t lane, moe_edge_ticket ticket);  // a copy from the slot is in flight
     void    drop(int32_t slot);                                         // ends a hold; an incomplete slot becomes free
-    // If the host tier has this slice, makes it the most recently used one. Called when the slice is evicted from the
-    // device.
+    // Makes this slice the most recently used one if it is in the host tier. Called when the device evicts the slice.
     void    touch(int32_t slice);
 
-    // Lends a slot to an op, which keeps the slot until it has used the contents. Returns false, and lends nothing, if
-    // too few slots would remain for other loads. Ops may wait for each other's slots, so without this limit all loads
-    // could be blocked.
+    // Reserves a slot for an op, which keeps it until it has computed with the contents. Returns false, and reserves
+    // nothing, if too few slots would remain for other loads.
     bool    lend(int32_t size_class);
     void    take_back(int32_t size_class) { lists[size_class].lent--; }
     int32_t lent(int32_t size_class) const { return lists[size_class].lent; }

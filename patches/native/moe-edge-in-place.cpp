@@ -1,5 +1,5 @@
-// Implements cache misses that are served without a slot on the device. The op that needs the expert lets host threads
-// compute it from the bytes in the host tier.
+// Implements cache misses that are served without a slot on the device: host threads compute the expert from the bytes
+// in the host tier.
 
 #include "moe-edge-store.h"
 #include "moe-edge-util.h"
@@ -26,8 +26,8 @@ void moe_edge_store::open_in_place(const moe_edge_config & config) {
     stats.misses = misses;
 }
 
-// Returns whether this matrix of an expert is requested and missing, and no load for it has been started. of_kind: the
-// kind of the matrix. kind: the kind that the step requests, or MOE_EDGE_N_KINDS for all.
+// Returns whether the matrix of_kind of an expert is requested and missing, and no load for it has been started. kind:
+// the matrix kind that the step requests, or MOE_EDGE_N_KINDS for all kinds.
 bool moe_edge_store::is_missing(int32_t layer, int32_t kind, int32_t of_kind, int32_t expert) const {
     const int32_t cell = cell_index(layer, of_kind, expert);
     const auto & c = cells[cell];
@@ -68,9 +68,8 @@ void moe_edge_store::multiply(const std::vector<moe_edge_product> & products, ui
     }
 }
 
-// Chooses for each missing expert of a layer whether it is copied to the device or computed on the host. ask() uses the
-// result. With MOE_EDGE_MISS_AUTO, the experts are divided between the link to the device and the host threads. Each
-// expert goes to the one that is expected to finish it first.
+// Chooses for each missing expert of a layer whether it is copied to the device or computed on the host. With
+// MOE_EDGE_MISS_AUTO, the way that is expected to be faster is chosen for each expert.
 void moe_edge_store::choose_places(int32_t layer, int32_t kind, const int32_t * experts, int32_t n, int32_t n_tokens) {
     if (misses == MOE_EDGE_MISS_COPY) {
         return;
@@ -104,8 +103,8 @@ void moe_edge_store::choose_places(int32_t layer, int32_t kind, const int32_t * 
     hosted_expected_s += hosted ? threads : 0.0;
 }
 
-// Serves a request of this step without a slot: host threads will compute the expert in the host tier. Returns false,
-// and does nothing, if the expert was not chosen for this, or if too few slots of the host tier are free.
+// Starts to serve a request without a slot, by computing the expert on the host. Returns false, and does nothing, if
+// the expert was not chosen for this, or if too few slots of the host tier are free.
 bool moe_edge_store::try_in_place(int32_t cell) {
     const auto & c = cells[cell];
     const int32_t place = misses == MOE_EDGE_MISS_COPY ? misses : places[expert_of(cell)];
@@ -131,10 +130,11 @@ void moe_edge_store::count_in_place(const moe_edge_slices & s) {
     stats.host_computed_bytes[phase] += s.expert_bytes;
 }
 
-// Starts to copy an expert that the host has computed to slots on the device, as a prefetch for later steps. Does so
-// only if no other copy waits, so that these copies delay nothing. Does nothing with exact tiers, because a tier that
-// is being loaded could be computed for a request of a worse tier.
+// Starts to copy an expert that the host has computed to slots on the device, for later steps. Does nothing while
+// another copy waits.
 void moe_edge_store::keep_used(int32_t layer, int32_t expert) {
+    // Do nothing with exact tiers, because an op that requests a worse tier could find the better tier that would be
+    // loaded.
     if (misses == MOE_EDGE_MISS_COPY || !copies.empty() || exact_tiers) {
         return;
     }

@@ -1,6 +1,6 @@
-// Groups experts into kernel launches for the CUDA executor. Kernels find an expert by its distance from a base
-// address, counted in blocks. Experts of one type that are close enough to one base form a class. Each class is one
-// kernel launch. This file contains no CUDA code.
+// Groups experts into kernel launches for the CUDA executor. Each launch computes a class: experts of one type that are
+// close to the same base address. A kernel finds an expert by its distance from the base, counted in blocks. This file
+// contains no CUDA code.
 
 #pragma once
 
@@ -15,12 +15,12 @@
 constexpr int32_t MOE_EDGE_LAUNCH_EXPERTS = 256;
 constexpr int32_t MOE_EDGE_LAUNCH_CLASSES = 8;
 
-// The largest distance between an expert and the base of its class, in blocks. Kernels count blocks in 32 bits,
-// including the blocks within an expert, so the limit leaves a margin that is larger than any expert.
+// The largest distance between an expert and the base of its class (the experts of one launch), in blocks. Kernels
+// count blocks in 32 bits, so the limit leaves a margin for the blocks within the expert.
 constexpr uint64_t MOE_EDGE_REACH_UNITS = INT32_MAX - (1 << 26);
 
-// Returns the unit in bytes in which distances between experts are counted: the size of a block, or for float types the
-// alignment of experts.
+// Returns the unit in bytes in which distances between experts of this type are counted. For quantized types it is the
+// size of a block, and for float types the alignment of experts.
 inline int64_t moe_edge_unit_bytes(int32_t type) {
     return ggml_is_quantized((ggml_type) type) ? (int64_t) ggml_type_size((ggml_type) type) : MOE_EDGE_DEVICE_ALIGN;
 }
@@ -40,8 +40,8 @@ struct moe_edge_launch_class {
     const char * gate  = nullptr;
 };
 
-// The experts of one launch. A kernel receives this struct by value, so that no table must be copied to the device
-// before the launch.
+// The experts of up to MOE_EDGE_LAUNCH_CLASSES classes, each of which one kernel computes. A kernel receives this
+// struct by value, so that no table must be copied to the device before the launch.
 struct moe_edge_launch_list {
     int32_t  n_classes = 0;
     int32_t  n         = 0;
@@ -131,8 +131,8 @@ inline std::vector<moe_edge_launch> moe_edge_plan_launches(std::vector<moe_edge_
     return launches;
 }
 
-// Writes the device table of one matrix to `out`. The table has 2*n_expert entries: the tier of each expert, or -1 if
-// it is skipped; then its distance from the base address of the tier, in blocks. types and base are [n_tiers]. Returns
+// Writes the device table of one matrix to `out`: first the tier of each expert, or -1 for an expert without data, and
+// then each expert's distance from the base address of its tier, in blocks. types and base: for each tier. Returns
 // false if an expert is too far from the base.
 template <typename Entry>
 bool moe_edge_plan_table(const std::vector<Entry> & entries, const std::vector<int32_t> & types,

@@ -12,8 +12,8 @@
 #include <cstring>
 #include <vector>
 
-// Declares upstream's functions that convert a matrix to the CPU's own layout. Calling them directly avoids a log line
-// for each tensor and converts each expert separately. For Q4_K and Q2_K we have faster functions.
+// Declares upstream's functions that convert a matrix to the CPU's own layout (interleaved rows). Calling them directly
+// avoids a log line for each tensor.
 namespace ggml::cpu::repack {
 template <typename BLOC_TYPE, int64_t INTER_SIZE, int64_t NB_COLS>
 int repack(ggml_tensor * t, const void * data, size_t data_size);
@@ -61,8 +61,8 @@ void interleave_scales(const block_q2_K * in, int64_t stride, block_q2_Kx8 & to)
     }
 }
 
-// Converts eight rows of Q4_K or Q2_K to the interleaved layout. The result equals upstream's, but takes a quarter of
-// the time.
+// Converts eight rows of Q4_K or Q2_K to the interleaved layout. The result is the same as that of upstream's function,
+// which takes four times as long.
 template <typename INTERLEAVED, typename PLAIN> int interleave(ggml_tensor * to, const void * rows, size_t) {
     const int64_t n_blocks = to->ne[0] / QK_K;
     auto * out = static_cast<INTERLEAVED *>(to->data);

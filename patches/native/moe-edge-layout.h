@@ -10,9 +10,8 @@ struct ggml_tensor;
 
 constexpr int MOE_EDGE_ROWS = 8;  // number of rows that are interleaved
 
-// Unpacks eight scales and eight minimums from 12 bytes, six bits each, to scales[i*stride] and mins[i*stride]. In
-// plain Q4_K the eight values belong to the eight parts of one row. In the interleaved layout they belong to one part
-// of eight rows.
+// Unpacks eight scales and eight minimums of six bits each, from 12 bytes at q. Writes them to scales[i*stride] and
+// mins[i*stride].
 template <typename NUMBER> inline void moe_edge_unpack_six_bits(const uint8_t * q, NUMBER * scales, NUMBER * mins, int stride) {
     for (int i = 0; i < 4; i++) {
         const int high = (i + 4) * stride;
@@ -23,10 +22,10 @@ template <typename NUMBER> inline void moe_edge_unpack_six_bits(const uint8_t * 
     }
 }
 
-// Upstream's kernels for matrices of one type in the interleaved layout. gemv and gemm multiply nr rows of activations
-// with nc rows of weights; nc is a multiple of 8. They write nr rows of nc values to `out`, where rows are `stride`
-// values apart.
+// Upstream's kernels for matrices of one type in the interleaved layout (groups of eight rows).
 struct moe_edge_kernels {
+    // Multiplies nr rows of activations with nc rows of weights, and writes nr rows of nc values to `out`. Rows of
+    // `out` are `stride` values apart. nc is a multiple of 8.
     using product = void (*)(int n_in, float * out, size_t stride, const void * weights, const void * acts, int nr, int nc);
 
     int32_t type;
@@ -42,19 +41,20 @@ struct moe_edge_kernels {
 // no faster kernels for this shape, or if upstream would not interleave the matrix.
 const moe_edge_kernels * moe_edge_kernels_of(int32_t type, int64_t n_in, int64_t n_out);
 
-// Returns the number of rows of activations from which upstream's tiled kernel is faster on this CPU. Returns INT64_MAX
-// if it never is. The activations must be of type block_q8_K.
+// Returns the smallest number of rows of activations for which upstream's tiled kernel is faster than these kernels on
+// this CPU. Returns INT64_MAX if it never is.
 int64_t moe_edge_tiles_from(const moe_edge_kernels & kernels);
 
-// Multiplies rows [first, last) of a matrix with n_acts activations of n_in values each, and writes out[a][row]. first
-// and last are multiples of 8. The workspace has moe_edge_tiles_size() bytes and is aligned to 64 bytes.
+// Multiplies the rows [first, last) of a matrix with n_acts rows of activations in block_q8_K, and writes the results
+// to out[activation][row]. first and last must be multiples of 8. workspace: moe_edge_tiles_size() bytes, aligned to 64
+// bytes.
 void   moe_edge_tiles(int32_t type, const void * weights, int64_t n_in, int64_t first, int64_t last, const void * const * acts,
                       int64_t n_acts, float * const * out, void * workspace);
 size_t moe_edge_tiles_size();
 
-// Returns how many of n_rows rows of weights a thread should take at a time. Many rows are better, because they share
-// the converted activations. But each thread should get several portions.
+// Returns how many rows of weights a thread should multiply at a time if n_threads threads share n_rows rows. The
+// number is large, but small enough to give each thread several portions.
 int64_t moe_edge_tiles_rows(int64_t n_rows, int n_threads);
 
-// Converts a plain matrix in memory to the interleaved layout, without a second matrix.
+// Converts a plain matrix to the interleaved layout (groups of eight rows), in the same memory.
 void moe_edge_interleave(const moe_edge_kernels & kernels, int64_t n_in, int64_t n_out, void * matrix);

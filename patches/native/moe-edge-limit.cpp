@@ -1,8 +1,7 @@
 // Implements the limit on the memory of slots, which may change between steps.
 //
-// The slots of all groups are interleaved in memory (lay_out_in_turn), so that a limit divides the memory at one
-// address. Slots below this address stay. Slots above it are emptied, and their memory returns to the system. The most
-// recently used experts are moved from there to slots below.
+// The slots of all groups alternate in memory, so a limit is one address. Slots below this address stay. Slots above it
+// are emptied, and their memory returns to the system. Their most recently used experts are moved to slots below.
 
 #include "moe-edge-store.h"
 #include "moe-edge-util.h"
@@ -38,8 +37,8 @@ uint64_t moe_edge_store::limit(uint64_t bytes) {
     }
     collect_counts();  // before the tables can change
     if (n_decided == 0) {
-        // Publish complete transitions (changes of tier) now. Otherwise each keeps the slots of its old and its new
-        // tier until the next step, which may be waiting for the limit.
+        // Publish complete transitions (background changes of tier) now, so that they release the slots of the old
+        // tiers.
         conclude_transitions();
     }
     tables_fixed = false;
@@ -55,15 +54,15 @@ uint64_t moe_edge_store::limit(uint64_t bytes) {
     return owed_bytes;
 }
 
-// Returns the number of loads in progress. If it is 0, the caller need not wait longer for a limit: without a load, no
-// further slot will be released.
+// Returns the number of loads of expert matrices that are in progress.
 int32_t moe_edge_store::loading() {
     std::lock_guard<std::mutex> lock(mutex);
     return std::count_if(cells.begin(), cells.end(), [](const moe_edge_cell & c) { return c.load() != nullptr; });
 }
 
-// Empties the slots above the limit and returns their memory to the system. Their most recently used experts move to
-// slots below the limit and evict older experts. Slots that are still needed are emptied after they are released.
+// Empties the slots above the limit on slot memory, and returns their memory to the system. Their most recently used
+// experts move to slots below the limit and evict older experts. Slots that an op or a load still needs are emptied
+// later.
 void moe_edge_store::fit() {
     for (auto & pool : pools) {
         for (int32_t i = pool.usable(); i < pool.size() && pool.n_beyond() > 0; i++) {
@@ -94,7 +93,7 @@ void moe_edge_store::move_slot(moe_edge_pool & pool, int32_t slot) {
     point_to_slot(cell);
 }
 
-// Returns the bytes of the slots above the limit that are still in use.
+// Returns how many bytes of the slots above the limit on slot memory are still in use.
 uint64_t moe_edge_store::bytes_beyond() const {
     uint64_t bytes = 0;
     for (const auto & pool : pools) {
@@ -103,7 +102,7 @@ uint64_t moe_edge_store::bytes_beyond() const {
     return bytes;
 }
 
-// Returns the pieces of memory above the limit that no used slot overlaps, rounded to whole huge pages.
+// Returns the ranges of slot memory above the store's limit that contain no used slot, rounded to whole huge pages.
 std::vector<std::pair<char *, char *>> moe_edge_store::unused_pieces() const {
     std::vector<std::pair<char *, char *>> used, unused;
     for (const auto & pool : pools) {
@@ -130,7 +129,8 @@ std::vector<std::pair<char *, char *>> moe_edge_store::unused_pieces() const {
     return unused;
 }
 
-// Checks the invariants of the limit. Returns an empty string, or one that describes the violated invariant.
+// Checks the invariants of the limit on slot memory. Returns an empty string, or the description of a violated
+// invariant.
 std::string moe_edge_store::check_limit() const {
     uint64_t usable = 0;
     for (const auto & pool : pools) {

@@ -18,15 +18,16 @@ moe_edge_registry moe_edge_attached;
 
 namespace {
 
-// The reason for which the latest load of a model or creation of a context failed in this thread, and the reason that
-// moe_edge_load_error() has returned last.
+// load_error: the reason for which loading a model or creating a context failed last in this thread.
+// returned_load_error: the reason that moe_edge_load_error() returned last.
 thread_local std::string load_error, returned_load_error;
 
-// The expert tensors of models that were loaded without memory point to this empty matrix. It cannot compute anything.
+// The expert tensors of models that were loaded without data (no_alloc) point to this empty matrix. It cannot compute
+// anything.
 moe_edge_matrix unloaded;
 
-// Reads a bias of n experts from the memory of any backend to `out`; a null bias leaves `out` empty. Returns false if
-// the bias is not F32 or has another size.
+// Copies a router's bias of n experts from the memory of its backend to `out`. Leaves `out` empty if `bias` is null.
+// Returns false if the bias is not F32 or does not have n values.
 bool read_bias(const ggml_tensor * bias, int32_t n, std::vector<float> & out) {
     if (bias) {
         if (bias->type != GGML_TYPE_F32 || ggml_nelements(bias) != n) {
@@ -81,8 +82,8 @@ void bind(moe_edge_store & store, int32_t layer, int32_t kind, ggml_tensor * ten
     tensor->extra = &store.matrices[layer][kind];
 }
 
-// Makes copies of the routers in half precision, for the look-ahead. The look-ahead reads one more router per layer,
-// and half precision is enough for a prediction. The routers that select the experts do not change.
+// Copies the routers in half precision. The copies predict the experts of later layers (look-ahead), for which half
+// precision is enough. The routers that select the experts do not change.
 void copy_routers(hook_model & hook) {
     const int32_t n = hook.store->n_ahead > 0 ? hook.layers.size() : 0;
     hook.copies.reset(ggml_init({ (n + 1) * ggml_tensor_overhead(), nullptr, /* no_alloc */ true }));
@@ -125,7 +126,8 @@ std::unique_ptr<hook_model> make_hook(moe_edge_store & store, const llama_model 
         hook_layer each = { hook.get(), l, nullptr, layer.ffn_gate_inp, layer.ffn_gate_inp, {}, {} };
         if (layer.ffn_gate_inp_s || !read_bias(layer.ffn_gate_inp_b, store.n_expert, each.router_bias) ||
             !read_bias(layer.ffn_exp_probs_b, store.n_expert, each.choice_bias)) {
-            // The layer's experts cannot be predicted: it scales the input of its router, or a bias has another form.
+            // The layer's experts cannot be predicted, because the layer scales its router's input or has a bias of
+            // another form.
             each.router = each.ahead_router = nullptr;
         }
         each.by_token = read_choices(layer.ffn_gate_tid2eid, store);

@@ -33,16 +33,15 @@ bool moe_edge_reads_rows(const llama_model_loader & loader, const std::string & 
 // Model loader: returns whether a tensor is a placeholder, whose data the store reads instead of the loader.
 bool moe_edge_is_placeholder(const ggml_tensor * tensor);
 
-// Model: called after the tensors of a model are loaded. Attaches the waiting store to the model. Throws an exception
-// with one sentence if the model's expert tensors need a store and none waits, or if they do not match the store. A
-// model that was loaded without memory takes no store.
+// Model: called after the tensors of a model are loaded. If the expert tensors are placeholders, attaches the store
+// that waits for a model. Throws an exception if no store waits, or if the tensors do not match the store.
 void moe_edge_model_loaded(const llama_model & model);
 
 // Model: called before the tensors of a model are destroyed. The model's store then waits for another model.
 void moe_edge_model_freed(const llama_model & model);
 
 // Context: an object that exists while a batch of n_tokens is computed, or while a state of n_bytes is restored. Its
-// constructor calls the room callback, which makes memory available and sets the micro-batch size of this batch.
+// constructor asks the application to make memory available (room callback), and sets the size of the micro-batches.
 class moe_edge_room_hook {
   public:
     explicit moe_edge_room_hook(llama_context & ctx, uint32_t n_tokens, uint64_t n_bytes = 0);
@@ -71,11 +70,12 @@ class moe_edge_step_hook {
     moe_edge_step_hook(const moe_edge_step_hook &) = delete;
     ~moe_edge_step_hook();
 
-    // Returns whether the graph of an earlier step can be reused, because this step needs the same hooks in it.
+    // Returns whether the graph of an earlier step can be reused. It can if this step needs the same hooks in its
+    // graph.
     bool may_reuse(const llm_graph_result * graph) const;
 
-    // Ends the step after its graph was computed with this status. Returns the status of the whole step, which is worse
-    // if the store or the logits have an error.
+    // Ends the step after its graph was computed. status: the result of computing the graph. Returns the result of the
+    // step, which is also a failure if the store or the logits have an error.
     ggml_status done(const llm_graph_result * graph, ggml_status status);
 
   private:
@@ -93,33 +93,32 @@ class moe_edge_step_hook {
     uint64_t              began_us = 0;
 };
 
-// Graph: these two functions record the inputs of an attention, from which token importance (DyMoE eq. 1) is computed
-// for later MoE layers. The first is called before the attention, with q [d, T, heads, streams] and k [d, n_kv, kv
-// heads, streams] after their permutation. The second is called unless it is flash attention, with the attention
-// weights [n_kv, T, heads, streams]. They add no nodes to the graph: moe_edge_route_hook does, if the store uses
-// importance.
+// Graph: called before an attention with its inputs: q [d, T, heads, streams] and k [d, n_kv, kv heads, streams] after
+// their permutation. Records them, so that token importance (DyMoE eq. 1) can be computed from them.
 void moe_edge_attention_hook(const llm_graph_context & graph, ggml_tensor * q, ggml_tensor * k, ggml_tensor * bias,
                              ggml_tensor * mask, ggml_tensor * sinks, float scale, int il);
+// Graph: called with the weights [n_kv, T, heads, streams] of an attention that is not flash attention. Records them,
+// so that token importance can be computed from them.
 void moe_edge_attention_weights(ggml_tensor * weights);
 
-// Graph: called for each MoE layer after its routing weights and before its experts. Returns the weights to use: those
-// given, or 0 for the experts that are skipped. Arguments:
+// Graph: called for each MoE layer, between its router and its experts. Returns the routing weights to use: `weights`,
+// but 0 for experts that are skipped.
 //
-//   experts: the layer's down matrices; logits: F32 [n_expert, T], or null
-//   selected: I32 [k, T]; weights: F32 [1, k, T]; gating_op: llama_expert_gating_func_type
+// experts: the layer's down matrices. logits: F32 [n_expert, T], or null. selected: I32 [k, T]. weights: F32 [1, k, T].
+// gating_op: enum llama_expert_gating_func_type.
 ggml_tensor * moe_edge_route_hook(const llm_graph_context & graph, const ggml_tensor * experts, ggml_tensor * logits,
                                   ggml_tensor * selected, ggml_tensor * weights, int gating_op);
 
-// Context: an object that exists while a graph is built only to reserve memory, with or without a store.
-// moe_edge_route_hook announces each MoE layer of the graph to it.
+// Context: an object that exists while a graph is built only to reserve memory. It records which MoE layers
+// moe_edge_route_hook has seen in the graph.
 class moe_edge_reserve_hook {
   public:
     moe_edge_reserve_hook();
     moe_edge_reserve_hook(const moe_edge_reserve_hook &) = delete;
     ~moe_edge_reserve_hook();
 
-    // Checks the complete graph. Throws an exception with one sentence if a node other than an announced expert product
-    // reads experts of a store.
+    // Checks the complete graph. Throws an exception if the graph reads experts of a store outside of the MoE layers
+    // that were announced, because a store cannot serve such a node.
     void built(ggml_cgraph * graph) const;
 
     void announce(const ggml_tensor * selected) { choices.push_back(selected); }

@@ -10,15 +10,15 @@
 
 namespace {
 
-// The order in which a layer computes its matrices. The gate comes first, because the activation function needs it.
+// The position of each matrix kind in the order in which a layer computes its matrices.
 constexpr int32_t KIND_RANK[MOE_EDGE_N_KINDS] = { /* up */ 1, /* gate */ 0, /* gate_up */ 0, /* down */ 2 };
 
 }  // namespace
 
 // ---- slots
 
-// Marks an entry as used now. If it is being loaded, its slot counts as used now, too. Evictions therefore do not
-// depend on the time at which the disk delivers.
+// Marks an entry as used now. Also marks the slot into which it is being loaded, so that the LRU order does not depend
+// on the speed of the disk.
 void moe_edge_store::touch(int32_t cell) {
     auto & c = cells[cell];
     if (auto * load = c.load()) {
@@ -33,13 +33,13 @@ void moe_edge_store::touch(int32_t cell) {
     }
 }
 
-// Returns whether the resident tier of an entry may be evicted. It may if no op of this step needs the entry, and if no
-// change of the expert's tier is in progress.
+// Returns whether the resident tier of an entry may be evicted. It may if no op of this step needs the entry, and if
+// its expert is not in transition (a background change of tier).
 bool moe_edge_store::may_go(int32_t cell) const { return !cells[cell].pinned() && !in_transition(cell); }
 
-// Returns the complete slot of a pool that should be evicted first, or -1 if none may be evicted. Slots of streaming
-// requests (of long prompts) come first, then all others, each in LRU order. A prefetch does not evict experts of its
-// own prefetch list or of a later list.
+// Returns the complete slot of a pool that should be evicted first, or -1 if no slot may be evicted. Slots of streaming
+// requests (of long prompts) come first, and then the least recently used slot. A prefetch does not evict experts of
+// its own prefetch list.
 int32_t moe_edge_store::least_useful(const moe_edge_pool & pool, const moe_edge_claim & claim) const {
     const auto oldest = [&](bool of_passing) {
         return pool.oldest([&](const moe_edge_pool::slot & s) {
@@ -50,12 +50,8 @@ int32_t moe_edge_store::least_useful(const moe_edge_pool & pool, const moe_edge_
     return slot < 0 && (!claim.passing || pool.may_pass()) ? oldest(false) : slot;
 }
 
-// Takes a free slot for an entry, or evicts other entries until there is one. Returns -1 if no slot can be taken.
-//
-// A request first evicts what may go, and then revokes transitions. As a last resort, in a pool of several tiers, it
-// evicts an entry that this step needs in a better tier than the resident one. That is safe: no op can use the old
-// tier, and the entry waits for a slot of the same pool. The loop is needed because evicting a slot above the limit
-// frees no usable slot.
+// Takes a slot of a pool for an entry: a free slot, or otherwise the slot of another entry that is evicted. Returns -1
+// if no slot can be taken.
 int32_t moe_edge_store::take_slot(moe_edge_pool & pool, int32_t cell, const moe_edge_claim & claim) {
     const bool request = claim.list == MOE_EDGE_NO_LIST;
     while (!pool.has_free()) {
@@ -63,6 +59,8 @@ int32_t moe_edge_store::take_slot(moe_edge_pool & pool, int32_t cell, const moe_
         if (slot < 0 && request && revoke(pool)) {
             continue;
         }
+        // As a last resort, evict an entry that this step needs in a better tier than the resident one. No op can use
+        // that tier.
         if (slot < 0 && request && pool.mixed) {
             slot = pool.oldest([&](const moe_edge_pool::slot & s) { return cells[s.cell].lacks() && !in_transition(s.cell); });
         }
@@ -219,8 +217,7 @@ bool moe_edge_store::claim_slot(int32_t cell) {
     return true;
 }
 
-// Returns whether only streaming requests asked for this load. Such requests come from long prompts and do not count as
-// a use.
+// Returns whether only streaming requests (of long prompts) asked for this load, so that it does not count as a use.
 bool moe_edge_store::passes_for(int32_t cell, const moe_edge_load & load) {
     return load.in_place() ? cells[cell].passing() : load.slotless() ? load.claim().passing : pool_of(cell, load.tier())[load.slot()].passing;
 }
@@ -234,7 +231,7 @@ void moe_edge_store::cancel_read(int32_t cell) {
     discard_load(cell);
 }
 
-// Ends a load that is being read. The parts that threads are reading now are read to their end; then the load is
+// Cancels a load that is being read. Parts that threads are reading now are read to their end, and then the load is
 // discarded.
 void moe_edge_store::abandon(int32_t cell) {
     auto & load = *cells[cell].load();
@@ -266,15 +263,14 @@ void moe_edge_store::discard_load(int32_t cell) {
     serve_waiting(pool);
 }
 
-// Decides what happens to a load whose parts are all done: it is copied to the device, published (its tier becomes the
-// resident one), or discarded. A promotion waits for release() if an op may still read the old bytes. A transition
-// waits for the next step.
+// Continues a load whose parts are all done: copies it to the device, makes its tier the resident one (publishes it),
+// or discards it. A load that must wait for an op or for the next step does not change.
 void moe_edge_store::settle(int32_t cell) {
     auto & c    = cells[cell];
     auto & load = *c.load();
     if (staged(cell, load.tier()) && !load.copied() && load.good() && !load.in_place()) {
         if (!load.awaited() && !load.in_host_tier() && ahead_in_flight() != 0) {
-            // Treat the load like one that was found in the host tier: the copy thread copies it in its turn.
+            // Treat the load like one whose bytes were found in the host tier. The copy thread copies it in its turn.
             load.fetched();
             enqueue(cell);
             copy_cv.notify_one();
@@ -336,8 +332,7 @@ void moe_edge_store::publish(int32_t cell) {
 
 // ---- reads
 
-// Fills `read` with the next part that a thread should read. Returns false if nothing can be read now. If the slots are
-// in host memory, a prefetch takes its slot here, and is cancelled if it gets none.
+// Fills `read` with the next part that a thread should read. Returns false if nothing can be read now.
 bool moe_edge_store::begin_read(std::unique_lock<std::mutex> * lock, moe_edge_read & read) {
     const int32_t cell = host ? reserve_host(*lock) : reads.queue.first();
     if (cell < 0) {
@@ -345,6 +340,7 @@ bool moe_edge_store::begin_read(std::unique_lock<std::mutex> * lock, moe_edge_re
     }
     auto & load = *cells[cell].load();
     const int32_t tier = load.tier();
+    // A prefetch into a slot in host memory takes the slot only when its read starts.
     if (!staged(cell, tier) && load.slotless() && !claim_slot(cell)) {
         cancel_read(cell);
         return false;
@@ -364,8 +360,8 @@ bool moe_edge_store::begin_read(std::unique_lock<std::mutex> * lock, moe_edge_re
     return true;
 }
 
-// Handles the end of a part. If the slot needs the CPU's own layout, the thread that has read the last part of an
-// expert matrix converts the matrix. Then the load is complete.
+// Handles the end of a part of a load. After the last part of an expert matrix, converts the matrix to the CPU's own
+// layout if its slot needs that layout.
 void moe_edge_store::end_read(std::unique_lock<std::mutex> * lock, const moe_edge_read & read, const std::string & why,
                               uint64_t took_us, uint32_t crc) {
     auto & load = *cells[read.cell].load();

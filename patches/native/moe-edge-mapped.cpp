@@ -32,22 +32,22 @@ struct cells {
     uint64_t end;
 };
 
-// The used KV cells of each cache. They have their own mutex, so that a query of resident pages, which takes long, does
-// not delay a step.
+// The used KV cells of each KV cache. They have a mutex of their own, so that a step need not wait while another thread
+// counts resident pages.
 struct cells_in_use {
     std::mutex mutex;
     std::map<const void *, cells> all;  // key: start address of the mapping
 };
 
-// All mappings and their used cells. These objects are never destroyed, because a context may outlive this library's
-// other static objects.
+// All memory that this file has mapped, and the KV cells that are in use there. The objects are never destroyed,
+// because a context may outlive this library's other static objects.
 mappings & known = *new mappings;
 cells_in_use & in_use = *new cells_in_use;
 
 const size_t PAGE = sysconf(_SC_PAGESIZE);
 
-// A step with at least LEAST_PROMPT tokens counts as a prompt and may leave a lot of scratch memory resident. That
-// memory is released at the first later step that has at most 1/FEWER as many tokens as the prompt step.
+// A step with at least LEAST_PROMPT tokens counts as a prompt and may make a lot of scratch memory resident. The first
+// later step with at most 1/FEWER as many tokens releases that memory.
 constexpr int32_t LEAST_PROMPT = 32;
 constexpr int32_t FEWER        = 8;
 

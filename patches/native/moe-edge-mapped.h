@@ -1,6 +1,5 @@
 // Manages memory that becomes resident only when it is used: the KV cache of a context, its scratch buffers, and the
-// work buffer of ggml's CPU backend. Each has its own mappings. The first write allocates a page, and pages can be
-// released.
+// work buffer of ggml's CPU backend. Writing to a page allocates it, and pages can be released again.
 
 #pragma once
 
@@ -23,8 +22,8 @@ void moe_edge_drop(const ggml_tensor * tensor, size_t offset, size_t size);
 // Returns whether a tensor is in a buffer of moe_edge_cache_type().
 bool moe_edge_in_cache(const ggml_tensor * tensor);
 
-// Records how many bytes of KV cells are used in the cache that contains this tensor, and the index after the last used
-// cell. moe_edge_get_touched reports them.
+// Records the used KV cells of the cache that contains this tensor, for moe_edge_get_touched. used: their bytes.
+// cells_end: the index after the last used cell.
 void moe_edge_count_cells(const ggml_tensor * tensor, uint64_t used, uint64_t cells_end);
 
 // Sets a part of a tensor to zero without making pages resident. Returns false, and changes nothing, if the tensor is
@@ -43,14 +42,14 @@ class moe_edge_scratch {
     // otherwise `type` itself. The buffers must not outlive the context.
     ggml_backend_buffer_type_t type(ggml_backend_buffer_type_t type) const;
 
-    // Must be called before each step. Releases the memory of a long prompt if this step has far fewer tokens, so no
-    // earlier result may be needed any longer. cpu: the backend whose work buffer the step uses.
+    // Must be called before each step, when the results of earlier steps are no longer needed. Releases the scratch
+    // memory of a long prompt if this step has far fewer tokens. cpu: the backend whose work buffer is also released.
     void step(int32_t n_tokens, ggml_backend_t cpu);
 
     // Whether a step of n_tokens releases memory.
     bool gives_back(int32_t n_tokens) const;
 
-    // Releases the scratch memory and the work buffer.
+    // Releases the pages of the context's scratch buffers and of the work buffer of `cpu`.
     void drop(ggml_backend_t cpu);
 
     // Returns the memory of this context's scratch buffers and work buffer, and of all KV caches of this process.
@@ -61,6 +60,6 @@ class moe_edge_scratch {
     int32_t most_tokens = 0;  // largest step since the last release
 };
 
-// Enlarges the work buffer of a backend to `needed` bytes if it is smaller. Enlarging does not keep the contents.
+// Makes the work buffer of a backend at least `needed` bytes large. If the buffer is enlarged, its contents are lost.
 void moe_edge_fit_work(ggml_backend_t cpu, uint8_t *& data, size_t & size, size_t needed);
 void moe_edge_free_work(uint8_t * data);

@@ -35,14 +35,15 @@ const moe_edge_ops STORE_OPS = {
 
 }  // namespace
 
-// Returns the number of values in a row of an expert matrix. interleaved_rows, the number of its rows, must be set.
+// Returns the number of values in a row of an expert matrix. Only for slices whose interleaved_rows (the number of
+// rows) is set.
 int64_t moe_edge_store::row_length(const moe_edge_slices & s) {
     const auto type = (ggml_type) s.type;
     return s.expert_bytes / s.interleaved_rows / ggml_type_size(type) * ggml_blck_size(type);
 }
 
-// Returns the kernels for the CPU's own layout (interleaved rows) if slots must hold these expert matrices in that
-// layout. Returns null if slots hold the bytes of the file.
+// Returns the kernels for these expert matrices in the CPU's own layout (interleaved rows). Returns null if their slots
+// hold the bytes of the file instead.
 const moe_edge_kernels * moe_edge_store::kernels_of(const moe_edge_slices & s) {
     if (s.interleaved_rows == 0 || s.expert_bytes == 0) {
         return nullptr;
@@ -307,7 +308,8 @@ void moe_edge_store::make_pools(const moe_edge_config & config) {
     }
 }
 
-// Lays out the pools one after another: each in one piece of device memory, or of host memory for pools on the host.
+// Lays out the pools one after another. Each pool is one piece of device memory, or of host memory for pools on the
+// host.
 void moe_edge_store::lay_out_one_by_one(const moe_edge_config & config, char * at_host) {
     char * at_device = static_cast<char *>(memory);
     for (int32_t g = 0; g < config.n_groups; g++) {
@@ -322,8 +324,8 @@ void moe_edge_store::lay_out_one_by_one(const moe_edge_config & config, char * a
     }
 }
 
-// Spreads the slots of each group evenly over one piece of memory, after the first slot of each group. If the memory is
-// cut off at any later address, each group therefore keeps the same share of its slots.
+// Lays out the slots of all groups alternately in one piece of memory. If the memory is cut off at any address, all
+// groups keep about the same fraction of their slots.
 void moe_edge_store::lay_out_in_turn(const moe_edge_config & config) {
     char * at = static_cast<char *>(memory);
     std::vector<std::pair<double, int32_t>> order;  // of each slot: its position in its group (0 to 1), and the group
@@ -344,7 +346,7 @@ void moe_edge_store::lay_out_in_turn(const moe_edge_config & config) {
     }
 }
 
-// Returns the bytes from the start of a group's slots to the start of the next group. They include padding on a device.
+// Returns the size of a group's slots in bytes, including the padding before the next group on a device.
 uint64_t moe_edge_store::pool_bytes(const moe_edge_group & group) const {
     const uint64_t bytes = group.slot_bytes * group.n_slots;
     return device ? (bytes + MOE_EDGE_DEVICE_ALIGN - 1) / MOE_EDGE_DEVICE_ALIGN * MOE_EDGE_DEVICE_ALIGN : bytes;

@@ -1,5 +1,5 @@
-// Allocates buffers for placeholders: expert tensors whose data is in a store. Such a buffer takes a few bytes of a
-// plain buffer and refuses data.
+// Allocates buffers for placeholders: expert tensors whose data is in a store. Such a buffer has almost no memory, and
+// reading or writing a tensor in it aborts the process.
 
 #pragma once
 
@@ -13,7 +13,8 @@ inline void moe_edge_refuse_read(ggml_backend_buffer_t, const ggml_tensor * tens
     GGML_ABORT("moe-edge: %s is a placeholder and holds no data", tensor->name);
 }
 
-// Allocates a buffer of type `plain` that claims to be of type `buft`. Returns null if the allocation fails.
+// Allocates a buffer for placeholders from the buffer type `plain`, and gives it the buffer type `buft`. Returns null
+// if the allocation fails.
 inline ggml_backend_buffer_t moe_edge_alloc_placeholders(ggml_backend_buffer_type_t plain, ggml_backend_buffer_type_t buft, size_t size) {
     ggml_backend_buffer_t buffer = ggml_backend_buft_alloc_buffer(plain, size);
     if (buffer) {

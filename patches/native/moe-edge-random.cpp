@@ -1,5 +1,6 @@
-// Implements arc4random. GCC's libstdc++ seeds std::random_device with arc4random if it was built with glibc 2.36 or
-// newer. If libstdc++ is linked statically into our libraries, as in a wheel, it uses this function instead of glibc's.
+// Implements arc4random for a libstdc++ that is linked statically into our libraries, as in a wheel. If it was built
+// with glibc 2.36 or newer, libstdc++ calls arc4random to seed std::random_device. Older versions of glibc lack this
+// function.
 
 #include <sys/random.h>
 

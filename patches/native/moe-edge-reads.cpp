@@ -11,9 +11,8 @@
 
 namespace {
 
-// The file offsets for reading one part of a slice (an expert matrix). The slice has the bytes [first, last). This part
-// covers the blocks [begin, end), because direct reads read whole blocks. block0 is the start of the slice's first
-// block, which goes to the start of the slot.
+// The byte ranges in a file for reading one part of a slice (an expert matrix). [first, last): the slice. [begin, end):
+// the whole blocks of this part. block0: the start of the slice's first block, which is read to the start of the slot.
 struct slice_span {
     uint64_t first, last, block0, begin, end;
 
@@ -200,9 +199,8 @@ void moe_edge_reads::began(const moe_edge_read & read) {
     }
 }
 
-// Wakes the I/O threads if an urgent read is queued. Background changes of tier (transitions) do not wake threads: the
-// thread that reads them continues by itself, and waking the others for each op would cost compute time. In a
-// simulation, starts all reads that can start.
+// Wakes the I/O threads if an urgent read is queued. Every read is urgent except those of transitions (background
+// changes of tier). In a simulation, starts all reads that can start.
 void moe_edge_reads::wake_threads() {
     if (!simulation) {
         if (urgent()) {
@@ -244,8 +242,8 @@ void moe_edge_reads::set_speed(uint64_t bandwidth, uint64_t latency_us) {
 void moe_edge_reads::simulate_until(uint64_t ns) {
     for (;;) {
         user.wake();
-        // The next transition may be delayed by its rate limit. Let it start at its time, unless an urgent read comes
-        // first.
+        // Determine when the next transition (a background change of tier) may start, if it waits only for its rate
+        // limit.
         const bool held = !queue.empty() && !urgent() && !transiting && simulation->has_idle_thread();
         const uint64_t next = held ? transition_at * 1000 : UINT64_MAX;
         if (simulation->busy() && simulation->next_done() <= std::min(next, ns)) {

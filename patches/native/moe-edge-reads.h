@@ -1,9 +1,6 @@
 // Declares the reads from disk: the files, the queue of reads, and the threads that read slices (expert matrices) part
-// by part.
-//
-// The owner of this object is the store, which keeps the loads. The owner puts a key for each load into the queue. When
-// a thread is idle, the owner starts the most urgent load, and it is notified after each part. A simulation in virtual
-// time can replace the threads. The owner's mutex guards everything here; a thread releases it while it reads.
+// by part. The store owns this object and chooses the part that an idle thread reads next. In a simulation, virtual
+// time replaces the threads. The store's mutex guards everything here. A thread releases it while it reads.
 
 #pragma once
 
@@ -24,8 +21,8 @@
 
 constexpr uint64_t MOE_EDGE_BLOCK = 4096;  // alignment of direct reads, in bytes
 
-// The size of the parts in which large expert matrices are read. All I/O threads then work on the most urgent matrix
-// together, and it is complete before the next one.
+// The size in bytes of the parts in which large expert matrices are read. All I/O threads read parts of the most urgent
+// matrix, so that it is complete before the next one.
 #ifndef MOE_EDGE_PART_BYTES  // tests set a smaller size
 #define MOE_EDGE_PART_BYTES (512 << 10)
 #endif
@@ -55,8 +52,8 @@ class moe_edge_files {
     const std::string & path(int32_t file) const { return files[file].path; }
     bool     direct() const;  // whether all files are read directly
 
-    // Reads one part of a slice (an expert matrix) into its slot; the slot starts with the slice's first block. Returns
-    // an empty string, or the reason for which the read failed.
+    // Reads one part of a slice (an expert matrix) from its file into a slot. Returns an empty string, or the reason
+    // for which the read failed.
     std::string read_part(const moe_edge_slices & s, int32_t expert, char * slot, int32_t part, int32_t parts) const;
     // Returns the contribution of one part to the CRC-32 of its slice (an expert matrix). The XOR of the contributions
     // of all parts is the CRC-32 of the slice.
@@ -72,8 +69,8 @@ class moe_edge_files {
     std::vector<file> files;
 };
 
-// The expected checksums of slices (expert matrices), by slice number. A slice is compared with its checksum after its
-// first complete read, and again only if it did not match. Damaged files are found, and later reads cost no more time.
+// The expected checksums of slices (expert matrices), by slice number. A slice is checked after its first complete
+// read. A slice that has matched its checksum is not checked again.
 class moe_edge_checksums {
   public:
     void keep(size_t slice, size_t n_slices, uint32_t checksum);
@@ -89,10 +86,9 @@ class moe_edge_checksums {
 // tier).
 enum moe_edge_urgency : int32_t { MOE_EDGE_DEMANDED = 0, MOE_EDGE_AHEAD = 1, MOE_EDGE_TRANSITING = 2 };
 
-// The sort key of a read in the queue: its urgency, two numbers that depend on the urgency, and its cache entry. For
-// demand reads, the two numbers are the position of the matrix kind in the layer and the file offset. For other reads,
-// they are the order in which the policy listed the expert, and 0. With MOE_EDGE_RIGID, demand reads and prefetches are
-// sorted together, in the order of their requests.
+// The sort key of a read in the queue. Its last element is the cache entry. The queue is sorted by urgency first.
+// Demand reads then follow the order in which a layer computes its matrices, and the file offset. Other reads follow
+// the order in which the policy listed the experts.
 using moe_edge_read_key = std::tuple<int32_t, int32_t, uint64_t, int32_t>;
 
 class moe_edge_queue {
@@ -126,15 +122,14 @@ class moe_edge_queue {
 class moe_edge_reads {
   public:
     struct owner {
-        // Starts a part of the most urgent read, or of a read that must end before it, and describes the part in
-        // `read`. Returns false if no part could be started; another read may be the most urgent one then. May release
-        // the lock for a while. lock is null in a simulation.
+        // Chooses the part that the calling thread reads next, and describes it in `read`. Returns false if no part
+        // could be chosen; the caller may try again. May release the lock for a while. lock: null in a simulation.
         virtual bool begin_read(std::unique_lock<std::mutex> * lock, moe_edge_read & read) = 0;
         // Handles the end of a part. why: an empty string, or the reason of a failure. crc: the part's contribution to
         // the checksum, if read.checks is set.
         virtual void end_read(std::unique_lock<std::mutex> * lock, const moe_edge_read & read, const std::string & why,
                               uint64_t took_us, uint32_t crc) = 0;
-        // Called when reads may have become possible, and after parts have ended.
+        // Called when a queued read may be able to start, and after a part has ended.
         virtual void wake() = 0;
 
       protected:
@@ -159,8 +154,7 @@ class moe_edge_reads {
     void wake_for_transition() { work.notify_one(); }
     bool urgent() const { return !queue.empty() && queue.first_urgency() != MOE_EDGE_TRANSITING; }
 
-    // Limits the reads of transitions (background changes of tier) to this many bytes per second; 0 means no limit.
-    // Only one part is read at a time, so that the other threads stay available for urgent reads.
+    // Limits the reads of transitions (background changes of tier) to this many bytes per second. 0 means no limit.
     void     set_transition_rate(uint64_t bytes_per_s);
     void     hold_transitions(uint64_t bytes);  // sets when the next transition may start, after one of this size
     uint64_t held_until() const { return transition_at; }  // on the clock of now()

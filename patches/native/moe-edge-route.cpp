@@ -16,8 +16,8 @@
 
 namespace {
 
-// The latest attention in the graph that this thread builds. The attention does not know its model, so the record is
-// kept until the next router, whose experts identify the model.
+// The latest attention in the graph that this thread builds. The next MoE layer of the graph may compute token
+// importance from it.
 struct attention {
     const ggml_context * graph = nullptr;
     int           il      = 0;
@@ -30,7 +30,8 @@ struct attention {
 };
 thread_local attention seen_attention;
 
-// The hook that learns which MoE layers the graph being built has, if the graph only reserves memory. Otherwise null.
+// The hook that records the MoE layers of the graph that this thread builds. Null unless the graph only reserves
+// memory.
 thread_local moe_edge_reserve_hook * reserving;
 
 float gate(int gating_op, float logit) {
@@ -44,9 +45,9 @@ float gate(int gating_op, float logit) {
     }
 }
 
-// Selects experts from predicted router logits [n_expert], as the target layer itself would: with its gating function,
-// selection bias and expert groups. Writes a row of n_expert_used experts and their scores, best first. If the layer
-// uses fewer experts, the rest of the row repeats the first expert with score 0.
+// Selects the experts of a layer from predicted router logits [n_expert], as the layer itself would. Writes
+// n_expert_used experts and their scores, best first. If the layer uses fewer experts, the first expert is repeated
+// with score 0.
 void predict(const hook_layer & target, const float * logits, int32_t * ids_out, float * scores_out) {
     const auto & hp = target.model->model->hparams;
     const auto & store = *target.model->store;
@@ -110,12 +111,12 @@ void predict(const hook_layer & target, const float * logits, int32_t * ids_out,
     }
 }
 
-// The index of the op parameter in which a route node stores its number of look-ahead layers. It comes after the
-// parameters of ggml's custom op.
+// The index of the op parameter in which a route node stores its number of look-ahead layers. ggml's custom op uses the
+// parameters before it.
 constexpr int AHEAD_AT = GGML_MAX_OP_PARAMS / sizeof(int32_t) - 1;
 
-// Returns the number of layers after this one whose experts can be predicted from this layer. It ends before the first
-// layer whose selection depends on more than its router.
+// Returns the number of layers after this one whose experts can be predicted from this layer. The count stops before
+// the first layer whose experts depend on more than its router.
 int32_t ahead_layers(const hook_layer & layer) {
     const auto & layers = layer.model->layers;
     const int32_t most = std::min<int32_t>(layer.model->store->n_ahead, layers.size() - 1 - layer.layer);
@@ -126,8 +127,8 @@ int32_t ahead_layers(const hook_layer & layer) {
     return n;
 }
 
-// Returns the tensor [n_embd, T] from which the layer's router computed these logits, with or without a bias. Returns
-// null if the logits are not those of the layer's router.
+// Returns the input [n_embd, T] from which the layer's router computed these logits. Returns null if other logits than
+// the router's were passed.
 ggml_tensor * router_input(const hook_layer & layer, const ggml_tensor * logits) {
     while (logits && logits->op == GGML_OP_ADD) {
         logits = logits->src[0];
@@ -136,8 +137,8 @@ ggml_tensor * router_input(const hook_layer & layer, const ggml_tensor * logits)
     return own ? logits->src[1] : nullptr;
 }
 
-// Graph input: the indices of those tokens of a micro-batch whose attention queries are used for token importance. The
-// graph may be reused for a micro-batch with the same number of such tokens; set_input then writes their indices.
+// Graph input: the indices of the tokens whose attention queries are used for token importance. A graph can be reused
+// for a micro-batch with the same number of such tokens.
 class window_input : public llm_graph_input_i {
   public:
     window_input(const moe_edge_store & store, ggml_tensor * rows) : rows(rows), store(store) {}
@@ -158,9 +159,9 @@ class window_input : public llm_graph_input_i {
     const moe_edge_store & store;
 };
 
-// Computes token importance, eq. 1 of DyMoE, as a node of the graph. src[0]: attention weights [n_kv, queries, heads].
-// src[1]: KV cells of the batch's tokens, I64 [T]. Writes to dst [T] the attention that each token receives, summed
-// over the queries and averaged over the heads.
+// Computes token importance (DyMoE eq. 1) as a node of the graph: the attention that each token receives, summed over
+// the queries and averaged over the heads. Writes it to dst [T]. src[0]: attention weights [n_kv, queries, heads].
+// src[1]: KV cells of the batch's tokens, I64 [T].
 void importance_node(ggml_tensor * dst, int ith, int nth, void *) {
     const ggml_tensor * attention = dst->src[0];
     const auto * cells = static_cast<const int64_t *>(dst->src[1]->data);
@@ -184,9 +185,8 @@ void importance_node(ggml_tensor * dst, int ith, int nth, void *) {
     }
 }
 
-// Runs the route hook as a node of the graph. Its sources are, in this order: the routing weights; the selected
-// experts; the predicted logits of each look-ahead layer; token importance, if it is computed; and the indices of the
-// output tokens, if this layer computes only those.
+// Runs the route hook as a node of the graph. Its sources are the routing weights, the selected experts, the predicted
+// logits of each look-ahead layer, and optionally token importance and the indices of the tokens with an output.
 void route_node(ggml_tensor * dst, int ith, int, void * userdata) {
     if (ith != 0) {
         return;
@@ -267,8 +267,8 @@ void route_node(ggml_tensor * dst, int ith, int, void * userdata) {
     }
 }
 
-// Returns the KV cells into which a layer writes the keys of this batch, I64 [T]. Returns null for memories other than
-// a KV cache.
+// Returns the graph input with the KV cells into which a layer writes the keys of this batch, I64 [T]. Returns null if
+// the context's memory is not a KV cache.
 ggml_tensor * key_cells(const llm_graph_context & graph, int il) {
     for (auto & input : graph.res->inputs) {
         if (auto * kv = dynamic_cast<llm_graph_input_attn_kv *>(input.get())) {
@@ -295,9 +295,8 @@ int64_t most_heads(const llm_graph_context & graph) {
     return most;
 }
 
-// Returns a graph input with the indices of the tokens whose queries are used for token importance, I32 [queries,
-// heads]. All layers of a graph share it. A graph that is built outside of a step only reserves memory, so it gets the
-// largest possible number of queries.
+// Returns the graph input with the indices of the tokens whose queries are used for token importance, I32 [queries,
+// heads]. All layers of a graph share this input. A graph that only reserves memory gets the largest number of queries.
 ggml_tensor * window_rows(const llm_graph_context & graph, const moe_edge_store & store) {
     for (auto & input : graph.res->inputs) {
         if (auto * window = dynamic_cast<window_input *>(input.get())) {
@@ -312,7 +311,8 @@ ggml_tensor * window_rows(const llm_graph_context & graph, const moe_edge_store 
     return rows;
 }
 
-// Adds nodes that compute the attention weights [n_kv, queries, heads, 1] of the queries with these indices.
+// Adds nodes that compute attention weights [n_kv, queries, heads, 1] from an attention's inputs. rows: the indices of
+// the queries.
 ggml_tensor * weights_of(const llm_graph_context & graph, const attention & a, ggml_tensor * rows) {
     ggml_context * ctx = graph.ctx0;
     ggml_tensor * q = ggml_get_rows(ctx, a.q, ggml_view_2d(ctx, rows, rows->ne[0], a.q->ne[2], rows->nb[1], 0));
@@ -330,16 +330,17 @@ ggml_tensor * weights_of(const llm_graph_context & graph, const attention & a, g
     return kq;
 }
 
-// Adds a node that computes the importance of the batch's tokens [T] for a MoE layer, from the latest attention. The
-// importance is separate for each prompt, because no query attends to tokens of another sequence. Returns null if the
-// store does not use importance, in a decode step, or if this graph does not allow it.
+// Adds a node that computes the importance of the batch's tokens [T] for a MoE layer, from the latest attention.
+// Returns null in a decode step, if the store does not use importance, or if importance cannot be computed in this
+// graph.
 ggml_tensor * importance(const llm_graph_context & graph, const moe_edge_store & store, int il) {
     const attention & a = seen_attention;
     const int32_t window = store.importance_window;
     if (window == 0 || graph.n_tokens < 2 || !store.in_prefill() || a.graph != graph.ctx0 || a.il > il) {
         return nullptr;
     }
-    // Check this before adding the window input, because a graph input that no node reads would get no memory.
+    // Check this before adding the window input (a graph input), because an input that no node reads would get no
+    // memory.
     ggml_tensor * cells = key_cells(graph, a.il);
     if (!cells) {
         return nullptr;
@@ -369,9 +370,9 @@ ggml_tensor * output_ids(const llm_graph_context & graph) {
     return nullptr;
 }
 
-// Announces the largest scratch memory that attention needs to the device. Without flash attention, this is the
-// attention weights of a micro-batch over the whole context. With flash attention and a quantized cache, it is the keys
-// and the values of a layer in half precision.
+// Announces to the device the largest scratch memory that attention needs. Without flash attention, it holds the
+// attention weights of a micro-batch. With flash attention and a quantized cache, it holds a layer's keys and values in
+// half precision.
 void expect_attention(const llm_graph_context & graph, moe_edge_device & device) {
     const auto & c = graph.cparams;
     uint64_t row = 0;  // values per position of the context

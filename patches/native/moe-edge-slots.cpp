@@ -121,8 +121,8 @@ void moe_edge_pool::remove(int32_t i) {
     s.older = -1;
 }
 
-// Inserts a complete slot into the LRU list, by the time of its request. Reads complete in any order, so an order by
-// the time of completion would make evictions depend on the disk.
+// Inserts a complete slot into the LRU list. Its position depends on the time of its last request, and not on the time
+// at which the disk delivered its bytes.
 void moe_edge_pool::insert(int32_t i) {
     slot & s = slots[i];
     s.newer = -1;

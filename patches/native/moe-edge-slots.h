@@ -1,11 +1,8 @@
-// Defines a pool: the slots of one group and their LRU order.
+// Defines a pool: the slots of one group and their LRU order. A slot is free, being filled for one cache entry, or
+// complete. The store's mutex guards the pools.
 //
-// A slot is free, being filled for one cache entry, or complete. Complete slots are in a list ordered by their last
-// use, including those that only streaming requests used. A pool knows a cache entry only by its number. The store's
-// mutex guards the pools.
-//
-// While a limit is in effect, slots with an index at or above the limit are not handed out. Such a slot becomes
-// unavailable once it is free, after it is given back or moved.
+// A limit makes the last slots of a pool unavailable. They are not handed out. A slot that is in use when the limit is
+// set becomes unavailable when it is released.
 
 #pragma once
 
@@ -16,7 +13,7 @@
 #include <string>
 #include <vector>
 
-// The list number of requests that are not prefetches. Such a request may evict every expert that its step does not
+// The list number of a request that is not a prefetch. Such a request may evict every expert that its step does not
 // need.
 constexpr uint64_t MOE_EDGE_NO_LIST = UINT64_MAX;
 
@@ -70,14 +67,15 @@ class moe_edge_pool {
     int32_t take(int32_t cell, const moe_edge_claim & claim);
     void    complete(int32_t i, bool prefetched);  // the slot was filled
     void    give(int32_t i);                       // frees the slot, whatever its state
-    // Moves the contents of a complete slot above the limit to a free slot, and returns the index of that slot. The
-    // caller must copy the bytes.
+    // Moves the record of a complete slot above the limit to a free slot below it. Returns the index of the free slot.
+    // The caller must then copy the bytes.
     int32_t move(int32_t i);
-    // Records a use of the slot at this time. Streaming requests, which do not count as a use, do not call this.
+    // Records that the slot is used at this time. The time is the slot's position in the LRU order. Must not be called
+    // for streaming requests (of long prompts).
     void    use(int32_t i, uint64_t at);
     bool    used_as_foreseen(int32_t i);  // whether it was prefetched and this is its first use
 
-    // Records that a copy to the slot was enqueued, which starts after the slot's ticket `after` has passed.
+    // Records that a copy to the slot was enqueued on the device. ticket: passes when the copy has ended.
     void copied(int32_t i, moe_edge_ticket ticket);
     void read_until(int32_t i, moe_edge_ticket ticket) { slots[i].after = ticket; }
 

@@ -1,9 +1,8 @@
-// Implements loads of a store on a device: slices are read from files into the host tier, and copied from there to the
-// device.
+// Implements loads of a store on a device. Slices (expert matrices) are read from files into the host tier, and copied
+// from there to the device.
 //
-// If the host tier already has a requested slice, the requesting thread enqueues the copy itself. A separate thread
-// enqueues copies that no op waits for, one at a time. A demand copy therefore waits for few others, and copies that
-// are no longer needed can be cancelled.
+// A copy that an op waits for is enqueued immediately. A separate thread enqueues the other copies one at a time, so
+// that an op's copy waits for few of them.
 
 #include "moe-edge-store.h"
 #include "moe-edge-util.h"
@@ -100,8 +99,8 @@ void moe_edge_store::copy_loop() {
         const uint64_t now  = reads.now();
         const int32_t cell  = copies.first();
         const auto & load   = *cells[cell].load();
-        // Limit the rate of a transition (a background change of tier) only if the host tier already had its bytes.
-        // Otherwise the read from disk was limited.
+        // Limit the rate of a transition (a background change of tier) here only if nothing was read from disk, because
+        // the rate of reads is limited elsewhere.
         const bool by_rate  = load.in_transition() && load.stage() == moe_edge_stage::FOUND;
         if (by_rate && now < reads.held_until()) {
             copy_cv.wait_for(lock, std::chrono::microseconds(reads.held_until() - now));
@@ -116,8 +115,8 @@ void moe_edge_store::copy_loop() {
     }
 }
 
-// Does all queued reads and copies on the calling thread. It does not wait for the device to end the copies, so that
-// the counters do not depend on the device's speed. Several prefetch copies may therefore be in flight.
+// Does all queued reads on the calling thread, and enqueues all queued copies without waiting for the device to end
+// them.
 void moe_edge_store::work_in_turn(std::unique_lock<std::mutex> & lock) {
     for (;;) {
         if (!copies.empty()) {
@@ -129,13 +128,12 @@ void moe_edge_store::work_in_turn(std::unique_lock<std::mutex> & lock) {
     }
 }
 
-// Returns the ticket of the prefetch copy that is in flight, or 0 if there is none. At most one prefetch copy is in
-// flight at a time. Copies have no priorities, so a demand copy waits for the copies that were enqueued before it.
+// Returns the ticket of the prefetch copy that is in flight on the device, or 0 if there is no such copy.
 moe_edge_ticket moe_edge_store::ahead_in_flight() {
     return device->passed(ahead_copy) ? 0 : ahead_copy;
 }
 
-// Enqueues the copy to the device of a load whose bytes are in the host tier. If the device refuses it, the load fails.
+// Enqueues the copy of a load from the host tier to the device. If the device refuses the copy, the load fails.
 void moe_edge_store::transfer(int32_t cell) {
     auto & load = *cells[cell].load();
     auto & pool = pool_of(cell, load.tier());
@@ -159,15 +157,14 @@ void moe_edge_store::transfer(int32_t cell) {
     }
 }
 
-// Returns whether all bytes of a load are complete, on the device too, so that a reader need not wait.
+// Returns whether all bytes of a load have arrived in their slot. For a slot on a device, the copy must have ended.
 bool moe_edge_store::landed(int32_t cell) const {
     const auto & load = *cells[cell].load();
     return load.arrived() && (!load.copied() || device->passed(pools[slice_of(cell, load.tier()).group][load.slot()].after));
 }
 
-// Finds a read that can go on because it has a slot of the host tier, and returns its cache entry. The most urgent read
-// gets a slot if one can be reserved. If not, a read that already has a slot is continued. If no read has a slot, the
-// function waits until a slot may be free and returns -1; the caller then tries again.
+// Returns the cache entry of a queued read that can continue because it has a slot of the host tier. If no read can get
+// such a slot, waits until a slot may be free, and returns -1. The caller then tries again.
 int32_t moe_edge_store::reserve_host(std::unique_lock<std::mutex> & lock) {
     const int32_t cell = reads.queue.first();
     auto & load = *cells[cell].load();
@@ -219,9 +216,8 @@ void moe_edge_store::check_device() {
     }
 }
 
-// Decides at a step boundary whether the expert tables are static, which means that they do not change before the next
-// step boundary. They are static if no policy decides in this step and every expert is resident in the tier that will
-// be requested, or in a better one.
+// Decides at a step boundary whether the expert tables are static: they do not change during the step. They are static
+// if no policy decides in this step and every expert is resident in a tier that is good enough.
 void moe_edge_store::fix_tables() {
     const bool same = tables_fixed && fixed_changes == table_changes;
     bool fixed = !asks(phase) && !directed && !exact_tiers && !failed && !split;

@@ -103,8 +103,8 @@ void moe_edge_store::drop_step() {
     }
 }
 
-// Fills the phases and the sequences of the event. A graph may be computed without a step, and its tokens then belong
-// to no micro-batch: they get the store's phase and sequence -1.
+// Fills the phases and the sequences of the route event's tokens. A token that belongs to no micro-batch gets the
+// store's phase and sequence -1.
 void moe_edge_store::describe_tokens() {
     for (int32_t t = 0; t < event.n_tokens; t++) {
         const bool known = (size_t) tokens[t] < batch.phases.size();
@@ -113,9 +113,7 @@ void moe_edge_store::describe_tokens() {
     }
 }
 
-// Ends the step of a model, whether it was computed or aborted. The entries that an aborted step has pinned must be
-// released here, and not when the next step begins: moe_edge_store_limit may be called in between, and would wait for
-// their slots.
+// Ends the step of a model, whether it was computed or aborted. Releases everything that an aborted step still holds.
 void moe_edge_store::close_step() {
     call_lock lock(*this);
     batch   = {};

@@ -140,9 +140,8 @@ void moe_edge_store::prefetch(const moe_edge_prefetch_item * list, int32_t n) {
     prefetch_locked(-1, list, n);
 }
 
-// Handles one request of the running step, by the three rules of DyMoE 4.4.2. A resident tier that is good enough is a
-// hit. If the entry is being loaded, the request joins that load. Otherwise a load is started, or the entry waits for a
-// slot.
+// Handles one request of the running step. If the resident tier is good enough, the request is a hit. If the entry is
+// being loaded, the request joins that load. Otherwise a load is started, or the entry waits for a slot.
 void moe_edge_store::ask(int32_t cell) {
     auto & c = cells[cell];
     const bool watched = !device_counts();
@@ -192,8 +191,8 @@ bool moe_edge_store::ask_for_load(int32_t cell) {
     return true;  // if this tier is worse than the requested one, publish() starts the next load
 }
 
-// Prefetches the experts of a list. layer: the layer that is being computed, whose experts are ignored because it is
-// too late to prefetch them; -1 for none.
+// Prefetches the experts of a list. layer: the layer that is being computed, for whose experts a prefetch would be too
+// late; they are ignored. -1: no layer is being computed.
 void moe_edge_store::prefetch_locked(int32_t layer, const moe_edge_prefetch_item * list, int32_t n) {
     const auto each_cell = [&](const moe_edge_prefetch_item & p, auto && visit) {
         if (p.layer < 0 || p.layer >= n_layers || p.layer == layer || p.expert < 0 || p.expert >= n_expert || p.tier >= n_tiers) {
@@ -275,8 +274,8 @@ void moe_edge_store::begin(moe_edge_matrix & m, const int32_t * experts, int32_t
     }
 }
 
-// Hands all experts of an op to the executor at once, if the tables are static (they do not change during the step).
-// Needs no lock: the tables change only at a step boundary, and the calling thread is the one that begins steps.
+// Hands all experts of an op to its executor at once, if the expert tables do not change during the step. Otherwise
+// returns false. Needs no lock, because the calling thread is the one that begins steps.
 bool moe_edge_store::serve_unwatched(const moe_edge_matrix & m, const int32_t * experts, const int32_t * first, int32_t n,
                                      moe_edge_ready * out) {
     if (device || !tables_fixed) {
@@ -296,8 +295,7 @@ bool moe_edge_store::serve_unwatched(const moe_edge_matrix & m, const int32_t * 
 }
 
 // Writes to `out` the experts that the router has selected for the next op of this matrix, and returns their number.
-// Returns -1 if they are not known: the graph has no route hook, or an op has already computed the experts of the
-// layer's last route event.
+// Returns -1 if the host does not know the selection.
 int32_t moe_edge_store::routed_to(const moe_edge_matrix & m, int32_t * out) {
     call_lock lock(*this);
     const auto & experts = routed_of[m.layer];
@@ -310,7 +308,7 @@ int32_t moe_edge_store::routed_to(const moe_edge_matrix & m, int32_t * out) {
     return experts.size();
 }
 
-// Returns whether an op can use all matrices of this entry's expert that the step has requested and not computed yet.
+// Returns whether all matrices of this entry's expert that the running step still needs are available.
 bool moe_edge_store::whole(int32_t cell) const {
     for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
         const auto & c = cells[cell_index(layer_of(cell), k, expert_of(cell))];
@@ -321,7 +319,7 @@ bool moe_edge_store::whole(int32_t cell) const {
     return true;
 }
 
-// Returns whether a missing matrix of this entry's expert is being loaded.
+// Returns whether a matrix of this entry's expert is missing and being loaded.
 bool moe_edge_store::whole_comes(int32_t cell) const {
     for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
         const auto & c = cells[cell_index(layer_of(cell), k, expert_of(cell))];
@@ -332,7 +330,7 @@ bool moe_edge_store::whole_comes(int32_t cell) const {
     return false;
 }
 
-// Returns the reason for which next() waits for the remaining experts of an op, an enum moe_edge_wait.
+// Returns why next() waits for the remaining experts of an op, as an enum moe_edge_wait.
 int32_t moe_edge_store::cause_of_wait(const op_state & op) const {
     int32_t cause = MOE_EDGE_WAIT_DISK;
     for (const int32_t cell : op.remaining) {
@@ -365,8 +363,8 @@ int32_t moe_edge_store::next(moe_edge_matrix & m, moe_edge_ready * out) {
         }
         int32_t n    = 0;
         size_t  keep = 0;
-        // With MOE_EDGE_WHOLE_EXPERTS, hold incomplete experts back as long as any expert is complete or can become
-        // complete. If none can, compute the incomplete ones: they hold slots for which others wait.
+        // With MOE_EDGE_WHOLE_EXPERTS, compute an incomplete expert only if no expert is complete or can become
+        // complete. Otherwise incomplete experts could wait for each other's slots forever.
         const bool hold = whole_experts && std::any_of(op.remaining.begin(), op.remaining.end(),
             [this](int32_t cell) { return whole(cell) || whole_comes(cell); });
         for (const int32_t cell : op.remaining) {
@@ -426,8 +424,8 @@ void moe_edge_store::release(moe_edge_matrix & m, const moe_edge_ready * ready, 
         const int32_t cell = cell_index(m.layer, m.kind, ready[i].expert);
         auto & c = cells[cell];
         c.release();
-        // A kernel on the device may still read the slot, so it must not be filled before the ticket `after`. This does
-        // not apply to bytes in host memory, because the host has finished reading them.
+        // A kernel on the device may read the slot until the ticket `after` has passed. Record the ticket, so that the
+        // slot is not filled before.
         if (device && ready[i].data && after != 0 && c.satisfied() && staged(cell, c.tier())) {
             pool_of(cell, c.tier()).read_until(c.slot(), after);
         }

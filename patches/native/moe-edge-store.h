@@ -1,23 +1,16 @@
-// Defines the store of one model's experts. It combines the cache entries (moe-edge-cells.h), the pools of slots
-// (moe-edge-slots.h), the reads from disk (moe-edge-reads.h), and the tables in which ops find experts.
-//
-// Every weight matrix, one (layer, kind, expert), has one cache entry, a moe_edge_cell. An entry holds at most one
-// complete tier. While another tier is being read, the old tier stays valid until the new one is published. The rules
-// of the mixed-precision cache (DyMoE 4.4.2) apply to each entry. A request for a better tier than the resident one is
-// a miss and promotes the entry. A request for a worse tier is a hit and uses the better one. Entries are evicted one
-// at a time, so some matrices of an expert may be resident while others are being read.
-//
-// One mutex guards all fields. Weight bytes are read without it: a slot is either being filled by the I/O threads, or
-// it is complete and pinned by the op that reads it.
-//
-// A prefetch is queued without a slot, so that a prefetch that is cancelled in time has evicted nothing. It takes a
-// slot when its read starts, or on a device when its copy starts, and is dropped if there is no slot. If a step
-// requests the expert earlier, the load takes a slot immediately.
-//
-// If the slots are on a device, the I/O threads fill slots of the host tier. A load ends with one copy, which is
-// enqueued as soon as the bytes are complete. From then on the slot counts as complete: an op that reads it first waits
-// for the copy's ticket, on the device. A load may also end in the host tier (see moe_edge_miss): the op that requested
-// it then uses the bytes there.
+// Defines the store of one model's experts: its cache entries, its pools of slots, its reads from disk, and the tables
+// in which ops find experts. One mutex guards all fields. Weight bytes are read without the mutex: a slot is either
+// being filled by the I/O threads, or it is complete and pinned by the op that reads it.
+
+// Cache entries: every weight matrix, one (layer, kind, expert), has one cache entry, which holds at most one complete
+// tier. A request for a better tier than the resident one is a miss: the better tier is loaded and then replaces the
+// resident one. A request for a worse tier is a hit and uses the better one (DyMoE 4.4.2).
+
+// Prefetches: a prefetch takes a slot only when its read starts, or on a device when its copy starts. A prefetch that
+// is cancelled earlier has evicted nothing.
+
+// Devices: if the slots are on a device, the I/O threads read into the host tier, and a load ends with one copy to its
+// slot. The slot counts as complete when the copy is enqueued. An op that reads the slot first waits for the copy.
 
 #pragma once
 
@@ -42,7 +35,7 @@
 #include <thread>
 #include <vector>
 
-// The micro-batch of a step. For a store without a model it is empty: all tokens then have the phase of the step and
+// The tokens of a step's micro-batch. Empty for a store without a model: all its tokens have the phase of the step and
 // belong to sequence 0.
 struct moe_edge_batch {
     std::vector<uint8_t> phases;     // [n_tokens] enum moe_edge_phase
@@ -76,7 +69,7 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     bool    end_step(uint64_t us);
     void    end_sequence(int32_t sequence);
     void    describe_tokens();      // fills phases and sequences of `event`
-    // Calls the route callback with `event`, the experts that a router selected, and applies its decision. Returns
+    // Calls the route callback for the experts that a router has selected, and applies the callback's decision. Returns
     // false if the step failed or was aborted.
     bool    route();
     bool    simulate_route(int32_t layer, int32_t n_tokens, int32_t n_ahead, bool has_importance);
@@ -118,8 +111,8 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     void    fail(const std::string & sentence);
     const char * error();
     void    cancel(bool on) { cancelled = on; }  // next() polls the flag, so a signal handler may set it
-    // Whether the running step must end early, because it failed or was cancelled, or because the context's abort
-    // callback says so.
+    // Whether the running step must end early: it failed, it was cancelled, or the context's abort callback requests
+    // it.
     bool    aborted() const {
         return failed.load() || is_cancelled();
     }
@@ -155,8 +148,8 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     moe_edge_room_cb  room_callback = nullptr;
     void *            room_user     = nullptr;
 
-    // The reservation that is left after the room callback granted memory: the number of tokens, and the most tokens
-    // per micro-batch.
+    // The result of the latest room callback. tokens: how many tokens may still be computed without calling it again.
+    // at_once: the most tokens per micro-batch.
     struct { uint32_t tokens, at_once; } given = {};
     uint32_t laid_out = 0;  // micro-batch size that scratch is laid out for; 0: the context's own
 
@@ -175,8 +168,8 @@ struct moe_edge_store final : private moe_edge_reads::owner {
         bool waited = false;
     };
 
-    // The lock that functions hold if the thread that decodes calls them. With moe_edge_in_turn, all queued reads and
-    // copies are done before the lock is released.
+    // Locks the store's mutex for a function that the decoding thread calls. With moe_edge_in_turn, does all queued
+    // reads and copies before it unlocks the mutex.
     class call_lock {
       public:
         explicit call_lock(moe_edge_store & store) : store(store), lock(store.mutex) { store.stats.locks[store.phase]++; }
@@ -347,9 +340,9 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     std::vector<int32_t>        size_classes;          // of the host tier: [layer, kind, tier]
     double                      copy_s_per_byte = 0.0;  // of misses, infinite if this way is not possible
     double                      round_trip_s = 0.0;
-    // The time that the host threads were expected to take for missing experts, and the time that they took, in
-    // seconds. The ratio of the two sums corrects later estimates. Both sums decay towards the same value, so that
-    // computing on the host is tried again some time after it was too slow.
+    // The expected and the real time in seconds that the host threads took for missing experts. The ratio of the two
+    // sums corrects later estimates. Each step moves both sums towards HOSTED_PRIOR_S, so that old measurements lose
+    // weight.
     static constexpr double     HOSTED_PRIOR_S = 1e-3, HOSTED_KEPT = 0.98;
     double                      hosted_expected_s = HOSTED_PRIOR_S;
     double                      hosted_took_s     = HOSTED_PRIOR_S;

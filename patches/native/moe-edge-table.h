@@ -1,6 +1,6 @@
-// Defines the interface between the store and the executors, which are the backends that compute experts. Each merged
-// expert tensor of the model has a moe_edge_matrix: a table of the resident experts, and functions that wait for the
-// others. ggml_tensor.extra of a managed tensor points to its matrix.
+// Defines the interface between the store and the executors, which are the backends that compute experts. Each expert
+// tensor of the model has a moe_edge_matrix, to which ggml_tensor.extra points. It has a table of the resident experts,
+// and functions that wait for the others.
 
 #pragma once
 
@@ -13,8 +13,8 @@
 #include <memory>
 #include <vector>
 
-// The location of an expert in the table of its matrix. data is null until a complete tier is in memory. On a device,
-// the bytes are complete only after the ticket has passed.
+// The location of an expert in the table of its matrix. data: null until the bytes are in memory. ticket: the copy to
+// the device after which the bytes are complete.
 struct moe_edge_entry {
     const void *    data   = nullptr;
     int32_t         type   = -1;  // enum ggml_type of data
@@ -32,8 +32,8 @@ struct moe_edge_ready {
     int32_t         place = MOE_EDGE_MISS_COPY;
 };
 
-// The most tokens of a step for which the host may compute an expert in host memory, instead of copying it to the
-// device. With so few tokens, copying the expert costs more time than computing with it.
+// The most tokens of a step for which the host may compute a missing expert of a store on a device. With more tokens,
+// the expert is copied to the device.
 constexpr int32_t MOE_EDGE_IN_PLACE_TOKENS = 8;
 
 // A product that the host threads should compute: one expert times some rows of activations.
@@ -48,34 +48,32 @@ struct moe_edge_product {
 
 struct moe_edge_matrix;
 
-// The functions of the store that an op calls, all from one of its threads. The op calls begin once with its experts.
-// It then calls next and release in turn until all experts are released. It must release experts between two calls of
-// next, because the other experts may need their slots.
+// The functions of the store that an op calls, all from the same thread. The op calls begin once with its experts. It
+// then calls next and release in turn until all experts are released. It must release experts between two calls of
+// next.
 struct moe_edge_ops {
     // Pins the resident experts of the list and requests the others. The list must not contain duplicates.
     void (*begin)(moe_edge_matrix * m, const int32_t * experts, int32_t n);
     // Blocks until at least one more of the op's experts is complete. Writes all complete experts that were not
     // returned before, and returns their number. Returns -1 if the step failed.
     int32_t (*next)(moe_edge_matrix * m, moe_edge_ready * out);
-    // Releases experts. The caller promises that their bytes are not read after the ticket `after` has passed; it has
-    // recorded this ticket after its last kernel. With `after` 0, nothing reads the bytes any longer.
+    // Releases experts. Their bytes must not be read after the ticket `after` has passed. 0: no work on a device reads
+    // them.
     void (*release)(moe_edge_matrix * m, const moe_edge_ready * ready, int32_t n, moe_edge_ticket after);
     // Blocks until the tickets of these experts have passed. Needed by executors that read experts on the host.
     void (*wait)(moe_edge_matrix * m, const moe_edge_ready * ready, int32_t n);
-    // Returns whether the table is complete and does not change before the next step boundary. An op may then read the
-    // table without calling the functions above. The result is constant between two step boundaries.
+    // Returns whether the table is complete and does not change before the next step boundary.
     bool (*fixed)(moe_edge_matrix * m);
-    // Replaces begin and next for executors that read on the host. Returns false without any effect if a table may
-    // change during the step or if a policy decides; the op must then call begin. Otherwise writes all of these experts
-    // to `out`, counts them and returns true; they must not be released. first: expert e has the rows first[e] to
-    // first[e + 1] of the op.
+    // Writes all experts of an op to `out` and returns true, if the table does not change during the step. The op then
+    // need not call begin, next and release. Otherwise returns false. Only for experts in host memory. first: expert e
+    // has the rows first[e] to first[e + 1] of the op.
     bool (*unwatched)(moe_edge_matrix * m, const int32_t * experts, const int32_t * first, int32_t n, moe_edge_ready * out);
     // Writes to out [n_expert] the distinct experts that the router has selected for the next op, and returns their
-    // number. Returns -1 if the graph has no route hook, or if it was bypassed. Saves executors from waiting until the
-    // device has computed the ids.
+    // number. Returns -1 if the store does not know them; the executor must then read the ids from the device.
     int32_t (*routed)(moe_edge_matrix * m, int32_t * out);
-    // Computes the experts that next assigned to the host, on the host threads and on the calling thread. Returns when
-    // they are done. began_us: when the op began to copy the rows to the host, from moe_edge::now_us().
+    // Computes products on the host threads and on the calling thread, and returns when all are done. Used for experts
+    // that next() has assigned to the host. began_us: when the op began to copy the activations, from
+    // moe_edge::now_us().
     void (*multiply)(moe_edge_matrix * m, const std::vector<moe_edge_product> & products, uint64_t began_us);
     // Adds the duration of a wait in the executor to the store's statistics. cause: enum moe_edge_wait.
     void (*waited)(moe_edge_matrix * m, int32_t cause, uint64_t ns);

@@ -1,11 +1,8 @@
-// Chooses the number of threads with which a context decodes: as many as find a free core.
+// Chooses the number of threads with which a context decodes. All threads meet at hundreds of barriers per token. If
+// another process occupies a core, every barrier waits for the thread that has no core, and fewer threads are faster.
 //
-// The threads that compute a token meet at hundreds of barriers. If other processes use cores, every barrier waits for
-// the thread that waits longest for a core. Fewer threads are then faster. Therefore, if threads are often runnable
-// without a core, a period of several steps is tried with fewer threads. If they are not, a period with more threads is
-// tried. The faster number is kept. On an idle machine all threads are used and no other number is tried. I/O threads
-// use cores, too, which can look like another process. So while fewer than all threads are used, larger numbers are
-// tried even if threads often wait.
+// Therefore fewer threads are tried for some steps if threads are often runnable without a core, and later more
+// threads. The faster number is kept. On an idle machine all threads are used.
 
 #pragma once
 
@@ -24,9 +21,9 @@ class moe_edge_threads {
     // threads: it has few barriers per token, so every core helps.
     int32_t count(int32_t n_tokens) const { return n_tokens > FEW_TOKENS ? most_ : tried_ > 0 ? tried_ : usual_; }
 
-    // Records a step of n_tokens tokens that took `us` microseconds and ended at now_us. delay_us is called once per
-    // period, and returns the total time for which all compute threads have been runnable without a core. If it returns
-    // a negative number, because the kernel does not report that time, all threads are used.
+    // Records a step of n_tokens tokens that took `us` microseconds and ended at now_us. delay_us: returns for how long
+    // all compute threads together have been runnable without a core, or a negative number if the kernel does not
+    // report it.
     void step(int32_t n_tokens, uint64_t us, uint64_t now_us, const std::function<int64_t()> & delay_us) {
         if (n_tokens != n_tokens_) {  // steps of different sizes are not comparable
             n_tokens_ = n_tokens;

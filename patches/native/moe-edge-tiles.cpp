@@ -1,6 +1,6 @@
 // Multiplies many activations with a matrix in the CPU's own layout (eight interleaved rows). Upstream's microkernel
-// multiplies 16 rows with 16 activations, both as bytes. This file converts windows of the matrix and of the
-// activations to that form, directly from the interleaved rows.
+// multiplies 16 rows with 16 activations, both as bytes. This file converts parts of the matrix and of the activations
+// to that form.
 
 #include "moe-edge-layout.h"
 
@@ -98,8 +98,7 @@ template <typename INTERLEAVED> void ask_for(const INTERLEAVED & block) {
     }
 }
 
-// Writes the sums of a window to out[a][row0 + i]. Goes through small blocks, because the sums of one activation are
-// far apart in memory.
+// Writes a window of results. The product of activation a and the window's row i goes to out[a][row0 + i].
 void store(const float * sums, int n_rows, int n_acts, float * const * out, int64_t row0) {
     for (int i0 = 0; i0 < n_rows; i0 += TILED_MICRO) {
         const int n = std::min(TILED_MICRO, n_rows - i0);

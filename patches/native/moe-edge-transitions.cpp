@@ -10,8 +10,8 @@ bool moe_edge_store::transits(const moe_edge_prefetch_item & t) {
         [&](const moe_edge_prefetch_item & other) { return other.layer == t.layer && other.expert == t.expert; });
 }
 
-// Returns whether this entry's expert is in transition, which is a background change of its tier. As long as any matrix
-// of the expert is, none of its matrices is evicted, including those that already have the new tier.
+// Returns whether any matrix of this entry's expert is in transition (a background change of tier). Until the
+// transition ends, no matrix of the expert is evicted.
 bool moe_edge_store::in_transition(int32_t cell) const {
     for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
         if (cells[cell_index(layer_of(cell), k, expert_of(cell))].in_transition()) {
@@ -71,9 +71,8 @@ int32_t moe_edge_store::transition(const moe_edge_prefetch_item * list, int32_t 
     return admitted;
 }
 
-// Ends a transition (a background change of an expert's tier) if all its loads are complete, and returns whether they
-// were. Called between two steps, when no op reads an expert. Either all matrices of the expert get the new tier, or
-// none if a read failed.
+// Ends a transition (a background change of an expert's tier) if all its loads are complete, and returns whether it has
+// ended. If a read failed, all matrices of the expert keep their old tier. Called between two steps.
 bool moe_edge_store::conclude(const moe_edge_prefetch_item & t) {
     std::vector<int32_t> moving;  // without the matrices that a token has requested meanwhile
     bool broken = false;
@@ -105,9 +104,8 @@ void moe_edge_store::conclude_transitions() {
         [this](const moe_edge_prefetch_item & t) { return conclude(t); }), transitions.end());
 }
 
-// Cancels one transition (a background change of tier) that holds a slot of this pool, because a token needs the slot.
-// The expert keeps its old tier, which may then be evicted. If a part is being read, the slot becomes free when the
-// read ends. Returns false if no transition holds a slot of the pool.
+// Cancels one transition (a background change of tier) that holds a slot of this pool. The expert keeps its old tier,
+// which may then be evicted. Returns false if no transition holds a slot of the pool.
 bool moe_edge_store::revoke(const moe_edge_pool & pool) {
     int32_t of = -1;
     for (int32_t i = 0; i < pool.usable() && of < 0; i++) {
@@ -166,9 +164,8 @@ void moe_edge_store::get_landed(uint8_t * out) {
     }
 }
 
-// Adds the tokens that the executor has counted, in steps without a route hook, to `counts` and to the statistics. An
-// expert counts as requested once per step. A device counts tokens but not steps, so the number of requests is
-// estimated.
+// Collects the tokens that the executor has counted since the last call, and adds them to `counts` and to the
+// statistics. Does nothing if the route hook has counted them.
 void moe_edge_store::collect_counts() {
     if (n_uncollected == 0 || !runs_unwatched()) {
         n_uncollected = 0;

@@ -1,13 +1,7 @@
-// Simulates a disk: reads move no bytes and take virtual time. The store's own code selects the next read and handles
-// its end, as for real reads.
-//
-// The disk starts to transfer the bytes of a call after a fixed latency; the latencies of several calls overlap. The
-// bytes then pass through a channel of fixed bandwidth, one call at a time:
-//
-//   done = max(start + latency, time at which the channel is free) + bytes / bandwidth
-//
-// Calls therefore complete in the order in which they start. n threads make at most n calls at the same time. All times
-// are integer nanoseconds, so that the same input gives the same times on every machine.
+// Simulates a disk: reads move no bytes and take virtual time. A read starts to transfer its bytes after a fixed
+// latency. Latencies overlap, but bytes pass through a channel of fixed bandwidth, one read at a time. n threads have
+// at most n reads in progress. All times are integer nanoseconds, so that the same input gives the same times on every
+// machine.
 
 #pragma once
 

@@ -65,8 +65,7 @@ moe_edge_workers::~moe_edge_workers() {
     }
 }
 
-// Returns a row of n activations converted to type `to`. gate and up of all experts use the same rows, so converted
-// rows are kept and each is converted only once.
+// Returns a row of n activations converted to type `to`. Each row is converted only once during a call of multiply().
 const void * moe_edge_workers::convert(const float * x, int64_t n, int32_t to) {
     if (to == GGML_TYPE_F32) {
         return x;

@@ -1,34 +1,26 @@
 // The C interface of moe-edge, which runs a Mixture-of-Experts model with a store of experts. The store keeps experts
-// in a cache within a memory budget and reads the others from disk on demand. Each expert has its own address and its
-// own ggml type.
-//
-// One store serves one loaded model and one llama_context that decodes at a time. Call order:
-//
-//   moe_edge_store_create      allocates the pools of slots and starts the I/O threads. The store reads nothing yet and
-//                              waits for a model.
-//   llama_model_load_*         with tensor_buft_overrides that place the expert tensors in moe_edge_buffer_type().
-//                              The loaded model takes the store.
-//   llama_decode, llama_encode, llama_process, as without a store
-//   llama_free, then moe_edge_store_free and llama_model_free in either order
-//
-// A model with expert tensors in moe_edge_buffer_type() takes the most recently created store that waits for a model. A
-// store waits from its creation until a model takes it, and waits again after that model is freed. A simulated store
-// never waits. Loading fails if no store waits, or if the model's tensors do not match the store's configuration.
-// moe_edge_load_error() then returns the reason, and the store keeps waiting. A load with no_alloc, which llama.cpp
-// uses to fit a model into memory, takes no store.
-//
-// Each micro-batch (ubatch) that a context computes is one step. At the start of a step, the store publishes complete
-// transitions and clears what an aborted step left. At the end, it checks for errors and calls the step callback. If a
-// step fails, llama_decode returns MOE_EDGE_FAILED and moe_edge_error() returns the reason. After a cancel,
-// llama_decode returns 2, as it does when the context's own abort callback stops it. In both cases llama.cpp removes
-// the micro-batch from its KV cells.
-//
-// "layer" is always the index of a MoE layer, 0 .. n_layers-1, not counting dense layers. moe_edge_layer.il is the
-// model's own layer number. Sizes are in bytes, and shapes are written as [rows, columns], row-major.
-//
+// in a cache within a memory budget and reads the others from disk on demand. One store serves one loaded model and one
+// llama_context that decodes at a time.
+
+// Call order: moe_edge_store_create creates a store, which waits for a model. llama_model_load_* then loads a model
+// with tensor_buft_overrides that place the expert tensors in moe_edge_buffer_type(). The model takes the store.
+// llama_decode, llama_encode and llama_process work as without a store. At the end, llama_free is called before
+// moe_edge_store_free and llama_model_free.
+
+// Attaching: a model with expert tensors in moe_edge_buffer_type() takes the most recently created store that waits for
+// a model. After the model is freed, the store waits again. A simulated store never waits, and a model that is loaded
+// with no_alloc takes no store. Loading fails if no store waits, or if the model's tensors do not match the store's
+// configuration. moe_edge_load_error() then returns the reason.
+
+// Steps: each micro-batch (ubatch) that a context computes is one step. If a step fails, llama_decode returns
+// MOE_EDGE_FAILED, and moe_edge_error() returns the reason. After a cancel, llama_decode returns 2. In both cases
+// llama.cpp removes the micro-batch from its KV cells.
+
+// Words: "layer" is always the index of a MoE layer, 0 .. n_layers-1, not counting dense layers. moe_edge_layer.il is
+// the model's own layer number. Sizes are in bytes. Shapes are written as [rows, columns], row-major.
+
 // Threads: unless its comment says otherwise, a function that takes a store may be called from any thread. The
-// functions that set a callback or a phase take no lock: call them between steps, or from a callback on the decoding
-// thread.
+// functions that set a callback or a phase must be called between steps, or from a callback on the decoding thread.
 
 #pragma once
 
@@ -53,12 +45,12 @@ extern "C" {
 #define MOE_EDGE_SKIP         255  // tier of an expert that is skipped and contributes nothing
 #define MOE_EDGE_ABSENT       254  // residency of an expert if one of its matrices is in no tier
 
-// The value that llama_decode returns if the step failed and would also fail with fewer tokens. If moe_edge_error()
+// The value that llama_decode returns if a step failed and would also fail with fewer tokens. If moe_edge_error()
 // returns NULL, the failure is llama.cpp's own.
 #define MOE_EDGE_FAILED (-3)
 
-// The matrices of an expert (matrix kinds). The experts of a layer have UP, GATE and DOWN; or UP and DOWN; or GATE_UP
-// and DOWN.
+// The matrices of an expert (matrix kinds). All experts of a layer have the same kinds: UP and DOWN, UP and GATE and
+// DOWN, or GATE_UP and DOWN.
 enum moe_edge_kind {
     MOE_EDGE_UP      = 0,
     MOE_EDGE_GATE    = 1,
@@ -75,23 +67,23 @@ enum moe_edge_phase {
 
 enum moe_edge_flags {
     MOE_EDGE_DIRECT_IO   = 1,  // use O_DIRECT if the file system supports it
-    // Every request computes exactly the requested tier: it evicts a better resident tier. Slow; for measuring the
-    // quality loss of a tier.
+    // Compute every request in exactly the requested tier. A better resident tier is evicted instead of used. Slow; for
+    // measuring the quality loss of a tier.
     MOE_EDGE_EXACT_TIERS = 2,
     MOE_EDGE_SIMULATED   = 4,  // open no files: reads move no bytes and take virtual time
-    // An op receives an expert only after all matrices of the expert are resident. If none of its missing matrices can
-    // get a slot, the op receives the resident ones. Slow; for comparisons only.
+    // Hand an expert to an op only after all matrices of the expert are resident, if there are enough slots for that.
+    // Slow; for comparisons only.
     MOE_EDGE_WHOLE_EXPERTS = 8,
-    // Demand reads and prefetches run in the order of their requests, and no read is cancelled. Slow; for comparisons
-    // only, and only with MOE_EDGE_SIMULATED.
+    // Do demand reads and prefetches in the order of their requests, and cancel no read. Slow; for comparisons only,
+    // and only with MOE_EDGE_SIMULATED.
     MOE_EDGE_RIGID       = 16,
 };
 
 // How a store on a device serves an expert that a token needs and that is not in device memory (a cache miss).
 enum moe_edge_miss {
     MOE_EDGE_MISS_COPY    = 0,  // copy it to a slot, then compute it on the device
-    // Host threads compute the expert in host memory while the device computes other experts. The expert takes no slot
-    // for that, but may be copied to a slot afterwards.
+    // Host threads compute the expert in host memory while the device computes other experts. The expert needs no slot
+    // for that. Afterwards it may be copied to a slot for later steps.
     MOE_EDGE_MISS_COMPUTE = 1,
     MOE_EDGE_MISS_AUTO    = 2,  // choose for each expert the way that finishes its layer first
 };
@@ -104,29 +96,28 @@ struct moe_edge_slices {
     int32_t  file;          // index in moe_edge_config.files
     int32_t  type;          // enum ggml_type
     int32_t  group;         // index of the slot group that holds these slices
-    // 0 if slots hold the bytes of the file. If slots hold the CPU's own layout (moe_edge_interleaves), the number of
-    // rows of the matrix.
+    // The number of rows of the matrix if slots hold the CPU's own layout (moe_edge_interleaves). 0: slots hold the
+    // bytes of the file.
     int32_t  interleaved_rows;
     // The CRC-32 of each expert, [n_expert], or NULL. If the first complete read of an expert has another checksum, the
     // read fails.
     const uint32_t * checksums;
-    // The microseconds in which the host threads multiply one expert with a token, as measured by
+    // The microseconds in which the host threads multiply one of these experts with one token, from
     // moe_edge_measure_product(). Used for MOE_EDGE_MISS_AUTO. 0: the host must not compute these experts.
     double   compute_us;
 };
 
-// The configuration of a slot group: slots of one size with a common LRU order. Several layers may share a group, but
-// different matrix kinds may not.
+// The configuration of a slot group: slots of one size with a common LRU order. All slices (expert matrices) in a group
+// have the same matrix kind. On a device, they also have the same tier, type and size.
 //
-// In host memory, tiers may share a group. slot_bytes must be at least moe_edge_slot_bytes() of every slice in the
-// group. In device memory, all slices of a group have the same tier, type and size, and slot_bytes is
-// moe_edge_device_slot_bytes().
+// slot_bytes: at least moe_edge_slot_bytes() of every slice, or on a device moe_edge_device_slot_bytes().
 struct moe_edge_group {
     uint64_t slot_bytes;
     int32_t  n_slots;
     int32_t  n_passing;  // most slots that streaming requests may hold; 0 means 1
-    // The place of the slots, an enum moe_edge_miss. MOE_EDGE_MISS_COPY: the store's own memory. MOE_EDGE_MISS_COMPUTE,
-    // for a store on a device: host memory, in which host threads compute the experts for any number of tokens.
+    // The place of the slots. MOE_EDGE_MISS_COPY: the memory of the store's device, or host memory if there is no
+    // device. MOE_EDGE_MISS_COMPUTE: host memory of a store on a device; host threads always compute these experts
+    // there.
     int32_t  place;
     int32_t  reserved;
 };
@@ -141,14 +132,12 @@ struct moe_edge_config {
     const char * const *           files;
     const struct moe_edge_layer *  layers;
     const struct moe_edge_group *  groups;
-    // The device whose memory holds the slots, from moe_edge_device_find(). Misses are then served from host memory or
-    // from the files. NULL: the slots are in host memory.
+    // The device whose memory holds the slots, from moe_edge_device_find(). NULL: the slots are in host memory.
     void *   device;
-    // The budget for slots: the sum of slot_bytes*n_slots must not exceed it. On a device, each group starts at a
-    // multiple of MOE_EDGE_DEVICE_ALIGN; this padding is not part of the budget.
+    // The budget for all slots: the sum of slot_bytes*n_slots of the groups must not exceed it.
     uint64_t budget_bytes;
-    // The budget of the host tier of a store on a device: slices on their way to the device, and slices kept for the
-    // next miss. At least moe_edge_host_least_bytes().
+    // The budget of the host tier, a cache in host memory between the disk and the device of the store. At least
+    // moe_edge_host_least_bytes().
     uint64_t host_bytes;
     // The bytes of weights per second that can be copied to the device, or 0 if unknown. Used for MOE_EDGE_MISS_AUTO.
     double   copy_bytes_per_s;
@@ -170,7 +159,7 @@ struct moe_edge_config {
     int32_t  n_io_threads;
     int32_t  flags;           // enum moe_edge_flags
     // The number of tokens at the end of each prompt in a step whose attention queries determine token importance. 0:
-    // compute no importance. -1: use the queries of all tokens, which is not possible with flash attention.
+    // compute no importance. -1: all tokens, which is not possible with flash attention.
     int32_t  importance_window;
     int32_t  reserved;
 };
@@ -210,19 +199,14 @@ struct moe_edge_prefetch_item {
     int16_t passing;           // 1: a streaming request, see moe_edge_decision
 };
 
-// The decision of the route callback about the experts of a route event, in arrays of the store. Before each call, the
-// store sets tier[] to 0 (the best tier) and passing[] to 0. It reads only the entries of selected experts.
-//
-// passing[] marks streaming requests, which do not count as a use: a resident expert keeps its place in the LRU order.
-// An expert that a streaming request loads is the first to be evicted. It evicts other experts only while fewer than
-// n_passing slots of its group hold streamed experts. A long prompt therefore streams through a few slots and does not
-// evict the experts that decoding uses.
-//
-// prefetch[] lists experts to read if they are absent and get slots. A resident expert in the list counts as used,
-// unless its item is marked as passing, and is not evicted for other items of the list.
+// The decision of the route callback about the experts of a route event. Before each call, the store sets tier[] to 0
+// (the best tier) and passing[] to 0. After the call, it reads only the entries of selected experts.
 struct moe_edge_decision {
     uint8_t * tier;                       // [n_expert] tier index, or MOE_EDGE_SKIP
+    // 1: the request is a streaming one, of a long prompt, and does not count as a use of the expert. Streamed experts
+    // are evicted first. They evict others only while fewer than n_passing slots of their group hold streamed experts.
     uint8_t * passing;                    // [n_expert] 0 or 1
+    // Experts to prefetch if they are absent. A resident expert of the list is not evicted for others of the list.
     struct moe_edge_prefetch_item * prefetch;  // [MOE_EDGE_MAX_PREFETCH] most urgent first
     int32_t n_prefetch;
     int32_t renormalize;                  // 1: scale a token's remaining weights so that their sum is as before skipping
@@ -366,9 +350,9 @@ MOE_EDGE_API int moe_edge_device_measure(void * device, uint64_t bytes, int32_t 
 // type or shape is not valid.
 MOE_EDGE_API int moe_edge_measure_product(int32_t type, int64_t n_in, int64_t n_out, int32_t n_threads, double * each_us, double * wake_us);
 
-// Sets whether stores that are created from now on work deterministically, without threads of their own. They then do
-// their reads and copies on the thread that decodes, at the end of the call that requests them, and do not limit the
-// rate of transitions. For counters that are the same in every run; slow.
+// Makes all stores that are created from now on work without threads of their own, if `on` is not 0. The decoding
+// thread does all reads and copies, and the rate of transitions is not limited. Counters are then the same in every
+// run. Slow.
 MOE_EDGE_API void moe_edge_in_turn(int32_t on);
 
 // Creates a store. The store waits for a model, unless it is simulated. Returns NULL on failure, with one sentence in
@@ -378,26 +362,21 @@ MOE_EDGE_API struct moe_edge_store * moe_edge_store_create(
 // Frees a store, and detaches it from its model if it has one. The context must have been freed before. NULL is allowed.
 MOE_EDGE_API void moe_edge_store_free(struct moe_edge_store * store);
 
-// Limits the memory of the slots to `bytes` from now on. A number above the configured size means no limit. Returns how
-// many bytes of slots are above the limit and still in use, or 0 if the limit is in effect. Another call with the same
-// limit returns the current number. Returns -1, writes one sentence to err and changes nothing in three cases: `bytes`
-// is less than one slot of each group, which is the minimum for a step; the slots are on a device; or a step of a model
-// or a warm start is running. May be called from any thread between the steps of a model, and from the step callback.
+// Limits the memory of the slots to `bytes` from now on, by evicting experts. Returns how many bytes of slots above the
+// limit are still in use; 0 means that the limit is in effect. `bytes` above the configured size means no limit.
 //
-// All groups keep the same share of their slots. Free slots are given up first, then the least recently used ones.
-// Slots that are being filled, that a transition holds, or that an op of the running step needs are given up as soon as
-// they are released. Memory above the limit returns to the system immediately, in pieces of 2 MiB. A higher limit adds
-// empty slots.
+// Returns -1 with one sentence in err if the limit cannot be set: `bytes` is less than one slot of each group, the
+// slots are on a device, or a step of a model or a warm start is running. May be called from any thread between steps,
+// and from the step callback.
 MOE_EDGE_API int64_t moe_edge_store_limit(struct moe_edge_store * store, uint64_t bytes, char * err, size_t err_size);
 
-// Returns the number of expert matrices that are being loaded, also for transitions. May be called from any thread.
-// Useful for waiting until a limit is in effect: call this function before each moe_edge_store_limit. If it returned 0
-// and the limit still reports bytes, those bytes will not be released without another step.
+// Returns the number of expert matrices that are being loaded. May be called from any thread. If it returns 0 and the
+// limit of moe_edge_store_limit is not in effect, only another step can release the slots above the limit.
 MOE_EDGE_API int32_t moe_edge_store_loading(struct moe_edge_store * store);
 
-// Returns how many tokens of the running batch of a model have been computed. If no batch is running, returns this
-// number for the last batch. The running micro-batch counts in proportion to its completed MoE layers. May be called
-// from any thread; takes no lock.
+// Returns how many tokens of the running batch of a model have been computed, or of the last batch if no batch is
+// running. The running micro-batch counts in proportion to its completed MoE layers. May be called from any thread;
+// takes no lock.
 MOE_EDGE_API double moe_edge_tokens_done(const struct moe_edge_store * store);
 
 // Returns the ggml_backend_buffer_type_t in which the expert tensors of a model must be placed. The tensors are then
@@ -405,15 +384,12 @@ MOE_EDGE_API double moe_edge_tokens_done(const struct moe_edge_store * store);
 MOE_EDGE_API void * moe_edge_buffer_type(void);
 
 // Returns why loading a model whose experts need a store, or creating its first context, has failed in this thread.
-// Returns NULL if nothing failed, or if the sentence was already returned. The string is valid until the next call in
+// Returns NULL if nothing failed, or if the reason was already returned. The string is valid until the next call in
 // this thread.
-//
-// Loading fails if no store waits for the model, or if its tensors do not match the store. A context fails if its graph
-// reads expert tensors in a way that a store does not support. A model that was loaded with no_alloc takes no store,
-// but its context can fail for that reason, too.
 MOE_EDGE_API const char * moe_edge_load_error(void);
 
-// The memory in bytes that a context and its model take, without the slots of the store: [host memory, other memories].
+// The memory in bytes that a context and its model take, without the slots of the store. Element 0 of each array: host
+// memory. Element 1: other memories.
 struct moe_edge_memory {
     uint64_t weights[2];
     uint64_t cache[2];
@@ -423,10 +399,9 @@ struct moe_edge_memory {
 // Writes the memory that a context and its model take to `out`. context is a struct llama_context *.
 MOE_EDGE_API void moe_edge_get_memory(void * context, struct moe_edge_memory * out);
 
-// The host memory of all contexts of this process, in bytes: [reserved, resident]. It covers the KV caches, the scratch
-// buffers of graphs and the work buffers of ggml's CPU backend. It does not cover recurrent memories and memory that a
-// GPU library has pinned. A query takes 0.3 ms per reserved GiB and another 0.7 ms per resident GiB, because the kernel
-// reports residency page by page.
+// The host memory of all contexts of this process, in bytes: KV caches, scratch buffers of graphs, and work buffers of
+// ggml's CPU backend. Element 0 of each array: reserved memory. Element 1: resident memory. Recurrent memories and
+// memory that a GPU library has pinned are not included.
 struct moe_edge_touched {
     uint64_t cache[2];
     uint64_t scratch[2];
@@ -435,7 +410,8 @@ struct moe_edge_touched {
     uint64_t cells_end;  // index after the last used KV cell; the maximum over all caches
 };
 
-// Writes the host memory that all contexts of this process now have to `out`. May be called from any thread.
+// Writes the host memory of all contexts of this process to `out`. May be called from any thread. Takes up to about 1
+// ms per GiB.
 MOE_EDGE_API void moe_edge_get_touched(struct moe_edge_touched * out);
 
 // Makes a context on the CPU (a struct llama_context *) adapt its number of threads to the load of the machine,
@@ -450,14 +426,14 @@ MOE_EDGE_API void moe_edge_adapt_threads(void * context, int32_t most);
 MOE_EDGE_API int moe_edge_store_bind(struct moe_edge_store * store, int32_t layer, int32_t kind,
         void * tensor, char * err, size_t err_size);
 
-// The next two functions return the route event and the decision of the store, which the route callback reads and
-// writes. Both stay valid as long as the store exists.
+// Returns the route event of a store, which the route callback reads. The pointer is valid as long as the store exists.
 MOE_EDGE_API const struct moe_edge_event * moe_edge_store_event(struct moe_edge_store * store);
+// Returns the decision of a store, which the route callback writes. The pointer is valid as long as the store exists.
 MOE_EDGE_API struct moe_edge_decision *    moe_edge_store_decision(struct moe_edge_store * store);
 
 // Sets the route callback, which decides about the experts of each layer. phases: the steps in which it is called, as a
 // bit mask of 1 << moe_edge_phase. In other steps, or if cb is NULL, every selected expert is requested in
-// default_tier. If it is resident in a better tier, it is requested in that tier.
+// default_tier, or in its resident tier if that is better.
 MOE_EDGE_API void moe_edge_set_callback(
         struct moe_edge_store * store, moe_edge_route_cb cb, void * user, int32_t default_tier, uint32_t phases);
 
@@ -476,26 +452,26 @@ struct moe_edge_room {
     int32_t  reserved;
 };
 
-// Sets the room callback, which makes memory available for a batch, or removes it with NULL. On the CPU, the thread
-// that decodes calls it before a batch is computed and before a state is restored. The callback may give up slots with
-// moe_edge_store_limit. If it does not return 0, the batch fails without computing anything. Its answer also covers the
-// next 256 tokens: until then it is not called again, unless a larger batch arrives.
+// The type of the room callback, which makes memory available for a batch, for example with moe_edge_store_limit. If it
+// does not return 0, the batch fails without computing anything.
 typedef int (*moe_edge_room_cb)(struct moe_edge_room * room, void * user);
+// Sets the room callback, or removes it with NULL. On the CPU, the thread that decodes calls it before a batch is
+// computed and before a state is restored. The next 256 tokens are then computed without another call, unless a larger
+// batch arrives.
 MOE_EDGE_API void moe_edge_set_room_callback(struct moe_edge_store * store, moe_edge_room_cb cb, void * user);
 
-// Sets the phase of every token from the next step on: an enum moe_edge_phase, or -1, the default. With -1 the store
-// infers the phase: a token belongs to a prompt if its sequence has several tokens in the batch passed to llama_decode,
-// or if the token has no output. If the last token of a prompt is the prompt's only token in a batch, it is therefore
-// taken for a decoded token.
+// Sets the phase of every token from the next step on: an enum moe_edge_phase, or -1 to infer the phase (the default).
+// An inferred phase is prefill if the token's sequence has several tokens in the batch passed to llama_decode, or if
+// the token has no output.
 MOE_EDGE_API void moe_edge_set_phase(struct moe_edge_store * store, int32_t phase);
 
-// Sets the phase of every token by its sequence, from the next step on: a token belongs to a prompt if one of its
-// sequences is among these n sequences. This function and moe_edge_set_phase replace each other's setting. context is a
-// struct llama_context *. Does nothing if the context's model has no store.
+// Declares that, from the next step on, the tokens of these n sequences belong to prompts, and all other tokens do not.
+// Replaces the setting of moe_edge_set_phase. context is a struct llama_context *. Does nothing if the context's model
+// has no store.
 MOE_EDGE_API void moe_edge_set_prompts(void * context, const int32_t * sequences, int32_t n);
 
-// Notifies the store that a sequence was removed from the context's memory, or with -1, all sequences. The next step
-// report lists a sequence as ended if an earlier reported step had tokens of it.
+// Notifies the store that a sequence was removed from the context's memory. -1: all sequences. The next step report
+// lists the sequence as ended if an earlier reported step had tokens of it.
 MOE_EDGE_API void moe_edge_sequence_end(struct moe_edge_store * store, int32_t sequence);
 
 // Begins a step of a store without a model; phase is an enum moe_edge_phase. If the store has a model, its context
@@ -516,14 +492,14 @@ MOE_EDGE_API void moe_edge_get_stats(struct moe_edge_store * store, struct moe_e
 // slot_bytes_in_use.
 MOE_EDGE_API void moe_edge_reset_stats(struct moe_edge_store * store);
 
-// Writes to out [n_layers, n_expert] in which tier each expert is resident. If its matrices are resident in different
-// tiers, this is the worst of them. Writes MOE_EDGE_ABSENT if a matrix of the expert is not in memory.
+// Writes to out [n_layers, n_expert] in which tier each expert is resident: the worst tier of its matrices. Writes
+// MOE_EDGE_ABSENT if a matrix of the expert is not in memory.
 MOE_EDGE_API void moe_edge_get_resident(struct moe_edge_store * store, uint8_t * out);
 
-// Loads the listed experts into free slots before the first token (a warm start), and blocks until all are read.
-// Experts for which no slot is free are left out. progress, if not NULL, is called on this thread with the number of
-// matrices that have been read, and their total. Must not run during a step. Returns the number of loaded experts.
-// Returns -1 if an index is out of range, a read failed, or the store was cancelled.
+// Loads the listed experts into free slots (a warm start), and blocks until all are read. Leaves out experts for which
+// no slot is free. progress, if not NULL, is called on this thread with the number of matrices that have been read, and
+// their total. Must not run during a step. Returns the number of loaded experts, or -1 if an index is out of range, a
+// read failed, or the store was cancelled.
 MOE_EDGE_API int32_t moe_edge_warm(
         struct moe_edge_store * store, const struct moe_edge_prefetch_item * list, int32_t n,
         void (*progress)(int32_t done, int32_t total, void * user), void * user);
@@ -535,24 +511,21 @@ MOE_EDGE_API int moe_edge_check(struct moe_edge_store * store, char * err, size_
 MOE_EDGE_API void moe_edge_prefetch(
         struct moe_edge_store * store, const struct moe_edge_prefetch_item * list, int32_t n);
 
-// Starts transitions: the listed experts, which are resident, change to another tier in the background. Returns the
-// number of admitted transitions, or -1 if an index is out of range. The fields kinds and passing are ignored.
-//
-// A transition is admitted only if there is a free slot for each matrix of the expert now. Transitions are read after
-// all other reads, one part at a time, within the rate set below. They evict nothing, and no op waits for them. The
-// expert keeps its old tier, and is not evicted, until a step boundary at which the new tier of all matrices is
-// complete. A transition fails if a read fails, or if a token cannot proceed without a slot that the transition holds.
-// The expert then keeps its old tier, and transitions_failed increases.
+// Starts transitions: changes the tier of the listed experts, which are resident, in the background. A transition
+// starts only if there is a free slot for each matrix of the expert. The expert keeps its old tier until a step
+// boundary at which all its matrices are complete. It also keeps its old tier if a read fails or a token needs the
+// slots. Returns the number of started transitions, or -1 if an index is out of range. The fields kinds and passing are
+// ignored.
 MOE_EDGE_API int32_t moe_edge_transition(
         struct moe_edge_store * store, const struct moe_edge_prefetch_item * list, int32_t n);
 
-// Limits transitions to this many bytes per second. The limit applies to bytes read from disk, and to bytes copied from
-// the host tier to a device. A burst is at most one part of an expert. 0, the default, means no limit.
+// Limits transitions (background changes of tier) to this many bytes per second, read from disk or copied from the host
+// tier to a device. 0, the default, means no limit.
 MOE_EDGE_API void moe_edge_set_transition_rate(struct moe_edge_store * store, uint64_t bytes_per_s);
 
-// Writes the tiers of all experts to two arrays [n_layers, n_expert]. resident: as in moe_edge_get_resident. target:
-// the tier to which a transition is moving the expert, until the step boundary that ends the transition; otherwise as
-// in resident.
+// Writes the tiers of all experts to two arrays [n_layers, n_expert]. resident: the tiers now, as in
+// moe_edge_get_resident. target: the tier to which a transition is moving the expert, or the same as in resident if
+// there is no transition.
 MOE_EDGE_API void moe_edge_get_states(struct moe_edge_store * store, uint8_t * resident, uint8_t * target);
 
 // Writes to out [n_layers, n_expert] 1 for each expert whose transition is complete and will be published at the next
@@ -563,16 +536,15 @@ MOE_EDGE_API void moe_edge_get_landed(struct moe_edge_store * store, uint8_t * o
 // counts. Warm-up steps are not counted. In the last layer, only tokens with an output are counted.
 MOE_EDGE_API void moe_edge_take_counts(struct moe_edge_store * store, uint32_t * out);
 
-// The next two functions use a store without a model, for tests and other front ends. moe_edge_apply requests experts
-// of a layer, as the route hook does. moe_edge_use then computes with them, as an executor does: visit is called for
-// each expert after its bytes are complete. After moe_edge_apply, every matrix kind of the layer must be used once.
-// Both return 0, or -1 if the step failed or was cancelled.
-//
-// ids: distinct experts. tiers: one per id; NULL means the default tier. passing: 0 or 1 per id; NULL means 0. data
-// points to device memory if the store is on a device, and is NULL for a skipped expert. Several threads may use
-// different layers at the same time.
+// Requests experts of a layer from a store without a model, as the route hook does for a model. ids: distinct experts.
+// tiers: one for each id; NULL means the default tier. passing: 0 or 1 for each id; NULL means 0. Returns 0, or -1 if
+// the step failed or was cancelled.
 MOE_EDGE_API int moe_edge_apply(struct moe_edge_store * store, int32_t layer,
         const int32_t * ids, const uint8_t * tiers, const uint8_t * passing, int32_t n_ids);
+// Computes with the experts that moe_edge_apply requested, as an executor does. Calls visit for each expert after its
+// bytes are complete. data: null for a skipped expert; device memory if the store is on a device. Must be called once
+// for every matrix kind of the layer. Several threads may use different layers at the same time. Returns 0, or -1 if
+// the step failed or was cancelled.
 MOE_EDGE_API int moe_edge_use(struct moe_edge_store * store, int32_t layer, int32_t kind,
         const int32_t * ids, int32_t n_ids,
         void (*visit)(int32_t expert, int32_t tier, int32_t type, const void * data, uint64_t bytes, void * user),
@@ -580,8 +552,7 @@ MOE_EDGE_API int moe_edge_use(struct moe_edge_store * store, int32_t layer, int3
 
 // The following functions use a store with MOE_EDGE_SIMULATED. One thread takes the role of the graph: for each step it
 // calls moe_edge_begin_step, then for each layer moe_edge_sim_route, and moe_edge_sim_use for every matrix kind. The
-// virtual clock starts at 0. It advances in moe_edge_sim_advance, and whenever a caller waits for a read.
-// moe-edge-transport.h describes how long reads take.
+// virtual clock advances in moe_edge_sim_advance, and whenever a caller waits for a read.
 
 // Sets the speed of simulated reads. latency_us: the latency of each read. With bytes_per_s 0, the default,
 // transferring bytes takes no time.
@@ -591,9 +562,9 @@ MOE_EDGE_API void moe_edge_sim_speed(struct moe_edge_store * store, uint64_t byt
 // nanoseconds, or 0 if the store is not simulated.
 MOE_EDGE_API uint64_t moe_edge_sim_advance(struct moe_edge_store * store, uint64_t ns);
 
-// Processes the route event of a layer in a simulated store. Before the call, the caller fills the arrays of the event
-// for n_tokens tokens and n_ahead look-ahead layers, and importance if has_importance is set. Returns 0, or -1 if the
-// step failed.
+// Processes the route event of a layer in a simulated store. The caller must have filled the arrays of the event for
+// n_tokens tokens and n_ahead look-ahead layers, and importance if has_importance is set. Returns 0, or -1 if the step
+// failed.
 MOE_EDGE_API int moe_edge_sim_route(struct moe_edge_store * store, int32_t layer, int32_t n_tokens, int32_t n_ahead,
         int32_t has_importance);
 

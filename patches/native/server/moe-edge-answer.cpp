@@ -43,8 +43,8 @@ void mark_events_incomplete(json & events) {
 
 }  // namespace
 
-// Called when the answer is complete. Removes an incomplete UTF-8 character at its end, as in a stream, which sends
-// only complete characters.
+// Called when the answer is complete. Removes an incomplete UTF-8 character from the end of the answer, because a
+// stream would not send it either.
 void moe_edge_answer::update(task_result_state & state) {
     content.resize(validate_utf8(content));
     moe_edge_answer_ended(id_slot, stop, truncated);

@@ -1,5 +1,5 @@
-// Replaces the class of the final result of an answer in upstream's server. Included before all other headers in
-// upstream's server-context.cpp.
+// Replaces upstream's class for the final result of an answer. Included before all other headers in upstream's
+// server-context.cpp.
 
 #pragma once
 

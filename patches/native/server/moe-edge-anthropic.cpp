@@ -2,8 +2,8 @@
 
 #include "server-chat.h"
 
-// Upstream's own conversion of Anthropic requests, which CMakeLists.txt renames. It keeps only the fields of
-// Anthropic's API.
+// Upstream's function that converts Anthropic requests, under another name. It keeps only the fields of Anthropic's
+// API.
 json moe_edge_upstream_anthropic(const json & body);
 
 // Called by upstream's server.

@@ -10,7 +10,7 @@
 #include <string>
 #include <utility>
 
-// The kinds of work that are counted, with separate counters.
+// The kinds of work that are limited. Each kind has its own counters.
 enum moe_edge_work { MOE_EDGE_GRAMMAR, MOE_EDGE_TEMPLATE };
 
 // Thrown when a chat template exceeds a limit. It is not derived from std::exception, because upstream catches those
@@ -19,20 +19,19 @@ struct moe_edge_refused {
     std::string reason;
 };
 
-// Counts and limits the steps of one kind of work on the current thread while the object exists. If two objects of the
-// same kind exist, the inner object counts alone, with its own limits.
+// Counts and limits the steps of one kind of work on the current thread while the object exists. If a second object of
+// the same kind is created meanwhile, only the second one counts, with its own limits.
 class moe_edge_bounded {
   public:
-    // Starts to count work of this kind on this thread. is_given_up: called from time to time; if it returns true, the
-    // work fails. most_ns: limit on the CPU time of this thread, or 0 for no limit; time in which other processes run
-    // does not count. input_bytes: size of the conversation that a template renders; the limits of a template grow with
-    // it.
+    // Starts to count this kind of work on this thread. is_given_up: called from time to time; when it returns true,
+    // the work fails. most_ns: limit on the CPU time of this thread, or 0 for no limit. input_bytes: size of the
+    // conversation that a template renders, with which the template's limits grow.
     moe_edge_bounded(moe_edge_work work, std::function<bool()> is_given_up, int64_t most_ns, size_t input_bytes = 0);
     ~moe_edge_bounded();
     moe_edge_bounded(const moe_edge_bounded &) = delete;
 
-    // Counts steps, and bytes of text that a template has created. Throws moe_edge_refused for a template, or otherwise
-    // std::invalid_argument, if a limit is exceeded.
+    // Counts steps of work, and bytes of text that a chat template has created. If a limit is exceeded, throws
+    // moe_edge_refused for a chat template, and std::invalid_argument for a grammar or a schema.
     void count(int64_t steps, int64_t bytes = 0);
     void check_given_up() const;
 
@@ -51,7 +50,8 @@ class moe_edge_bounded {
 // if the work of this thread exceeds a limit. Has no effect on a thread without limits.
 int moe_edge_step(int64_t weight = 1);
 
-// Throws std::invalid_argument if the request of this thread was given up. Used in loops that wait.
+// Throws std::invalid_argument if the request of this thread was cancelled or the server is stopping. Called in loops
+// that wait.
 void moe_edge_check_given_up();
 
 // Counts 8 steps and returns its argument.
@@ -60,8 +60,8 @@ template <typename T> T && moe_edge_step_with(T && value) {
     return std::forward<T>(value);
 }
 
-// Counts steps of a chat template, and bytes of text that it has created, and returns 0. Throws moe_edge_refused if a
-// limit is exceeded.
+// Counts steps of the chat template that this thread renders, and bytes of text that the template has created. Returns
+// 0. Throws moe_edge_refused if a limit is exceeded.
 int moe_edge_template_step(int64_t steps = 1, int64_t bytes = 0);
 
 // Adds `more`, which may be negative, to the number of values that chat templates on this thread hold now.

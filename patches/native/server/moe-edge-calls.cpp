@@ -53,7 +53,7 @@ arguments arguments_of(const common_json & schema) {
     return found;
 }
 
-// Returns the position after the element of a grammar rule that starts at `at`: a literal, a character class, a group
+// Returns the position after the element at `at` in a grammar rule. An element is a literal, a character class, a group
 // or a single character.
 size_t end_of_element(const std::string & rule, size_t at) {
     const char open = rule[at++];
@@ -73,7 +73,7 @@ size_t end_of_element(const std::string & rule, size_t at) {
     return at;
 }
 
-// Returns the alternatives of the group of a grammar rule that starts at `at`. `end` receives the position after the
+// Returns the alternatives of the group that starts at `at` in a grammar rule. `end` receives the position after the
 // group.
 std::vector<std::string> alternatives(const std::string & rule, size_t at, size_t & end) {
     std::vector<std::string> found = { "" };
@@ -118,9 +118,8 @@ std::string in_order(
     return head.empty() ? any + " " + more : head + " " + more;
 }
 
-// Changes a rule for the arguments of a call so that it contains all required arguments. In the forms of MiniCPM5 and
-// LFM2, the rule is a group with one alternative for each argument, which may be repeated: "((A | B) space)*" or "((A |
-// B) ("," space (A | B))*)".
+// Changes a grammar rule for the arguments of a call so that every required argument must be present. Knows the rules
+// for calls in the forms of MiniCPM5 and LFM2, and returns other rules unchanged.
 std::string with_required(const std::string & rule, const arguments & wanted) {
     const bool is_minicpm = rule.find("<param name=") != std::string::npos;
     const std::string after = is_minicpm ? " space)*" : " (\",\" space ";
@@ -141,7 +140,7 @@ std::string with_required(const std::string & rule, const arguments & wanted) {
     return rule;
 }
 
-// Returns the name of a rule as it appears in the grammar: each run of characters other than letters, digits and dashes
+// Converts a text to the form of rule names in a grammar: each run of characters other than letters, digits and dashes
 // becomes one dash.
 std::string rule_name(const std::string & text) {
     std::string made;
@@ -156,7 +155,7 @@ std::string rule_name(const std::string & text) {
     return made;
 }
 
-// Returns the grammar rule for a value that conforms to this JSON schema, in gemma-4's form of values.
+// Returns the grammar rule for a value that conforms to this JSON schema, written as gemma-4 writes values.
 std::string gemma_value(const common_json & schema);
 
 std::string gemma_object(const common_json & schema) {
@@ -189,7 +188,8 @@ std::string gemma_value(const common_json & schema) {
     return type == "integer" || type == "number" ? "gemma4-number" : type == "boolean" ? "gemma4-bool" : "gemma4-value";
 }
 
-// Removes optional white space before the end of a call from the grammar, if the parser expects the end at once.
+// Removes optional white space before the end of a tool call from the grammar, if the parser accepts no white space
+// there.
 void end_at_once(std::string & grammar, const common_json & parser) {
     const common_json & all = parser.at("parsers");
     for (const auto & each : all) {

@@ -1,5 +1,5 @@
-// Makes the grammars of some forms of tool calls stricter, if upstream's grammar allows calls that the tool's schema or
-// the parser does not allow.
+// Declares functions that make the grammars of tool calls stricter. Some of upstream's grammars allow calls that the
+// tool's schema or the parser does not allow.
 
 #pragma once
 
@@ -13,6 +13,6 @@
 void moe_edge_change_rule(
     std::string & grammar, const std::string & name, const std::function<std::string(std::string)> & change);
 
-// Changes the grammar of a request. In the forms of MiniCPM5, LFM2 and gemma-4, each call must then contain the
-// required arguments under their names. In the forms of GLM, each call must end exactly as the parser expects.
+// Makes the grammar of a request's tool calls stricter. In the forms of MiniCPM5, LFM2 and gemma-4, a call must contain
+// all required arguments. In the forms of GLM, a call must end exactly as the parser expects.
 void moe_edge_tighten_calls(common_chat_params & made, const common_chat_templates_inputs & inputs);

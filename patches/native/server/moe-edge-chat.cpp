@@ -16,8 +16,8 @@ bool is_short_id(const std::string & id) {
     return id.size() == ID_SIZE && std::all_of(id.begin(), id.end(), [](unsigned char c) { return isalnum(c); });
 }
 
-// Returns an id of a tool call as nine letters or digits. Removes one of OpenAI's prefixes if the rest has this form,
-// and otherwise computes a hash of the id.
+// Converts an id of a tool call to nine letters or digits. The result is the id without OpenAI's prefix if nine letters
+// or digits remain, and otherwise a hash of the id.
 std::string short_id(const std::string & id) {
     for (const std::string prefix : { "", "call_", "fc_" }) {
         if (id.compare(0, prefix.size(), prefix) == 0 && is_short_id(id.substr(prefix.size()))) {
@@ -65,8 +65,7 @@ void shorten_ids(json & messages) {
     }
 }
 
-// Returns whether a template needs ids of nine characters. Mistral's templates refuse other ids, or their models were
-// not trained with them.
+// Returns whether a chat template needs tool-call ids of nine characters, as Mistral's templates do.
 bool wants_short_ids(const common_chat_templates * templates) {
     return common_chat_templates_source(templates).find("[TOOL_CALLS]") != std::string::npos;
 }
@@ -81,7 +80,7 @@ bool has_text(const json & message) {
 }
 
 // Returns for each tool call of a message the indices of its results in `results`. A result belongs to the call with
-// the same id. If one of them has no id, the order decides.
+// the same id. If a call or a result has no id, the first result belongs to the first call, and so on.
 std::vector<std::vector<size_t>> results_by_call(const json & message, const std::vector<json> & results) {
     std::unordered_map<std::string, std::vector<size_t>> by_id;
     for (size_t i = 0; i < results.size(); i++) {
@@ -100,7 +99,7 @@ std::vector<std::vector<size_t>> results_by_call(const json & message, const std
 }
 
 // Appends one message for each tool call of `message`, followed by the results of that call. Calls without a result
-// come first, so that none of them is the end of the conversation. Results without a call come last.
+// come first, so that the conversation does not end with such a call. Results without a call come last.
 void append_calls_apart(json & made, const json & message, const std::vector<json> & results) {
     const auto by_call = results_by_call(message, results);
     std::vector<bool> taken(results.size(), false);
@@ -128,9 +127,9 @@ void append_calls_apart(json & made, const json & message, const std::vector<jso
     }
 }
 
-// Splits messages that a template cannot render: messages with several tool calls if it renders only one of them, and
-// messages with text and a call if it drops one of the two. Returns the messages with one call each, and with the text
-// in a separate message.
+// Splits assistant messages that a template cannot render, and returns all messages. If the template shows only one
+// tool call of a message, each call becomes a message. If it drops the text of a message with calls, the text becomes a
+// message.
 json with_calls_apart(const json & messages, const common_chat_templates * templates) {
     const bool one_call = !common_chat_templates_get_caps(templates)["supports_parallel_tool_calls"];
     const bool no_text  = moe_edge_wants_text_apart(templates);
@@ -167,9 +166,8 @@ bool needs_calls_apart(const json & messages) {
     return false;
 }
 
-// Joins the parts of each content that consists of text only, one part per line. Many templates read parts only in some
-// roles, or read only the first part. For a template that reads only parts, upstream converts the joined text back to
-// one part.
+// Joins the parts of each message's content to one text, one part per line, because many templates read only the first
+// part. Contents with parts that are not text stay unchanged.
 void join_text_parts(json & messages) {
     for (auto & message : messages) {
         if (!message.contains("content") || !message.at("content").is_array()) {
@@ -197,13 +195,13 @@ bool begins_with(const std::string & text, const std::string & part) {
     return text.compare(0, part.size(), part) == 0;
 }
 
-// Returns the message that the answer continues, by parsing the generation prompt without an answer.
+// Returns the beginning of the message that the answer continues, as the parser reads it from the generation prompt.
 common_chat_msg begun(const common_chat_parser_params & parser) {
     return common_chat_parse("", true, parser);
 }
 
-// Returns whether a request's parser reads the generation prompt as exactly this text. The text is that of the message
-// that the answer continues.
+// Returns whether a request's parser reads the generation prompt as a message with exactly this text, without reasoning
+// and tool calls.
 bool reads(const common_chat_params & made, const common_chat_templates_inputs & inputs, const std::string & text) {
     common_chat_parser_params parser(made);
     parser.reasoning_format = inputs.reasoning_format;

@@ -1,4 +1,4 @@
-// Adds features to upstream's server for requests that use a chat template, and for their answers.
+// Declares functions that upstream's server calls instead of its own, for requests that use a chat template.
 
 #pragma once
 
@@ -8,24 +8,21 @@
 #include <string>
 #include <vector>
 
-// Upstream's server calls the next three functions instead of its own oaicompat_chat_params_parse, common_chat_parse
-// and gen_tool_call_id.
-
-// Converts a chat request to a request for a completion. If the last message is from the assistant, the answer
-// continues that message. Ids of tool calls are converted to the form that the template requires.
+// Converts a chat request to a request for a completion. Used instead of upstream's oaicompat_chat_params_parse. If the
+// last message is from the assistant, the answer continues that message. Ids of tool calls are converted to the form
+// that the template requires.
 json moe_edge_chat_params_parse(json & body, const server_chat_params & params, std::vector<raw_buffer> & files);
 
-// Parses the text of an answer to a message. If the answer continues a message, the result does not contain the text of
-// that message, unless the request has `echo`.
+// Parses the text of an answer to a message. Used instead of upstream's common_chat_parse. If the answer continues a
+// message, the result does not contain the text of that message, unless the request has `echo`.
 common_chat_msg moe_edge_chat_parse(
     const std::string & text, bool is_partial, const common_chat_parser_params & params);
 
 // Returns a new id for a tool call, of nine letters or digits. Mistral's templates require this form, and all others
-// accept it.
+// accept it. Used instead of upstream's gen_tool_call_id.
 std::string moe_edge_tool_call_id();
 
-// Renders the prompt of a request as upstream's common_chat_templates_apply does. If the answer continues a message,
-// the template's own markup comes before the text of that message. Upstream would use markup that may belong to another
-// model.
+// Renders the prompt of a request like upstream's common_chat_templates_apply. If the answer continues a message, the
+// template's own markup comes before the text of that message, because upstream's markup may belong to another model.
 common_chat_params moe_edge_apply_continued(
     const common_chat_templates * templates, const common_chat_templates_inputs & inputs);

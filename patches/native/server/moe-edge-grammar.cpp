@@ -1,6 +1,5 @@
-// Limits the work of upstream's grammars, and makes a sampler of them. Upstream recurses as deeply as a grammar is
-// nested. A rule of ten lines can take it practically forever, and for some grammars its stacks double with each token.
-// If a grammar is invalid, upstream prints all of it and gives no reason.
+// Limits the work of upstream's code for grammars, and makes samplers of grammars. Upstream has no limits of its own: a
+// short rule can take it practically forever. If a grammar is invalid, this file reports the reason.
 
 #include "moe-edge-grammar.h"
 #include "moe-edge-bounds.h"
@@ -34,10 +33,8 @@ template <typename... Rest> [[noreturn]] static void refuse(const char * format,
     throw std::invalid_argument(::format(format, rest...));
 }
 
-// Turns errors of upstream's grammar code into exceptions. Upstream logs some errors with LLAMA_LOG_ERROR, which throws
-// std::invalid_argument here. It catches others, prints them with fprintf and continues; here fprintf becomes `throw`,
-// which throws the caught error again. Outside of a catch block such a `throw` would abort the process. Only functions
-// that print a grammar have an fprintf there, and they are not called. The other macros count steps.
+// Turn errors of upstream's grammar code into exceptions. LLAMA_LOG_ERROR throws std::invalid_argument. fprintf, which
+// upstream calls in catch blocks, throws the caught error again. The other macros count steps.
 #undef LLAMA_LOG_ERROR
 #undef LLAMA_LOG_DEBUG
 #define LLAMA_LOG_ERROR(...) refuse(__VA_ARGS__)
@@ -55,12 +52,12 @@ namespace {
 // The most elements that a grammar may have after its repetitions are expanded. Each element may become a rule of about
 // 250 bytes.
 const uint64_t MOST_REPEATED = 1 << 16;
-// The largest maximum of a repetition that upstream respects; above this number, it treats the repetition as unlimited.
+// The largest number of repetitions that upstream respects. Upstream treats a larger maximum as no limit.
 const uint64_t MOST_TIMES = MAX_REPETITION_THRESHOLD;
 // The most CPU time in nanoseconds for one token, or for reading a grammar. Answers to other requests wait meanwhile.
 const int64_t MOST_NS = 500000000;
-// The most CPU time in nanoseconds for the first token of an answer, which is tried before the request is queued. Each
-// token of the answer will delay other answers by about this time.
+// The most CPU time in nanoseconds for the first token of an answer, which is tried before the request is queued. Other
+// answers wait about as long for each token of this answer.
 const int64_t MOST_FIRST_NS = 100000000;
 const size_t MOST_REASON = 160;
 
@@ -79,8 +76,8 @@ uint64_t number_at(const char *& at) {
     return found;
 }
 
-// Throws std::invalid_argument if a grammar has repetitions that would take upstream too long to expand. Upstream
-// copies an element as often as it may be repeated. If the maximum is below the minimum, it counts through all numbers.
+// Throws std::invalid_argument if the repetitions in a grammar expand to too many elements, or if a repetition has a
+// minimum above its maximum. Upstream would take too long for such a grammar.
 void check_repetitions(const char * text) {
     uint64_t symbol = 1, all = 0;  // number of elements
     for (const char * at = text; *at; at++) {
@@ -122,8 +119,8 @@ void check_repetitions(const char * text) {
     }
 }
 
-// Returns one line that begins with "the grammar" and gives this reason. Upstream's reasons quote the rest of the
-// grammar.
+// Returns one sentence which says that the grammar is refused for this reason. Shortens the reason, because upstream's
+// reasons quote the rest of the grammar.
 std::string sentence(std::string reason) {
     const std::string ours = "the grammar ";
     reason = reason.substr(0, MOST_REASON);
@@ -133,7 +130,7 @@ std::string sentence(std::string reason) {
     return reason.compare(0, ours.size(), ours) == 0 ? reason : "the grammar is refused: " + reason;
 }
 
-// Receives the grammars that this thread reads before it queues the tasks of its request. Null at other times.
+// The grammars that this thread has read before it queues the tasks of its request. Null at other times.
 thread_local std::vector<moe_edge_prepared_grammar> * preparing = nullptr;
 thread_local const std::function<bool()> * preparing_given_up = nullptr;
 
@@ -152,8 +149,7 @@ struct freed {
 
 using grammar_ptr = std::unique_ptr<llama_grammar, freed>;
 
-// Returns a copy of a grammar with all its stacks. Upstream's own function is slow: it compares each element of each
-// stack with every element of every rule.
+// Returns a copy of a grammar with all its stacks. Much faster than upstream's own function.
 grammar_ptr copy_of(const llama_grammar & from) {
     grammar_ptr made(new llama_grammar{
         from.vocab, from.rules, from.stacks, from.partial_utf8, from.lazy, from.awaiting_trigger, from.trigger_buffer,
@@ -171,8 +167,8 @@ grammar_ptr copy_of(const llama_grammar & from) {
     return made;
 }
 
-// A grammar that was read once, with everything that it was read from. Samplers copy it instead of reading it again,
-// which may take half a second.
+// A grammar, with the text and the settings from which it was read. Samplers copy the grammar instead of reading the
+// text again, which may take half a second.
 struct origin {
     const llama_vocab *      vocab;
     std::string              text, root;
@@ -205,8 +201,8 @@ struct origin {
 
 using origin_ptr = std::shared_ptr<const origin>;
 
-// The grammars of all queued and running requests. Through them, the decode thread finds a grammar that the thread of a
-// request has read before, and does not read it again.
+// The grammars of all queued and running requests. The decode thread looks here for a grammar that the thread of a
+// request has already read.
 class known_grammars {
   public:
     origin_ptr find(const origin & asked) {
@@ -244,7 +240,7 @@ struct grammar {
     void begin() { now = copy_of(*from->first); }
 };
 
-// The grammar of the sampler that was created last, while `preparing` is set.
+// The grammar of the sampler that this thread created last, while it prepares the grammars of a request.
 thread_local grammar * prepared = nullptr;
 
 // Does the work for the first token of an answer: checks every token of the vocabulary. Throws std::invalid_argument if

@@ -14,10 +14,11 @@ struct common_params_sampling;
 
 extern "C" {
 
-// Create samplers for a grammar. Upstream's sampling calls these functions instead of those of llama.h. The functions
-// and their samplers throw std::invalid_argument if the grammar is invalid or takes too much work. Then only the
-// request with this grammar fails.
+// Creates a sampler for a grammar. Upstream's sampling calls this function instead of that of llama.h. The function and
+// its sampler throw std::invalid_argument if the grammar is invalid or takes too much work. Only the request with this
+// grammar fails then.
 llama_sampler * moe_edge_sampler_init_grammar(const llama_vocab * vocab, const char * text, const char * root);
+// Creates a sampler for a grammar that takes effect when one of these patterns or tokens occurs in the answer.
 llama_sampler * moe_edge_sampler_init_grammar_lazy_patterns(
     const llama_vocab * vocab, const char * text, const char * root, const char ** patterns, size_t n_patterns,
     const llama_token * tokens, size_t n_tokens);
@@ -31,9 +32,9 @@ bool moe_edge_server_ends();
 // is invalid.
 bool moe_edge_grammar_matches(const std::string & grammar, const std::string & text);
 
-// A lock that a thread must hold while it reads a schema or a grammar, which may occupy a core for half a second.
-// Requests with expensive schemas therefore occupy only one core, and leave the others to the answers. Throws
-// std::invalid_argument if the request of this thread is given up while the thread waits for the lock.
+// A lock that a thread must hold while it reads a schema or a grammar, which may take half a second. Reading therefore
+// occupies only one core, and answers continue on the others. Throws std::invalid_argument if the request is cancelled
+// while its thread waits for the lock.
 class moe_edge_grammar_turn {
   public:
     moe_edge_grammar_turn();
@@ -46,9 +47,9 @@ class moe_edge_grammar_turn {
 // Keeps a grammar in memory that was read before its request was queued.
 using moe_edge_prepared_grammar = std::shared_ptr<const void>;
 
-// Reads the grammar of a task on the thread of its request, and appends it to `made`. While `made` exists, the decode
-// thread only copies the grammar. Also tries the work for the first token of an answer. Throws std::invalid_argument if
-// the grammar is invalid, if it takes too much work, or if the request is given up.
+// Reads the grammar of a request before its tasks are queued, and appends it to `made`. While `made` exists, the decode
+// thread copies this grammar instead of reading it again. Throws std::invalid_argument if the grammar is invalid, if it
+// takes too much work, or if the request is cancelled.
 void moe_edge_prepare_grammar(
     const llama_model * model, common_params_sampling sampling, const std::function<bool()> & is_given_up,
     std::vector<moe_edge_prepared_grammar> & made);

@@ -1,8 +1,8 @@
 // Includes the headers of upstream's template engine so that the engine's work is counted. CMakeLists.txt includes this
-// file first in every source, because the inline functions of these headers must be identical in the whole library.
+// file first in every source.
 //
-// Every value that a template creates comes from mk_val, which is replaced here: live values are counted, and they are
-// freed one at a time instead of recursively. Each loop in runtime.h counts a step.
+// mk_val, which creates the values of a template, is replaced. Live values are counted, and they are freed one at a
+// time instead of recursively. Each pass through a loop in runtime.h counts as a step.
 
 #pragma once
 
@@ -42,7 +42,8 @@ void moe_edge_template_made(jinja::value_t & made);
 // values needs little stack.
 void moe_edge_template_free(jinja::value_t * value);
 
-// Returns a built-in function of templates that first counts its work, by the sizes of its arguments.
+// Wraps a built-in function of templates. Each call first counts its work, which is estimated from the sizes of the
+// arguments.
 jinja::func_handler moe_edge_template_function(const std::string & name, const jinja::func_handler & function);
 
 namespace jinja {
@@ -59,8 +60,8 @@ std::shared_ptr<typename extract_pointee<T>::type> mk_val(Args &&... args) {
     return made;
 }
 
-// Checks the two integer arguments of a built-in function. Only divisibleby has two. It divides by the second argument,
-// and 0 and -1 could crash the process.
+// Checks the arguments of divisibleby, the only built-in function with two integers. Dividing by 0 or -1 could crash
+// the process.
 template <> inline void func_args::ensure_vals<value_int, value_int>(bool, bool) const {
     ensure_count(2);
     ensure_val<value_int>(args[0]);

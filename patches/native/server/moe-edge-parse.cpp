@@ -12,8 +12,7 @@ namespace {
 
 const char * const NOT_IN_FORM = "an answer was not in the form of the chat template: its text was sent as content";
 
-// Returns the arguments of a tool call as valid JSON. Upstream copies strings from other languages, such as Python,
-// unchanged; here, line feeds and other control characters in them are escaped.
+// Returns the arguments of a tool call as valid JSON. Line feeds and other control characters in strings are escaped.
 std::string as_json(const std::string & arguments) {
     std::string made;
     bool in_string = false, is_escaped = false;

@@ -6,9 +6,9 @@
 #include "chat.h"
 #include "server-task.h"
 
-// Parses an answer as common_chat_parse does. Text that is not in the form of the chat template becomes content, with a
-// note for the log. The arguments of tool calls are always valid JSON, even if the model's form allows other strings.
-// sent: the part of the message that a streaming client has received.
+// Parses an answer like common_chat_parse. Text that does not follow the form of the chat template becomes content, and
+// the server's log gets a note. The arguments of tool calls are always valid JSON. sent: the part of the message that a
+// streaming client has already received.
 common_chat_msg moe_edge_parse_answer(
     const std::string & text, bool is_partial, const common_chat_parser_params & params, const common_chat_msg & sent);
 
@@ -19,7 +19,6 @@ common_chat_msg moe_edge_with_calls_of(const common_chat_msg & before, const com
 // Stores a sentence for the server's log in the request that this thread answers.
 void moe_edge_note(const std::string & sentence);
 
-// Replace two functions in upstream's methods of task_result_state. The member chat_msg of that class is the message so
-// far.
+// Replace two functions in upstream's class task_result_state, whose member chat_msg is the message so far.
 #define common_chat_parse(text, is_partial, params) moe_edge_parse_answer(text, is_partial, params, chat_msg)
 #define compute_diffs(before, now) compute_diffs(before, moe_edge_with_calls_of(before, now))

@@ -13,7 +13,8 @@
 
 namespace {
 
-// The shortest prompt that is copied, in tokens. Reading a shorter prompt again is faster than copying it.
+// The smallest number of tokens for which a prompt is copied to memory. Reading fewer tokens again is faster than
+// copying.
 const size_t LEAST_TOKENS = 16;
 
 // notes per slot
@@ -48,7 +49,7 @@ std::string text_of(const llama_vocab * vocab, const llama_tokens & tokens, size
     return text;
 }
 
-// Tokenizes a text. Returns false if converting the tokens back to text does not give exactly this text.
+// Tokenizes a text to `tokens`. Returns false if these tokens do not stand for exactly the same text.
 bool tokens_of(const llama_vocab * vocab, const std::string & text, llama_tokens & tokens) {
     if (text.empty()) {
         tokens.clear();
@@ -65,9 +66,9 @@ bool cannot_be_cut(const llama_model * model) {
     return llama_model_is_recurrent(model) || llama_model_is_hybrid(model) || llama_model_n_swa(model) > 0;
 }
 
-// Returns how many tokens of a prompt upstream would reuse from `held`, the contents of a slot or a copy. If the memory
-// cannot be cut at the end of the common prefix, upstream returns to a checkpoint. common: length of the common prefix.
-// pos_min: the first position in the memory.
+// Returns how many tokens of a prompt upstream would reuse from `held`, the contents of a slot or of a copy. If
+// upstream cannot cut the memory after the common prefix, these are the tokens before a checkpoint. common: length of
+// the common prefix. pos_min: the first position that the memory contains.
 size_t spared_of(const server_prompt & held, size_t common, size_t n_prompt, llama_pos pos_min, int32_t n_window) {
     if (common == 0) {
         return 0;
@@ -164,8 +165,8 @@ moe_edge_prompts::choice moe_edge_prompts::choose(const moe_edge_slot & slot, co
         made.copy = copies->states.end();
         for (auto it = copies->states.begin(); it != copies->states.end(); ++it) {
             const size_t n = it->prompt.tokens.size();
-            // Copies do not record the first position that their memory has. If the memory may have only the last
-            // positions of a sequence, assume that it has only one.
+            // A copy does not record its first position. If the memory may contain only the last positions of a
+            // sequence, assume that the copy contains only the last one.
             comparison each = compare(prompt, it->prompt, slot.n_ctx, has_part ? llama_pos(n) - 1 : 0);
             if (n <= size_t(slot.n_ctx) && each.spared > made.best.spared) {
                 made.best = std::move(each);
@@ -176,9 +177,9 @@ moe_edge_prompts::choice moe_edge_prompts::choose(const moe_edge_slot & slot, co
     return made;
 }
 
-// Returns whether a prompt belongs to another conversation than the slot's contents. It does if it neither continues
-// the slot's conversation nor repeats its last turn. common: length of the common prefix of the prompt and the slot's
-// tokens.
+// Returns whether a prompt belongs to another conversation than the slot's contents. If so, the prompt neither
+// continues that conversation nor repeats its last turn. common: length of the common prefix of the prompt and the
+// slot's tokens.
 bool moe_edge_prompts::is_another(const moe_edge_slot & slot, size_t common) const {
     const slot_state & state = states[slot.number];
     const bool is_again = common + 1 >= state.prompt_end || (state.turn > 0 && state.turn <= common);
@@ -262,9 +263,8 @@ void moe_edge_prompts::place(const moe_edge_slot & slot, server_task & task) {
     }
 }
 
-// Copies the contents of a slot to memory, because the slot is needed for another conversation. Does nothing if the
-// contents are in a file. taken_bytes: size of the copy that will replace the contents, which counts towards the limit
-// on copies.
+// Copies the contents of a slot to memory before another conversation replaces them. Does nothing if the contents came
+// from a file. taken_bytes: size of the copy that will be restored to the slot; it counts towards the limit on copies.
 void moe_edge_prompts::put_away(const moe_edge_slot & slot, size_t taken_bytes) {
     const size_t limit = copies ? copies->limit_size : 0;
     if (limit <= taken_bytes || slot.prompt.tokens.size() < LEAST_TOKENS || states[slot.number].is_filed) {
@@ -307,8 +307,9 @@ void moe_edge_prompts::note(int32_t slot, size_t n_tokens) {
     }
 }
 
-// Recalls the note for the first n_tokens tokens of a slot: the external state of the sequence at that position. If the
-// note was made at the end of the prompt, it also applies without the last token, because that token is computed again.
+// Restores the external state (such as a policy's state) that a sequence had after n_tokens tokens, by recalling the
+// latest note (a saved state) up to there. A note for one more token also counts, because the last token of a prompt is
+// computed again.
 void moe_edge_prompts::go_back(int32_t slot, size_t n_tokens) {
     auto & known = states[slot].notes;
     while (!known.empty() && known.back().n_tokens > n_tokens + 1) {

@@ -18,9 +18,8 @@
 #include <string>
 #include <vector>
 
-// Returns `prompt` with the tokens of `held` wherever both stand for the same text. This is useful because a model
-// often answers with other tokens than its tokenizer produces for the same text. Texts are compared between control
-// tokens. Returns `prompt` unchanged if one of the lists has a token that the vocabulary lacks.
+// Returns `prompt` with the tokens of `held` wherever both stand for the same text between control tokens. A model
+// often answers with other tokens than its tokenizer produces for the same text.
 llama_tokens moe_edge_as_held(const llama_vocab * vocab, const llama_tokens & prompt, const llama_tokens & held);
 
 // The effect that a request's prompt would have on a slot.
@@ -54,8 +53,8 @@ public:
 
     moe_edge_match match(const moe_edge_slot & slot, const llama_tokens & prompt) const;
 
-    // Returns whether the prompt that was placed last continues everything that the slot contains. Returns true only
-    // once for each prompt.
+    // Returns whether the prompt that was placed last in this slot continues everything that the slot contains. Later
+    // calls for the same prompt return false.
     bool take_continues(int32_t slot);
 
     void forget(const moe_edge_slot & slot);
@@ -64,8 +63,8 @@ public:
     // to `marks`. Returns the size of the part before the checkpoints in bytes, or 0 on failure.
     size_t save(const moe_edge_slot & slot, const char * path, std::vector<moe_edge_server_mark> & marks) const;
 
-    // Replaces the contents of a slot with the contents of a file. marks: the checkpoints in the file; only the latest
-    // are restored. Returns false on failure; the slot is then empty.
+    // Replaces the contents of a slot with the contents of a file. marks: the positions of the checkpoints in the file,
+    // of which the latest most_checkpoints are restored. Returns false on failure, and the slot is then empty.
     bool restore(const moe_edge_slot & slot, const char * path, const std::vector<moe_edge_server_mark> & marks);
 
 private:

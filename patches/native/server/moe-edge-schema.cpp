@@ -1,7 +1,5 @@
-// Limits the work of upstream's code for JSON schemas and for the grammars that are made of them. The macros below
-// count its steps. The work grows with the third power of the number of optional properties, and exponentially with
-// nested lists of types. For a schema that refers to itself in `allOf`, it would never end. Upstream's messages about a
-// client's patterns are suppressed.
+// Compiles upstream's code for JSON schemas, and for grammars that are made of schemas, so that its work is counted and
+// limited. For some schemas, the work would grow exponentially or never end.
 
 #include "moe-edge-bounds.h"
 #include "moe-edge-grammar.h"

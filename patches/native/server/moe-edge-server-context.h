@@ -10,12 +10,11 @@
 #include <functional>
 #include <set>
 
-// Called once on the thread that creates the server, with upstream's cache of copies of earlier prompts.
+// Receives upstream's cache of copies of earlier prompts. Called once, on the thread that creates the server.
 void moe_edge_prompts_made(server_prompt_cache * prompts);
 
-// Replaces upstream's cache of copies of earlier prompts. Upstream would exchange a slot's prompt for a copy before it
-// knows the tokens of the request. We do this later, when the request gets its slot (moe_edge_server_place). The
-// methods below make upstream's own exchange have no effect.
+// Replaces upstream's cache of copies of earlier prompts, so that upstream never exchanges a slot's contents for a
+// copy. moe_edge_server_place does that instead, when it knows the tokens of the request.
 struct moe_edge_prompt_cache : server_prompt_cache {
     moe_edge_prompt_cache(int32_t most_mib, size_t most_tokens) : server_prompt_cache(most_mib, most_tokens) {
         moe_edge_prompts_made(this);
@@ -37,8 +36,9 @@ struct moe_edge_slot {
 // task from a parent.
 void moe_edge_server_launched(int32_t slot, int32_t task);
 
-// Called when a request has got its slot, before any of its prompt is read. Fills the slot with as much of the prompt
-// as the slot or a copy contains. Replaces tokens of the prompt by tokens in the slot if they stand for the same text.
+// Called when a request has received its slot, before its prompt is read. Fills the slot with the part of the prompt
+// that the slot or a copy already contains. Also replaces tokens of the prompt by those in the slot that stand for the
+// same text.
 void moe_edge_server_place(const moe_edge_slot & slot, server_task & task);
 
 template <typename Slot> llama_context * moe_edge_launched(llama_context * context, Slot & slot, server_task & task) {
@@ -49,33 +49,32 @@ template <typename Slot> llama_context * moe_edge_launched(llama_context * conte
     return context;
 }
 
-// Does nothing for upstream's task that restores a slot from a file, which is the only one that passes a pointer. We
-// never post that task.
+// Does nothing. Upstream calls this overload only for a task that restores a slot from a file, which we never post.
 template <typename Slot> llama_context * moe_edge_launched(llama_context * context, Slot *, server_task &) {
     return context;
 }
 
 #define validate(context) validate(moe_edge_launched(context, slot, task))
 
-// Called by upstream instead of the function that writes a slot to a file. Does the work that do_with_slot has posted
-// under the name `path`. Returns 0 if there is no such work.
+// Runs the work that do_with_slot has posted under the name `path`. Upstream calls this function instead of the one
+// that writes a slot to a file. Returns 0 if there is no such work.
 size_t moe_edge_server_work(const char * path, const moe_edge_slot & slot);
 
 #define llama_state_seq_save_file(context, path, sequence, tokens, n_tokens) \
     moe_edge_server_work(path, { slot->id, slot->n_ctx, slot->prompt })
 
-// Called when the next token of the answer that this task makes is known.
+// Records the time of a token. Called when the next token of a task's answer is known.
 void moe_edge_server_token(int32_t task);
 
 #define update_gen_last() update_gen_last(); moe_edge_server_token(slot.task->id)
 
-// The type of a function that undoes a slot's part of the running step; the slot will add the same tokens to a later
-// step. n_prompt: how many of these tokens belong to its prompt. Returns the slot's prompt, whose token list the caller
-// must shorten.
+// The type of a function that undoes a slot's part of the running step, so that the slot adds these tokens to a later
+// step again. n_prompt: how many of the tokens belong to its prompt. Returns the slot's prompt, whose token list the
+// caller must shorten.
 using moe_edge_undo_slot = std::function<server_prompt & (int32_t slot, int32_t n_prompt)>;
 
-// Returns the slots that have prompt tokens in a step, by number. batch: upstream's server_batch. The step computes the
-// tokens of the batch's view, which starts at `first`.
+// Returns the numbers of the slots that have prompt tokens in a step. batch: upstream's server_batch. first: the index
+// of the step's first token in the batch.
 template <typename Batch> std::set<int32_t> moe_edge_slots_with_prompts(const Batch & batch, int32_t first) {
     std::set<int32_t> out;
     for (int32_t i = first; i < first + batch.view.size(); i++) {
@@ -93,7 +92,8 @@ int32_t moe_edge_server_step(
     llama_context * context, llama_process_type type, llama_batch_ext * step, const std::set<int32_t> & prompts,
     const moe_edge_undo_slot & undo);
 
-// Called before the first token of an answer is computed. n_tokens: the number of tokens in the slot before the answer.
+// Saves the external state of a slot's sequence (such as a policy's state). Called before the first token of an answer
+// is computed. n_tokens: the number of tokens in the slot before the answer.
 void moe_edge_server_answer_begins(int32_t slot, size_t n_tokens);
 
 // Calls `mark` with the number of each slot that has an answer token in a step.
@@ -105,12 +105,10 @@ template <typename Batch, typename Mark> void moe_edge_mark_answers(const Batch 
     }
 }
 
-// Replaces upstream's call of llama_process. Before an answer's first step, it saves the sequence's external state as a
-// note, and makes a checkpoint at the end of the prompt. Upstream makes checkpoints only within the prompt. The
-// additional checkpoint helps with templates that render earlier answers without their reasoning: the next prompt then
-// differs from the sequence from the start of the answer on. It is made only if there is space for it.
-//
-// The macro is used in a method of the class that owns `slots` and `batch`. `off` is the first token of the step.
+// Replaces upstream's call of llama_process, which computes a step. Before an answer's first step, the macro also saves
+// the sequence's external state, and makes a checkpoint at the end of the prompt if there is space for it. The next
+// prompt can return to this checkpoint if it does not repeat the answer's tokens. `off`: the index of the step's first
+// token.
 #undef llama_process
 #define llama_process(context, kind, step)                                                              \
     (moe_edge_mark_answers(batch, off, [&](int32_t number) {                                            \

@@ -1,14 +1,11 @@
-// Compiles upstream's queue with four changes. First, upstream checks once per second whether a waiting client has
-// disconnected, and starts the second again whenever any request gets a result. Here this happens twenty times per
-// second in any case, so that the work for such a client ends with the micro-batch. Second, upstream wakes another thread at the start and the end of every step and waits for it, so that metrics can be
-// requested meanwhile. Here that is done only for steps with prompts, which are long; between two tokens it would cost
-// too much. Third, our code is called before the tasks of a request are queued. Fourth, queued tasks can be processed
-// after the loop has ended.
+// Compiles upstream's queue of tasks with four changes. Disconnected clients are noticed within 50 ms. During a step,
+// requests for metrics are answered only if the step has prompts, because preparing for them takes time. Our code is
+// called before the tasks of a request are queued. Queued tasks can be processed after the loop has ended.
 
 #include "moe-edge-server-queue.h"
 
-// Declares two more methods in the class server_queue. Upstream's server calls moe_edge_yield_to_queue instead of
-// yield_to_queue, because CMakeLists.txt renames the call.
+// Declares two more methods in upstream's class server_queue. Upstream's server calls the first one instead of
+// yield_to_queue.
 #define yield_to_queue(work) yield_to_queue(work); void moe_edge_yield_to_queue(work); void moe_edge_finish()
 #include "server-queue.h"
 #undef yield_to_queue
@@ -32,7 +29,7 @@ static int64_t moe_edge_wait_ms() {
     return 0;
 }
 
-// Upstream waits for tasks for seconds(1), and for results for seconds(timeout).
+// Upstream waits for tasks for seconds(1), and for results for seconds(timeout). Replace both times.
 #define seconds_1       milliseconds(50)
 #define seconds_timeout milliseconds(moe_edge_wait_ms())
 #define seconds(n)      seconds_##n

@@ -10,8 +10,7 @@ void moe_edge_server_compute(bool is_long, const std::function<void()> & step);
 struct server_task;
 struct server_queue;
 
-// Called by upstream on the thread of a request, before it queues the tasks of that request. Returns the tasks that
-// upstream queues.
+// Prepares the tasks of a request before upstream queues them. Called on the thread of the request. Returns the tasks.
 std::vector<server_task> & moe_edge_server_begin(std::vector<server_task> & tasks);
 
 // Processes the queued tasks after the thread that normally does so has returned.

@@ -11,11 +11,11 @@ namespace {
 
 const int32_t INVALID = -1, SUCCESS = 0, NO_SPACE = 1, ABORTED = 2;
 
-// The microseconds for which the decode thread sleeps if all requests of a step are cancelled, until upstream's queue
-// has processed the cancels.
+// The microseconds for which the decode thread sleeps instead of computing a step, if all requests of the step are
+// cancelled.
 const useconds_t IDLE_US = 1000;
 
-// The tokens that a batch has of one sequence.
+// The tokens of one sequence in a batch.
 struct member {
     int32_t   sequence;
     llama_pos first;         // position of its first token
@@ -53,9 +53,9 @@ bool can_drop_last_tokens(const llama_context * context) {
     return !llama_model_is_recurrent(model) && !llama_model_is_hybrid(model);
 }
 
-// Shortens a slot's list of tokens to those in the context's memory, after a step in which not all of its tokens were
-// computed. llama_decode has removed the failed micro-batch from the memory. A recurrent memory cannot remove single
-// tokens; the slot then returns to its last checkpoint.
+// Shortens a slot's list of tokens to those that the context's memory contains, after a step that was only partly
+// computed. If the memory is recurrent, which means that it cannot remove single tokens, returns to the last
+// checkpoint.
 void return_to_memory(llama_context * context, const member & m, server_prompt & prompt) {
     llama_memory_t memory = llama_get_memory(context);
     llama_pos last = llama_memory_seq_pos_max(memory, m.sequence);
@@ -86,7 +86,8 @@ void moe_edge_cancels::forget(int32_t sequence) {
     cancelled.erase(sequence);
 }
 
-// Makes the running step end early if all its sequences are cancelled, or if a cancelled prompt delays the others.
+// Makes the running step end early if all its sequences are cancelled. Also does so if the step contains a prompt of a
+// cancelled sequence and can be repeated for the other sequences.
 void moe_edge_cancels::update() {
     const auto is_cancelled = [this](const part & p) { return cancelled.count(p.sequence) > 0; };
     const bool all    = !running.empty() && std::all_of(running.begin(), running.end(), is_cancelled);

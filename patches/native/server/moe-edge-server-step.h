@@ -12,7 +12,7 @@
 // Keeps track of cancelled sequences. Ends the running step early if a cancelled sequence would prolong it.
 class moe_edge_cancels {
 public:
-    // Marks these sequences as cancelled, because their request is cancelled. May be called from any thread.
+    // Marks these sequences as cancelled. May be called from any thread.
     void cancel(const std::vector<int32_t> & sequences);
 
     // Marks a sequence as not cancelled. Must be called when another request starts on the sequence. May be called from
@@ -23,10 +23,9 @@ public:
     // called from any thread.
     bool ends_step() const { return ends; }
 
-    // Must be called before a step. Removes tokens from the end of the batch that need not be computed: all tokens from
-    // the first prompt token of a cancelled sequence on, or all tokens if every sequence is cancelled. prompts: the
-    // sequences whose tokens belong to a prompt. can_redo: whether the memory can drop the last tokens of a sequence,
-    // so that an aborted step can be repeated for the other sequences.
+    // Must be called before a step. Shortens the batch to the tokens before the first prompt token of a cancelled
+    // sequence. Empties the batch if every sequence is cancelled. prompts: the sequences whose tokens belong to a
+    // prompt. can_redo: whether a step that was ended early can be repeated for the other sequences.
     void begin(llama_batch_ext & batch, const std::set<int32_t> & prompts, bool can_redo);
 
     // Must be called after a step. Returns whether the step was ended early because of a cancelled sequence.

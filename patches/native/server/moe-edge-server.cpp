@@ -44,13 +44,12 @@
 
 namespace {
 
-// The model and the context that upstream's code gets when it tries to load them. They are set on the thread that
+// The model and the context that upstream's code receives instead of loading them. They are set on the thread that
 // creates a server.
 thread_local llama_model *   given_model   = nullptr;
 thread_local llama_context * given_context = nullptr;
 
-// Upstream's cache of copies of earlier prompts, or nullptr if it keeps none. It is set while upstream creates its
-// server.
+// Upstream's cache of copies of earlier prompts, or nullptr if there is none. Set on the thread that creates a server.
 thread_local server_prompt_cache * made_prompts = nullptr;
 
 // The request that this thread is submitting.
@@ -70,7 +69,8 @@ const llama_pos BEFORE_ALL = -2;
 // A number that is added to the stop type of an answer if the answer ended because the context was full.
 const int ENDS_AT_CONTEXT = 256;
 
-// The results of moe_edge_request_run for a request that ended early: no memory, or too much output that was not taken.
+// Results of moe_edge_request_run. NO_MEMORY: an allocation failed. TOO_FAR_AHEAD: the client takes the output of a
+// stream too slowly.
 const int NO_MEMORY = -1, TOO_FAR_AHEAD = -2;
 
 struct route {
@@ -228,8 +228,7 @@ struct moe_edge_request {
 namespace {
 
 // Runs upstream's handler for a request until the answer is complete, or until the first output of a stream. If the
-// handler throws before the request is queued, the answer is that the request is not valid. If it throws later, the
-// answer is an error of the server.
+// handler throws, the answer is an error: HTTP status 400 before the request is queued, and 500 afterwards.
 void begin(moe_edge_request & request) {
     std::string complaint = "the request was given up";
     moe_edge_bounded counted(MOE_EDGE_GRAMMAR, request.should_stop, 0);
@@ -251,8 +250,8 @@ void begin(moe_edge_request & request) {
     }
 }
 
-// Appends output for the thread that takes it, and notifies that thread if its last take returned nothing. Returns
-// false if more than most_ahead bytes are waiting to be taken.
+// Appends output to the output that waits to be taken, and notifies the thread that takes it. Returns false if more
+// than most_ahead bytes are waiting.
 bool add(moe_edge_request & request, const std::string & part, int ready) {
     std::lock_guard<std::mutex> lock(request.mutex);
     request.come += part;
@@ -293,8 +292,8 @@ bool moe_edge_server_ends() {
     return running && running->stopping;
 }
 
-// Does some work with a slot on the decode thread, between two steps and while no request decodes on the slot. Returns
-// false if the server ends before the work is done.
+// Runs `work` with a slot on the decode thread, when no request decodes on the slot. Returns false if the server ends
+// before the work is done.
 static bool do_with_slot(
         moe_edge_server * server, int32_t sequence, const std::function<void(const moe_edge_slot &)> & work) {
     bool is_done = false;
@@ -449,9 +448,8 @@ llama_context * moe_edge_server_context(llama_model *, llama_context_params) {
     return given_context;
 }
 
-// Returns a special token if the model's file names it with this key, and LLAMA_TOKEN_NULL otherwise. found: the token
-// that upstream returns. For a file that does not name the token, upstream returns a default, which may be any token in
-// this file.
+// Returns `found`, the special token that upstream returns, if the model's file names it with this key. Otherwise
+// returns LLAMA_TOKEN_NULL, because upstream then returns a default that may be any token of this model.
 static llama_token named_token(const char * key, llama_token found) {
     char text[32] = "";
     const bool is_named = given_model && llama_model_meta_val_str(given_model, key, text, sizeof text) > 0;
@@ -469,12 +467,10 @@ llama_token moe_edge_template_eos(const llama_vocab * vocab) {
 void moe_edge_server_model_free(llama_model *) {}
 void moe_edge_server_context_free(llama_context *) {}
 
-// Called by upstream instead of llama_memory_seq_pos_min. Returns the first position in the memory of a sequence, or a
-// position before all windows if the prompt continues everything that the sequence contains.
-//
-// Upstream reads a whole prompt again if the memory starts after the position to which it would return. For sliding
-// windows it asks for two more positions than the window has, which no saved state contains. A prompt that continues at
-// the end of the sequence needs none of these positions.
+// Returns the first position in the memory of a sequence. Upstream calls this function instead of
+// llama_memory_seq_pos_min. If the first positions are missing, upstream reads the whole prompt again. A prompt that
+// continues everything that the sequence contains does not need them. For such a prompt, this function therefore
+// returns a position before all windows.
 llama_pos moe_edge_server_pos_min(llama_memory_t memory, llama_seq_id sequence) {
     const llama_pos first = llama_memory_seq_pos_min(memory, sequence);
     return running && running->prompts.take_continues(sequence) && first >= 0 ? BEFORE_ALL : first;

@@ -1,10 +1,9 @@
-// The C interface of llama.cpp's server without HTTP. A request consists of a route and a body; its answer is returned
-// in parts while it is generated. The caller provides a loaded model and a context, and implements HTTP.
+// The C interface of llama.cpp's server without HTTP, which the caller implements. A request consists of a route and a
+// body. Its answer is returned in parts while it is generated.
 //
-// Threads: only one thread at a time may call functions of the same request, with two exceptions. Another thread may
-// call moe_edge_request_take while moe_edge_request_run is running, and any thread may call moe_edge_request_cancel.
-// Different requests may run on different threads at the same time. "The decode thread" is the thread that is in
-// moe_edge_server_run.
+// Threads: different requests may run on different threads at the same time. Functions of the same request must not be
+// called at the same time, with two exceptions: moe_edge_request_take during moe_edge_request_run, and
+// moe_edge_request_cancel at any time. "The decode thread" is the thread that is in moe_edge_server_run.
 
 #pragma once
 
@@ -40,7 +39,8 @@ typedef struct moe_edge_server_config {
     int32_t      n_threads;
     int32_t      max_tokens;     // maximum length of an answer, in tokens; -1: the rest of the context
     int32_t      cache_mib;      // memory for KV copies of earlier conversations, in MiB; 0: no copies
-    // The number of checkpoints kept for each conversation if moe_edge_server_has_part() is 1. 0: keep none.
+    // The number of checkpoints (positions to which a sequence can return) that are kept for each conversation. Used
+    // only if moe_edge_server_has_part() is 1. 0: keep none.
     int32_t      n_checkpoints;
     uint32_t     seed;           // UINT32_MAX: a new seed for each request
     int32_t      top_k;          // this and the following three: defaults of the sampler
@@ -54,10 +54,9 @@ typedef struct moe_edge_server_config {
 // Returns the MOE_EDGE_SERVER_ABI_VERSION with which the library was compiled.
 MOE_EDGE_SERVER_API int moe_edge_server_abi_version(void);
 
-// Creates a server for a loaded model and a context. The context must have n_parallel sequences in one unified KV
-// cache. The caller owns the model and the context and must keep them until the server is freed. To find out whether
-// the memory can drop the last tokens of a sequence, two tokens are decoded on the calling thread. Returns NULL on
-// failure and writes the reason to `error`.
+// Creates a server for a loaded model and a context that has n_parallel sequences in one unified KV cache. The caller
+// owns the model and the context, and must keep them until the server is freed. Decodes two tokens on the calling
+// thread, as a test of the memory. Returns NULL on failure and writes the reason to `error`.
 MOE_EDGE_SERVER_API moe_edge_server * moe_edge_server_create(
     struct llama_model * model, struct llama_context * context, const moe_edge_server_config * config,
     char * error, size_t error_size);
@@ -66,24 +65,21 @@ MOE_EDGE_SERVER_API moe_edge_server * moe_edge_server_create(
 // prompt. If the callback does not return 0, the step fails.
 typedef int (*moe_edge_server_before_step)(void * user, int is_answer);
 
-// Sets the callback that is called before each step. Must be called before moe_edge_server_run. Without a callback,
-// steps follow each other directly.
+// Sets the callback that is called before each step. Must be called before moe_edge_server_run.
 MOE_EDGE_SERVER_API void moe_edge_server_set_before_step(
     moe_edge_server * server, moe_edge_server_before_step callback, void * user);
 
 // The type of a callback on the thread that runs a request. It is called once for each sequence of the request, before
-// any prompt is read into the sequence and before the request decodes there. tokens: the prompt that will be read into
-// the sequence. It is empty if the request has no single known prompt for this sequence.
+// a prompt is read into the sequence. tokens: this prompt; empty if it is not known.
 typedef void (*moe_edge_server_before_prompt)(void * user, int32_t sequence, const int32_t * tokens, int32_t n_tokens);
 
 // Sets the callback that is called before the prompts of a request are read. Must be called before moe_edge_server_run.
 MOE_EDGE_SERVER_API void moe_edge_server_set_before_prompt(
     moe_edge_server * server, moe_edge_server_before_prompt callback, void * user);
 
-// Callbacks for external state that belongs to a sequence, such as the state of a policy. At certain positions of the
-// sequence, the server saves this state as a note. The server recalls the note if the sequence returns to that
-// position, or if a copy with the note is restored. Called on the decode thread; drop is also called by
-// moe_edge_server_free.
+// Callbacks that save and restore external state of a sequence, such as the state of a policy. At certain positions of
+// the sequence, the server saves the state as a note. When the sequence returns to such a position, the server recalls
+// the note. Called on the decode thread; drop is also called by moe_edge_server_free.
 typedef struct moe_edge_server_notes {
     // Saves the current external state of a sequence as a note. Returns the note's number, or -1 if nothing was saved.
     int64_t (*note)(void * user, int32_t sequence);
@@ -92,7 +88,8 @@ typedef struct moe_edge_server_notes {
     void *  user;
 } moe_edge_server_notes;
 
-// Sets the callbacks for external state. Must be called before moe_edge_server_run.
+// Sets the callbacks that save and restore external state of sequences, such as the state of a policy. Must be called
+// before moe_edge_server_run.
 MOE_EDGE_SERVER_API void moe_edge_server_set_notes(moe_edge_server * server, const moe_edge_server_notes * notes);
 
 // Limits the copies of earlier conversations to this many bytes from now on, and drops the least recently used copies
@@ -108,15 +105,15 @@ MOE_EDGE_SERVER_API void moe_edge_server_run(moe_edge_server * server);
 // checkpoints. Returns 0 otherwise. May be called from any thread.
 MOE_EDGE_SERVER_API int moe_edge_server_has_part(const moe_edge_server * server);
 
-// The functions from moe_edge_server_settle to moe_edge_server_restore wait until no request decodes on their sequence.
-// They run on the decode thread between two steps, but must be called from another thread. They fail while the server
-// is stopping. After moe_edge_server_run has returned and all requests are freed, they run on the calling thread.
+// The following functions, up to moe_edge_server_restore, wait until no request decodes on their sequence, and then run
+// on the decode thread. They must be called from another thread, or after moe_edge_server_run has returned and all
+// requests are freed. They fail while the server is stopping.
 
 // Waits until every request that has ended, for whatever reason, has stopped computing. Returns 0, or -1 on failure.
 MOE_EDGE_SERVER_API int moe_edge_server_settle(moe_edge_server * server);
 
-// Removes all tokens from a sequence. Returns 0, or -1 on failure. Afterwards the caller may use the context until its
-// next request, if no request decodes on any sequence.
+// Removes all tokens from a sequence. Returns 0, or -1 on failure. If no request decodes on any sequence, the caller
+// may then use the context itself until it runs the next request.
 MOE_EDGE_SERVER_API int moe_edge_server_forget(moe_edge_server * server, int32_t sequence);
 
 // Copies the first n_most tokens of a sequence to `tokens`. Returns the number of tokens in the sequence, or -1 on
@@ -129,7 +126,7 @@ MOE_EDGE_SERVER_API int64_t moe_edge_server_tokens(
 MOE_EDGE_SERVER_API int64_t moe_edge_server_match(
     moe_edge_server * server, int32_t sequence, const int32_t * prompt, size_t n_prompt, int * is_another);
 
-// A checkpoint of a sequence in a file. A checkpoint is a position to which the memory of the sequence can return.
+// A checkpoint in a file: a position to which the memory of a sequence can return, and its data.
 typedef struct moe_edge_server_mark {
     uint64_t offset;    // position of the data in the file, in bytes
     uint64_t n_bytes;
@@ -145,9 +142,9 @@ MOE_EDGE_SERVER_API int64_t moe_edge_server_save(
     moe_edge_server * server, int32_t sequence, const char * path, int32_t * n_tokens, moe_edge_server_mark * marks,
     int32_t * n_marks);
 
-// Replaces the contents of a sequence with the contents of a file. At most n_checkpoints of the configuration are
-// restored, the latest ones. The file may contain more data after the checkpoints. Returns 0, or -1 on failure; the
-// sequence is then empty.
+// Replaces the contents of a sequence with the contents of a file. marks: the checkpoints in the file, of which the
+// latest are restored, at most n_checkpoints of the configuration. Returns 0, or -1 on failure; the sequence is then
+// empty.
 MOE_EDGE_SERVER_API int moe_edge_server_restore(
     moe_edge_server * server, int32_t sequence, const char * path, const moe_edge_server_mark * marks, int32_t n_marks);
 
@@ -170,21 +167,20 @@ MOE_EDGE_SERVER_API void moe_edge_server_stop(moe_edge_server * server);
 MOE_EDGE_SERVER_API void moe_edge_server_free(moe_edge_server * server);
 
 // Creates a request and copies its body. route: one of the paths of moe_edge_server_route. sequences: the sequences on
-// which the request decodes. Its prompts are assigned to them in turn, and additional answers to a prompt use any free
-// sequence. If n_sequences is 0, llama.cpp chooses the sequences. Returns NULL if the route is unknown or there is no
-// memory.
+// which the request decodes its prompts, in this order. If n_sequences is 0, llama.cpp chooses the sequences. Returns
+// NULL if the route is unknown or there is no memory.
 MOE_EDGE_SERVER_API moe_edge_request * moe_edge_request_create(
     moe_edge_server * server, const char * route, const char * body, size_t body_size,
     const int32_t * sequences, size_t n_sequences);
 
 // Runs a request until it ends. Returns 0 if the request was answered, -1 if there was no memory, or -2 if more than
-// most_ahead bytes of a stream were not taken. ready: a file descriptor, or -1. One byte is written to it when new
-// output is available, if the last moe_edge_request_take returned nothing.
+// most_ahead bytes of a stream were not taken. ready: a file descriptor, or -1. When new output is available for a
+// caller whose last moe_edge_request_take returned nothing, one byte is written to `ready`.
 MOE_EDGE_SERVER_API int moe_edge_request_run(moe_edge_request * request, int ready);
 
-// Returns the output of a request since the last call, valid until the next call. May be called while
-// moe_edge_request_run is running. For a stream (is_stream is 1), the output consists of complete events; otherwise it
-// is the whole answer or nothing. The function returns the HTTP status, or 0 if it is not known yet.
+// Returns the HTTP status of a request, or 0 if it is not known yet. data and size receive the output since the last
+// call, valid until the next call. is_stream receives 1 for a stream, whose output consists of complete events.
+// Otherwise the output is the whole answer or nothing. May be called while moe_edge_request_run is running.
 MOE_EDGE_SERVER_API int moe_edge_request_take(
     moe_edge_request * request, const char ** data, size_t * size, int * is_stream);
 
@@ -192,9 +188,9 @@ MOE_EDGE_SERVER_API int moe_edge_request_take(
 // moe_edge_request_run. Valid until the request is freed.
 MOE_EDGE_SERVER_API const char * moe_edge_request_note(const moe_edge_request * request);
 
-// Returns the number of tokens of a request's first answer. times receives the time at which each token was known, in
-// microseconds since the start of moe_edge_request_run. It is valid until the request is freed. Must be called after
-// moe_edge_request_run.
+// Returns the number of tokens of a request's first answer. times receives an array with the time at which each token
+// was known, in microseconds since the start of moe_edge_request_run. The array is valid until the request is freed.
+// Must be called after moe_edge_request_run.
 MOE_EDGE_SERVER_API size_t moe_edge_request_token_times(moe_edge_request * request, const int64_t ** times);
 
 // Cancels a request: its answer and its computation end soon. May be called from any thread.

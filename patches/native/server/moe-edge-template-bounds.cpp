@@ -15,8 +15,8 @@
 namespace {
 
 const size_t MOST_TEMPLATE_BYTES = 512 << 10;
-// The most tokens in one {{ }} or {% %} of a template. Upstream parses an expression in a loop, but runs and frees it
-// recursively.
+// The most tokens in one {{ }} or {% %} of a template. Upstream runs an expression recursively, so a longer expression
+// could exceed the stack.
 const size_t MOST_TOKENS = 4096;
 const int64_t MOST_DEPTH = 100;
 // The largest indentation and field width.
@@ -44,8 +44,8 @@ int64_t size_of(const jinja::value & value) {
     return jinja::is_val<jinja::value_int>(value) ? value->val_int : 1;
 }
 
-// Counts the work of a call of a built-in function before the call starts. If the function inserts one argument in many
-// places of another, the created text is about as long as the product of their sizes.
+// Counts the work of a call of a built-in function before the call starts. The work is estimated from the sizes of the
+// arguments.
 void count_call(const std::string & name, const std::vector<jinja::value> & given) {
     const bool is_wide = name == "indent" || name == "tojson";
     const bool repeats = name == "indent" || name == "replace" || name == "join";
@@ -68,8 +68,8 @@ void count_call(const std::string & name, const std::vector<jinja::value> & give
         all += size;
         (i == 0 ? first : largest) = std::max(i == 0 ? int64_t(0) : largest, size);
     }
-    // Estimate the size of the created text: an argument of size `largest` is inserted for at most one in eight bytes
-    // of the first argument.
+    // Estimate the size of the created text: the largest argument is inserted at most once for every eight bytes of the
+    // first argument.
     const int64_t made = repeats ? first * std::min<int64_t>(largest, INT32_MAX) / 8 : 0;
     moe_edge_template_step(1 + all / 64, made);
 }
@@ -135,8 +135,8 @@ void check_text(const std::string & text) {
 void moe_edge_template_made(jinja::value_t & made) {
     size_t parts = made.val_arr.size() + made.val_obj.size();
     if (dynamic_cast<jinja::value_tuple_t *>(&made)) {
-        // Store the depth of a tuple in its field for integers. The depth is known here, because a tuple never changes.
-        // Depth is limited because upstream compares tuples recursively, in functions that must not throw.
+        // Store the depth of a tuple in its field for integers. The depth is limited because upstream compares tuples
+        // recursively.
         made.val_int = 1;
         for (const auto & each : made.val_arr) {
             if (jinja::is_val<jinja::value_tuple>(each)) {
@@ -196,13 +196,13 @@ void moe_edge_check_template(const llama_model * model, const std::string & give
     }
 }
 
-// These macros count each pass through a loop, condition or try block as a step. Every recursive function contains one
-// of them before it calls itself. std::sort is replaced because it would read out of bounds if the comparison is not a
-// strict weak order, as with values of mixed types.
+// Count each pass through a loop, condition or try block of the engine as a step. This also counts recursion, because
+// every recursive function contains one of them.
 #define for(...) for (__VA_ARGS__) if (moe_edge_template_step()) {} else
 #define while(...) while (moe_edge_template_step() == 0 && (__VA_ARGS__))
 #define if(...) if (moe_edge_template_step() == 0 && (__VA_ARGS__))
 #define try if (moe_edge_template_step()) {} else try
+// Replace std::sort, which would read out of bounds if the values have no consistent order.
 #define sort(...) stable_sort(__VA_ARGS__)
 // Count the bytes of indentation that the engine writes, which grow with the depth of a value.
 #define indent_str() indent_str().substr(moe_edge_template_step(1, indent > 0 ? int64_t(curr_lvl) * indent : 0))
@@ -221,10 +221,10 @@ void moe_edge_check_template(const llama_model * model, const std::string & give
 #undef FILENAME
 #include "common/jinja/caps.cpp"
 #undef FILENAME
-// Count the bytes of each part that is added to a text, because texts are stored and copied in parts. Do not count
-// loops in this file: one of them is in a function that must not throw.
+// Do not count loops in the file string.cpp, because one of them is in a function that must not throw.
 #undef for
 #undef if
 #undef while
+// Count the bytes of each part that is added to a text.
 #define push_back(part) push_back((moe_edge_template_step(1, sizeof(part) + part.val.size()), part))
 #include "common/jinja/string.cpp"

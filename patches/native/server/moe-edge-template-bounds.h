@@ -11,8 +11,9 @@
 
 struct llama_model;
 
-// Returns an object that limits the templates which this thread renders while it exists: for one request, or for the
-// start of a server. is_given_up and input_bytes: as in moe_edge_bounded.
+// Returns an object that limits the work of the templates that this thread renders while the object exists.
+// is_given_up: called from time to time; when it returns true, rendering fails. input_bytes: size of the conversation
+// that a template renders, with which the limits grow.
 moe_edge_bounded moe_edge_template_bounds(std::function<bool()> is_given_up, size_t input_bytes);
 
 // Checks the size and the syntax of a chat template. If `given` is empty, checks the templates in the model's file.

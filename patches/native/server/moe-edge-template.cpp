@@ -34,7 +34,7 @@ server_chat_params chat_params_of(const json & asked) {
     return params;
 }
 
-// Returns the parser for the answers to a converted request, with the fields that upstream's server-schema.cpp reads.
+// Returns the parser for the answers to a converted chat request.
 common_chat_parser_params parser_of(const json & made, const server_chat_params & params) {
     common_chat_parser_params parser;
     parser.format            = static_cast<common_chat_format>(made.at("chat_format").get<int>());

@@ -19,8 +19,8 @@ namespace {
 // The first line of the prefix for our own form of tool calls, by which moe_edge_is_own_form recognizes it.
 const char * const OWN_MARK = "{#- moe-edge: tools in our own form -#}";
 
-// Our own form of a tool call, for templates without one: as it is described to the model, and as a call of the probe
-// function.
+// Our own form of a tool call, for templates without one. OWN_CALL: the form as it is described to the model.
+// OWN_PROBE: a call of the probe function (the function of our test conversation) in this form.
 const char * const OWN_CALL  = "<tool_call>\n{\"name\": NAME, \"arguments\": OBJECT}\n</tool_call>";
 const char * const OWN_PROBE =
     "<tool_call>\n{\"name\": \"FUNCTION_NAME\", \"arguments\": {\"ARGUMENT_NAME\": \"ARGUMENT_VALUE\"}}\n</tool_call>";
@@ -33,8 +33,8 @@ const char * const FUNCTIONS_TEXT = R"jinja({%- if tools -%}
     {%- set functions = tools | map(attribute="function") | tojson(indent=4) -%}
 {%- endif %})jinja";
 
-// The beginning of all prefixes that rewrite messages. They collect the new messages in a list and join it once, which
-// takes time proportional to the conversation. The operators `+` and `~` would copy the whole text for each part.
+// The beginning of all prefixes that rewrite messages. New messages are collected in a list and joined once, because
+// the operators `+` and `~` would copy the whole text for each part.
 const char * const BEGIN = R"jinja({%- set rewritten = namespace(list=[], results=[], told=not tools) -%}
 {%- macro add_results() -%}
     {%- if rewritten.results -%}
@@ -62,7 +62,7 @@ const char * const OWN_MESSAGES = R"jinja(
         {%- endfor -%}
         {%- set _ = rewritten.list.append({"role": message.role, "content": parts | join("\n")}) -%})jinja";
 
-// Part of a prefix: writes tool calls in the form of LFM2, for LFM2 templates that expect the client to do so.
+// Part of a prefix: writes tool calls in the form of LFM2. Some LFM2 templates expect the client to do this.
 const char * const PYTHON_CALLS = R"jinja(
     {%- elif message.tool_calls -%}
         {%- set calls = [] -%}
@@ -130,8 +130,8 @@ std::string with_described_tools(const std::string & call, const char * messages
     return description(call) + BEGIN + messages + DESCRIPTION + END + TELL_AT_END;
 }
 
-// The words of the probe conversation, which has a function with one argument. They occur in no template. A description
-// of the tools must show the first three words to the model.
+// The words of the probe conversation, which has a function with one argument. They occur in no template, so a prompt
+// that contains them shows which parts of the conversation the template uses.
 const std::string NAME = "FUNCTION_NAME", ARGUMENT = "ARGUMENT_NAME", VALUE = "ARGUMENT_VALUE";
 const std::string DESCRIPTION_TEXT = "PROBE_DESCRIPTION", RESULT = "PROBE_RESULT", TEXT = "PROBE_TEXT", END_TEXT = "PROBE_END";
 
@@ -183,8 +183,8 @@ bool has(const std::string & text, const std::string & part) {
     return text.find(part) != std::string::npos;
 }
 
-// Returns whether an answer is exactly the call of the probe function, for both the grammar and the parser of a
-// request.
+// Returns whether the grammar and the parser of a request both accept an answer as exactly one call of the probe
+// function (the function of our test conversation).
 bool is_whole_call(const common_chat_params & params, const std::string & answer) {
     common_chat_parser_params parser(params);
     parser.reasoning_format = COMMON_REASONING_FORMAT_DEEPSEEK;
@@ -201,16 +201,16 @@ bool is_whole_call(const common_chat_params & params, const std::string & answer
     }
 }
 
-// Returns whether an answer is the call of the probe function, alone or after the end of reasoning. Some generation
-// prompts always start reasoning.
+// Returns whether an answer is the call of the probe function (the function of our test conversation), alone or after
+// the end of the model's reasoning.
 bool is_call(const common_chat_params & params, const std::string & answer) {
     const auto & ends = params.thinking_end_tags;
     return is_whole_call(params, answer) ||
            (!ends.empty() && is_whole_call(params, ends[0] + answer));
 }
 
-// Returns the call of the probe function in the form that the template uses and its parser reads, or an empty string.
-// The form is found by comparing a rendered turn that has a call with a turn that has a text.
+// Returns the call of the probe function (the function of our test conversation) in the form that the template renders
+// and its parser reads. Returns an empty string if there is no such form.
 std::string form_of_calls(const common_chat_templates * templates) {
     try {
         auto inputs = inputs_of({ HELLO, message_of("assistant", TEXT), HELLO }, true);
@@ -268,7 +268,7 @@ struct candidate {
 };
 
 // Returns a template's source with added spaces that do not change its output. Upstream recognizes some templates by
-// parts of their source, and then uses their form of calls. It does not recognize the changed source.
+// their source, and then uses special code for tool calls. It does not recognize the changed source.
 std::string unrecognized(std::string source) {
     for (size_t at = 0; (at = source.find("{{'", at)) != std::string::npos; at += 4) {
         source.insert(at + 2, " ");
@@ -311,8 +311,8 @@ bool moe_edge_wants_text_apart(const common_chat_templates * templates) {
         }
     };
     const auto call = probe_call(), result = probe_result(), end = message_of("assistant", END_TEXT);
-    // A template that requires alternating turns may refuse two assistant messages in a row, but only if the
-    // conversation continues after them. So also try a longer conversation.
+    // Also try a longer conversation, because a template may refuse two assistant messages in a row only if the
+    // conversation continues after them.
     return !shows_in_order({ HELLO, both, result }) && shows_in_order({ HELLO, text, call, result }) &&
            shows_in_order({ HELLO, text, call, result, end, HELLO });
 }

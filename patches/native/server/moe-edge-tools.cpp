@@ -16,8 +16,7 @@
 
 namespace {
 
-// Changes the grammar so that an answer contains only white space outside of its tool calls. The rule for other text is
-// found by its name, which contains the number of its parser.
+// Changes the grammar so that an answer contains only white space outside of its tool calls.
 void leave_text_out(std::string & grammar, const common_json & parser) {
     const common_json & all = parser.at("parsers");
     for (const auto & each : all) {
@@ -52,8 +51,8 @@ struct text_marks {
     std::string begin, end;
 };
 
-// Returns the markers around an answer's text for templates of Kimi K3 and Functionary, and empty markers for all
-// others. The parsers of these two ignore schemas.
+// Returns the markers around the text of an answer, for the templates of Kimi K3 and Functionary. Returns empty markers
+// for all other templates.
 text_marks marks_of(const common_chat_params & made) {
     if (made.thinking_start_tag == "<|open|>think<|sep|>") {
         return { "<|open|>response<|sep|>", "<|close|>response<|sep|>" };
@@ -61,12 +60,12 @@ text_marks marks_of(const common_chat_params & made) {
     return { string_ends_with(made.generation_prompt, ">>>") ? "all\n" : "", "" };
 }
 
-// The key in a tool's parameters that holds another schema for the grammar of its calls. The model sees the parameters
-// without this key (orchestrator/serve/requests.py).
+// The key in a tool's parameters that holds another schema, which is used only for the grammar of its calls. The model
+// does not see this schema.
 const char * const GRAMMAR_SCHEMA = "x-moe-edge-grammar";
 
-// Removes the grammar schemas from the parameters of tools, so that the model does not see them. Returns the tools with
-// these schemas as parameters, or an empty list if no tool has a grammar schema.
+// Removes the schemas that are only for grammars from the parameters of tools, so that the model does not see them.
+// Returns the tools with these schemas as parameters, or an empty list if there are no such schemas.
 std::vector<common_chat_tool> take_grammar_schemas(std::vector<common_chat_tool> & tools) {
     std::vector<common_chat_tool> made;
     for (common_chat_tool & tool : tools) {
@@ -99,8 +98,8 @@ bool begins_call(const std::string & tag) {
     return tag == "<tool_call>";
 }
 
-// Returns whether upstream's grammar makes the answer conform to the request's schema. Some of its parsers ignore
-// schemas. Others let reasoning end at a tool call, and their grammar then allows any text.
+// Returns whether upstream's grammar makes every answer conform to the request's schema. It does not if upstream
+// ignores schemas for this template, or if the model's reasoning may end with a tool call.
 bool keeps_schema(const common_chat_params & made) {
     const auto & tags = made.thinking_end_tags;
     return made.grammar.find("response-format") != std::string::npos && !std::any_of(tags.begin(), tags.end(), begins_call);
@@ -146,9 +145,9 @@ void keep_schema(common_chat_params & made, const common_json & schema, bool wit
 
 }  // namespace
 
-// Renders the prompt of a request and makes the grammar of its answer. Upstream's server calls this function instead of
-// common_chat_templates_apply. Upstream's grammar for a required call allows any text before the call, and several
-// calls. A model that was not trained with tools might never finish the text or the calls.
+// Renders the prompt of a request and makes the grammar of its answer. Used instead of upstream's
+// common_chat_templates_apply. If the request requires a tool call, the answer must be a call without other text. If
+// the request has a schema, the answer must conform to the schema.
 common_chat_params moe_edge_templates_apply(
         const common_chat_templates * templates, const common_chat_templates_inputs & asked) {
     common_chat_templates_inputs inputs = asked;

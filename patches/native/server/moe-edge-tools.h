@@ -12,13 +12,11 @@ struct llama_model;
 // are rendered as before.
 std::string moe_edge_template_with_tools(const llama_model * model, const std::string & given);
 
-// Returns whether a template's source begins with our prefix that describes tools in our own form, because the template
-// has none.
+// Returns whether a template's source begins with our prefix, which describes tools to the model in our own form.
 bool moe_edge_is_own_form(const std::string & source);
 
-// Returns whether a template must receive an assistant's text and tool call as two messages. This is the case if it
-// drops one of them from a message that has both, or changes their order, but renders two messages correctly.
+// Returns whether a template must receive an assistant's text and tool call as two messages. It must if it drops or
+// reorders them when both are in one message, but renders two messages correctly.
 bool moe_edge_wants_text_apart(const common_chat_templates * templates);
-// Renders a short conversation, to find out why a server cannot start with a chat template. Throws moe_edge_refused
-// with the template's error, or returns if there is no error.
+// Renders a short conversation with a chat template. Throws moe_edge_refused with the template's error if that fails.
 void moe_edge_try_template(const llama_model * model, const std::string & given);

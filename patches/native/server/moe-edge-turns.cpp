@@ -31,10 +31,9 @@ bool append_to_results(std::vector<common_chat_msg> & messages) {
 
 }  // namespace
 
-// Renders the prompt of a request; if the template refuses it, tries again with user messages appended to tool results.
-// Upstream's server calls this function instead of common_chat_templates_apply. Clients of Anthropic's API send tool
-// results and a text in one message. Some templates (of Mistral and Gemma 2) refuse such conversations, because user
-// and assistant do not alternate.
+// Renders the prompt of a request. If the template refuses the request, appends each user message that directly follows
+// a tool result to that result, and tries again. Some templates refuse such messages, because user and assistant do not
+// alternate. Used instead of upstream's common_chat_templates_apply.
 common_chat_params moe_edge_templates_apply_in_turns(
         const common_chat_templates * templates, const common_chat_templates_inputs & inputs) {
     try {
