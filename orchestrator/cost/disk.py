@@ -39,7 +39,7 @@ from gguf_tools.workers import in_order, workers
 from orchestrator.cache.files import digest, user_folder
 from orchestrator.cache.profile import identity
 from orchestrator.config import Config
-from orchestrator.cost.speeds import MOST_MOMENTS, Timings
+from orchestrator.cost.speeds import Timings
 
 # The store's read size: MOE_EDGE_PART_BYTES of patches/native/moe-edge-reads.h.
 PART_BYTES = 512 * 2**10
@@ -64,7 +64,9 @@ _USB, _SPINNING = "a USB disk", "a spinning disk"
 # A faster disk is not a spinning one. Virtual machines may report any disk as rotational.
 _SPINS_BELOW = 300e6
 
-_FORMAT = "moe-edge disk 2"
+_FORMAT = "moe-edge disk 3"
+# Number of measurements of a disk, of which the fastest is used.
+_MEASUREMENTS = 6
 _MIB = 1 << 20
 # Experts of a file of noise, in one layer: 134 MB.
 _NOISE_EXPERTS = 20
@@ -369,8 +371,8 @@ def _kept(
     timings = Timings.load(path, _FORMAT, time())
     keys = ("read", "core", "latency", "first")
     # No sign shows whether the disk was idle, so even two equal measurements may both have been
-    # disturbed. All MOST_MOMENTS measurements are therefore made.
-    if measure is not None and any(timings.is_due(each, MOST_MOMENTS) for each in keys):
+    # disturbed. All _MEASUREMENTS are therefore made.
+    if measure is not None and any(timings.is_due(each, _MEASUREMENTS) for each in keys):
         disk = measure()
         took = (
             *(_MIB / disk.bytes_per_s, _MIB * disk.core_s_per_byte),

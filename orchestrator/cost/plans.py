@@ -14,7 +14,6 @@ from gguf_tools.process import processor_name
 from orchestrator.cache.files import digest, keep, recalled
 from orchestrator.cache.profile import cached_path
 from orchestrator.config import Config
-from orchestrator.cost.speeds import AGREE
 from orchestrator.errors import ConfigError
 from orchestrator.events import SKIP_TIER
 from orchestrator.plan.records import PlanRequest
@@ -24,6 +23,8 @@ from orchestrator.policy import ALLOWED_LOSS, BASELINE, PLAIN, POLICIES, Policy
 AS_FAST = 1.02
 # A lossless plan replaces the default if it is faster by this factor.
 CLEARLY_FASTER = 1.05
+# A plan replaces that of the previous command if it is faster by more than this factor.
+REPLACES = 1.2
 # Tokens of context in use for which a plan's speed is shown, besides a short conversation.
 LENGTHS = (8192, 32768, 131072)
 # Tolerance for rounding when losses are compared with the allowed loss.
@@ -220,7 +221,7 @@ def choose(
     near = (each for each in within if each.token_ms <= AS_FAST * fastest)
     best = min(near, key=lambda each: (each.kl or 0.0, each.token_ms))
     stays = (each for each in within if each.is_asked_by(before))
-    return next((each for each in stays if each.token_ms <= AGREE * best.token_ms), best)
+    return next((each for each in stays if each.token_ms <= REPLACES * best.token_ms), best)
 
 
 def _marked(found: Sequence[Candidate]) -> list[Candidate]:

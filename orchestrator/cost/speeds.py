@@ -4,7 +4,7 @@ It is the basis of time predictions.
 
 Other programs can only slow a product down. So the minimum of its timings counts. A single timing
 cannot show whether it was disturbed. So a product is timed again at later moments, until two
-timings on a quiet machine agree. If the machine becomes slower, its old timings expire.
+timings were made on a quiet machine. If the machine becomes slower, its old timings expire.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -43,15 +43,13 @@ from orchestrator.plan.footprint import vocabulary_size
 
 DISTURBED = (
     "Other programs used the processor while its speed was measured, so predictions may be too "
-    "slow. The next run measures again."
+    "slow. A run at least ten minutes later measures again."
 )
-# Timings agree if they are within this factor of the minimum.
-AGREE = 1.2
-# Timings less than this many seconds apart count as one moment.
+# An operation is not timed again within this many seconds.
 APART_S = 600.0
-# Maximum number of moments per product, and the age in seconds at which timings expire. A product
-# with that many quiet timings is not timed again until some expire.
-MOST_MOMENTS = 6
+# Number of timings on a quiet machine after which an operation is not timed again, and the age in
+# seconds of the last timing at which the stored time expires.
+QUIET_TIMINGS = 2
 OLD_S = 30 * 86400.0
 
 # Rows of activations for which costs are measured. Costs are interpolated linearly between them,
@@ -61,8 +59,8 @@ ROWS = (1, 4, 16, 64, 256)
 # which it multiplies row by row.
 FILE, OWN, UPSTREAM = "file", "cpu", "upstream"
 
-# Version 2: medians of the runs, with keys and values that exceed all caches.
-_FORMAT = "moe-edge speed 2"
+# Version 3: one record for each operation.
+_FORMAT = "moe-edge speed 3"
 # Maximum repetitions of a timing during which threads waited for a core: per timing, and in total.
 _TRIES, _REPEATS = 3, 30
 # Number of rounds for the operations of an answer's token. A machine's speed changes within
@@ -91,31 +89,28 @@ _ROUGH_ROWS, _ROUGH_S = 64, 0.04
 
 
 class Timing(NamedTuple):
-    """One timing of an operation.
+    """What is stored of the timings of one operation.
 
-    at: system time of the timing, in seconds. quiet: hardly any other program ran meanwhile.
+    seconds: the smallest of them. n_quiet: the number of timings while hardly any other program
+    ran. at: system time of the last timing, in seconds.
     """
 
     seconds: float
+    n_quiet: int
     at: float
-    quiet: bool
 
 
 class Timings:
     """The valid timings of many operations at the time `now`, by the key of the operation."""
 
-    def __init__(self, now: float, of: Mapping[str, Iterable[Timing]] | None = None) -> None:
+    def __init__(self, now: float, of: Mapping[str, Timing] | None = None) -> None:
         """Keep the stored timings that are still valid.
 
-        now: system time in seconds. of: maps the key of an operation to its stored timings. Expired
+        now: system time in seconds. of: maps the key of an operation to its stored timing. Expired
         timings and timings from the future are dropped.
         """
         self._now = now
-        self.of: dict[str, list[Timing]] = {}
-        for key, kept in (of or {}).items():
-            young = [each for each in kept if 0 <= now - each.at < OLD_S]
-            if young:
-                self.of[key] = sorted(young, key=lambda each: each.at)
+        self.of = {key: kept for key, kept in (of or {}).items() if 0 <= now - kept.at < OLD_S}
 
     @classmethod
     def load(cls, path: Path, form: str, now: float) -> Timings:
@@ -126,7 +121,7 @@ class Timings:
         """
         known = recalled(path, form, "timings")
         with suppress(TypeError, ValueError):
-            return cls(now, {key: [_read(*each) for each in kept] for key, kept in known.items()})
+            return cls(now, {key: _read(*kept) for key, kept in known.items()})
         return cls(now)
 
     def save(self, path: Path, form: str) -> None:
@@ -135,52 +130,33 @@ class Timings:
 
     def least(self, key: str) -> float | None:
         """Return the minimum seconds of an operation; None if the operation was never timed."""
-        kept = self.of.get(key)
-        return min(each.seconds for each in kept) if kept else None
+        return self.of[key].seconds if key in self.of else None
 
-    def is_due(self, key: str, n_needed: int = 2) -> bool:
+    def is_due(self, key: str, n_needed: int = QUIET_TIMINGS) -> bool:
         """Return whether to time an operation now.
 
-        A timing is quiet if hardly any other program ran meanwhile. An operation is timed if it has
-        no quiet timing. It is also timed if fewer than `n_needed` quiet timings agree, and the last
-        timing is at least ten minutes old (APART_S). After six quiet timings (MOST_MOMENTS), the
-        result is False.
+        An operation is timed until `n_needed` of its timings were made on a quiet machine, but at
+        most once in ten minutes (APART_S).
         """
-        kept = self.of.get(key, [])
-        another = not kept or self._now - kept[-1].at >= APART_S
-        quiet = sum(each.quiet for each in kept)
-        if not quiet:
-            return another or len(kept) < MOST_MOMENTS
-        least = min(each.seconds for each in kept)
-        agreeing = sum(each.quiet and each.seconds <= AGREE * least for each in kept)
-        return another and agreeing < n_needed and quiet < MOST_MOMENTS
+        kept = self.of.get(key)
+        return kept is None or (kept.n_quiet < n_needed and self._now - kept.at >= APART_S)
 
     def was_quiet(self, key: str) -> bool:
         """Return whether any timing of an operation was made on a quiet machine."""
-        return any(each.quiet for each in self.of.get(key, ()))
+        return key in self.of and self.of[key].n_quiet > 0
 
     def add(self, key: str, seconds: float, quiet: bool) -> None:
-        """Add a timing of an operation that was made now.
-
-        Of two timings within ten minutes (APART_S), only the smaller one is kept.
-        """
-        kept = self.of.setdefault(key, [])
-        if kept and self._now - kept[-1].at < APART_S:
-            last = kept.pop()
-            kept.append(min(last, last._replace(seconds=seconds, quiet=quiet)))
-        else:
-            kept.append(Timing(seconds, self._now, quiet))
-        if len(kept) > MOST_MOMENTS:
-            # The current timing stays, because it records when the product was last timed.
-            kept.remove(max(kept[:-1], key=lambda each: (not each.quiet, each.seconds)))
+        """Add a timing of an operation that was made now."""
+        kept = self.of.get(key, Timing(math.inf, 0, self._now))
+        self.of[key] = Timing(min(seconds, kept.seconds), kept.n_quiet + quiet, self._now)
 
 
-def _read(seconds: object, at: object, quiet: object) -> Timing:
+def _read(seconds: object, n_quiet: object, at: object) -> Timing:
     """Parse one stored timing. Raises ValueError for invalid values."""
-    times = isinstance(seconds, float) and isinstance(at, float) and isinstance(quiet, bool)
+    times = isinstance(seconds, float) and isinstance(n_quiet, int) and isinstance(at, float)
     if not (times and 0.0 < seconds < 1e6):  # type: ignore[operator]
         raise ValueError
-    return Timing(seconds, at, quiet)  # type: ignore[arg-type]
+    return Timing(seconds, n_quiet, at)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,8 +192,7 @@ class Speeds(Closing):
     """Measures the seconds of matrix products and other operations on this machine.
 
     The timings are stored in the user cache. The seconds of an operation are the minimum of its
-    timings at several moments. An operation whose timings do not agree yet is timed again in later
-    runs.
+    timings at several moments.
     """
 
     def __init__(

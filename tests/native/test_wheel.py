@@ -139,6 +139,12 @@ def test_it_answers_and_reports_its_instruction_set(run):
     assert re.search(rf"\(({'|'.join(portable.SETS)})\)$", found), found
 
 
+def test_readmes_lines_of_python_print_only_the_answer(run):
+    lines = re.search("```python\n(.*?)```", (REPO / "README.md").read_text(), re.DOTALL)[1]
+    done = run("-c", lines.replace("MODEL.gguf", str(DEMO)) + "\nassert answer.tokens > 1\n")
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.strip(), done
+
+
 def test_the_server_needs_no_compiler(run, tmp_path):
     code = """
 from orchestrator.native.llama import Bindings

@@ -20,13 +20,14 @@ from orchestrator.cost.planner import Planner, ResolvedPlan
 from orchestrator.cost.plans import (
     AS_FAST,
     LENGTHS,
+    REPLACES,
     Candidate,
     Frontier,
     TakenPlans,
     behind_text,
     choose,
 )
-from orchestrator.cost.speeds import AGREE, DISTURBED
+from orchestrator.cost.speeds import DISTURBED
 from orchestrator.errors import ConfigError
 from orchestrator.events import SKIP
 from orchestrator.plan.planning import plan, plan_memory
@@ -247,12 +248,12 @@ def test_equally_fast_plans_are_ordered_by_loss():
 
 
 def test_the_previous_plan_stays_until_another_is_clearly_faster():
-    """The previous plan is kept unless another is more than AGREE times as fast. Its remaining loss
-    budget may differ, because that depends on the routing."""
+    """The previous plan is kept unless another is more than REPLACES times as fast. Its remaining
+    loss budget may differ, because that depends on the routing."""
     fast = made("a", 1.0, 0.01)
     for name, token_ms, kl, stays in (
-        ("b", 1.0 * AGREE, 0.02, True),
-        ("b", 1.01 * AGREE, 0.02, False),
+        ("b", 1.0 * REPLACES, 0.02, True),
+        ("b", 1.01 * REPLACES, 0.02, False),
         ("b", 1.1, 0.2, False),  # its loss is now above the allowed one
         ("c", 1.1, 0.02, False),  # not the previous plan
     ):

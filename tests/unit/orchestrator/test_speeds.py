@@ -21,7 +21,6 @@ from orchestrator.cost.products import Product, Small, Timer
 from orchestrator.cost.speeds import (
     APART_S,
     FILE,
-    MOST_MOMENTS,
     OLD_S,
     OWN,
     UPSTREAM,
@@ -36,31 +35,28 @@ DAY = 86400.0
 
 
 def kept(*of, now=10 * DAY):
-    return Timings(now, {"x": [Timing(*each) for each in of]})
+    return Timings(now, {"x": Timing(*of)} if of else None)
 
 
-def test_the_shortest_time_is_used_and_two_equal_undisturbed_ones_end_measuring():
+def test_the_shortest_time_is_used_and_two_undisturbed_ones_end_measuring():
     assert kept().least("x") is None and kept().is_due("x")
-    early = 9 * DAY
-    one = kept((3.0, early, True))
-    assert one.least("x") == 3.0 and one.is_due("x")
-    slow = kept((3.0, early, True), (9.0, early + APART_S, True))
-    assert slow.least("x") == 3.0 and slow.is_due("x")  # either one may have been disturbed
-    assert not kept((3.0, early, True), (3.3, early + APART_S, True)).is_due("x")
-    assert kept((3.0, early, True), (3.3, early + APART_S, False)).is_due("x")
+    timings = kept()
+    timings.add("x", 9.0, quiet=False)
+    assert timings.least("x") == 9.0 and not timings.is_due("x")  # not again at the same moment
+    timings.add("x", 3.0, quiet=True)
+    timings.add("x", 4.0, quiet=False)
+    assert timings.of["x"] == (3.0, 1, 10 * DAY)
+    early = 10 * DAY - APART_S
+    assert kept(3.0, 1, early).is_due("x") and not kept(3.0, 2, early).is_due("x")
 
 
 def test_old_times_are_dropped_if_the_machine_became_slower():
-    fast = (1.0, 0.0, True), (1.0, APART_S, True)
-    slow = (3.0, OLD_S, True)
-    assert kept(*fast, slow, now=OLD_S).least("x") == 1.0
-    later = kept(*fast, slow, now=OLD_S + APART_S)
-    assert later.least("x") == 3.0 and later.is_due("x")
-    ahead = kept((1.0, 11 * DAY, True))
-    assert ahead.least("x") is None  # a time in the future: the clock was or is wrong
+    assert kept(1.0, 2, 0.0, now=OLD_S - 1).least("x") == 1.0
+    assert kept(1.0, 2, 0.0, now=OLD_S).is_due("x")
+    assert kept(1.0, 2, 11 * DAY).least("x") is None  # in the future: the clock was or is wrong
 
 
-@cases("damage", None, [], {"x": 3}, {"x": [[1.0, 2.0]]}, {"x": [[-1.0, 2.0, True]]})
+@cases("damage", None, [], {"x": 3}, {"x": [1.0, 2.0]}, {"x": [-1.0, 2, 1.0]})
 def test_damaged_timings_are_ignored(damage, tmp_path):
     path = tmp_path / "speeds.json"
     path.write_text(json.dumps({"format": "a form", "timings": damage}))
@@ -108,23 +104,17 @@ def session(machine, seconds, after_s, others=0.0, **settings):
 def test_a_disturbed_measurement_is_replaced(machine):
     """A time that other programs made ten times as long is replaced by a later, undisturbed one."""
     assert session(machine, 10.0, 0, others=1.0) == (10.0, True)
-    assert session(machine, 1.0, 5) == (1.0, False)
-    assert session(machine, 10.0, 5) == (1.0, False) and machine.asked == 2
+    assert session(machine, 1.0, 5) == (10.0, True) and machine.asked == 1  # the same moment
+    assert session(machine, 1.0, APART_S) == (1.0, False)
     assert session(machine, 8.0, APART_S, others=1.0) == (1.0, False)
     assert session(machine, 1.1, APART_S) == (1.0, False) and machine.asked == 4
     assert session(machine, 9.0, DAY) == (1.0, False) and machine.asked == 4
 
 
 def test_measuring_continues_until_it_is_undisturbed(machine):
-    """Measurements continue until one is undisturbed. Within one moment they are not repeated."""
-    for number in range(2 * MOST_MOMENTS):
+    for number in range(9):
         assert session(machine, 10.0 + number, APART_S, others=1.0) == (10.0, True)
-    assert session(machine, 10.0, 5, others=1.0) == (10.0, True)
-    assert machine.asked == 2 * MOST_MOMENTS
-    assert session(machine, 1.0, APART_S) == (1.0, False)
-    assert session(machine, 1.0, APART_S) == (1.0, False)
-    assert session(machine, 1.0, DAY) == (1.0, False)
-    assert machine.asked == 2 * MOST_MOMENTS + 2
+    assert machine.asked == 9
 
 
 def test_products_of_decode_steps_are_timed_in_rounds(machine, monkeypatch):
