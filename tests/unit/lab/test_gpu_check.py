@@ -38,7 +38,7 @@ def test_every_test_for_a_gpu_has_its_part_and_its_order():
     """Each test has a part and a unique name, under which pytest finds it."""
     steps = gpu_check.find_tests(emulated=False)
     parts = [step.part for step in steps]
-    assert set(parts) == set(gpu_check.PARTS)
+    assert set(parts) == set(gpu_check.PARTS) - set(gpu_check.COMMANDS_ONLY)
     assert all("[gpu" in step.name or "test_gpu.py" in step.name for step in steps)
     assert len({step.slug for step in steps}) == len(steps)
     assert gpu_check.part_of(TEST) == "managed"
@@ -129,6 +129,15 @@ def test_without_a_gpu_all_is_skipped(monkeypatch, tmp_path, capsys):
     assert gpu_check.run(report, None, "", False, print)
     assert report.read_text().count("| skipped |") == len(gpu_check.COMMANDS)
     assert "no GPU: no driver" in capsys.readouterr().out
+
+
+def test_the_paper_s_table_needs_neither_tests_nor_the_demo(folder, monkeypatch):
+    """The part table3 runs only its benchmarks, each within eight minutes."""
+    monkeypatch.setattr(gpu_check, "find_tests", lambda *_: pytest.fail("tests are listed"))
+    steps = list(gpu_check._steps("table3", folder, emulated=False))
+    assert len(steps) == 4 and all(step.limit_s == 480 for step in steps)
+    assert all("--table3" in step.command and "--keep" in step.command for step in steps)
+    assert not any(str(gpu_check.DEMO_MODEL) in step.command for step in steps)
 
 
 def test_an_unknown_part_and_a_missing_checkout_are_refused(tmp_path, monkeypatch):
