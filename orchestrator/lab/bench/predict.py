@@ -212,25 +212,22 @@ def replayed(trace: Trace, case: Case, speed: float, measured_from: int) -> Resu
     `speed` is the link in bytes per second. The decode steps before number `measured_from` are
     ignored.
     """
-    settings = dict(case.settings)
-    tiers = {"low_tier": settings.pop("low_tier", None)}
-    every, given = expert_bytes(trace), {}
-    if settings.pop("losses", None) is not None:
-        given["losses"] = default_path(DEMO_MODEL)
-        tiers["low_tier"] = SKIP_TIER
+    settings, every = dict(case.settings), expert_bytes(trace)
     settings.pop("force_managed", None)
+    table = None if settings.pop("losses", None) is None else default_path(DEMO_MODEL)
+    low = settings.pop("low_tier", None if table is None else SKIP_TIER)
     assert case.cap is not None
     slots = int(case.cap * every)
     if case.one_token:
         slots = every * trace.n_expert_used // (trace.n_expert * trace.n_layers)
-    options = ReplayOptions(
-        policy=settings.pop("policy"),
-        expert_ram=slots,
-        bandwidth=int(speed),
-        settings=settings,
-        **{name: tier for name, tier in tiers.items() if tier is not None},
-        **given,
-    )
+    given = {
+        "policy": settings.pop("policy"),
+        "low_tier": low,
+        "losses": table,
+        "expert_ram": slots,
+        "bandwidth": int(speed),
+    }
+    options = replace(ReplayOptions.of(given), settings=settings)
     transport, time = speed_and_time(trace.header, options)
     setup = set_up_for(trace, options, policy_class(options.policy or ""), transport)
     outcome = simulate(Bindings.load().library(), trace, setup, transport, time)
