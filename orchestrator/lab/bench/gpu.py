@@ -216,7 +216,7 @@ class Gpu(Benchmark):
     """
 
     options = GpuOptions
-    columns = (
+    columns: Sequence[Column] = (
         NAME,
         step(2),
         TTFT,
@@ -486,6 +486,8 @@ class Gpu(Benchmark):
             add_over_demand(rows)
         reads = [each.bytes_per_s for each in self.bandwidths]
         reference = [row for row in rows if row["role"] == "reference"]
+        if self.on.table3 and not reference:
+            return  # the time of computing alone is not known
         compute = best_runs(reference) or [0.0] * len(reads)
         for row, each in zip(rows, runs, strict=True):
             if "hit_rate" in row and row["cap"] is not None:
@@ -500,30 +502,31 @@ class Gpu(Benchmark):
             else "refused"
             for name in ("pinned", "pageable", "compute")
         )
-        slower = (
-            f"--link: each expert is copied {self.times} times, so copies reach "
-            f"{link_speed(self.copies[0]) / 1e9:.1f} GB/s instead of "
-            f"{link_speed(gpu['copies']) / 1e9:.1f}. Nothing else is slower. Upstream's rows are "
-            "left out, because its copies are not slower"
-        )
-        paper = (
-            "paper: DyMoE's speed-ups over row 1, with 16 and 24 GB of an RTX 3090, PCIe 3.0 and "
-            "Mixtral-8x7B. All layers of our model have the same random experts"
-        )
-        return [
-            *([slower] if self.times > 1 else []),
-            *([paper] if options.table3 else []),
+        lines = [
             f"{gpu['name']}, {format_size(gpu['total_bytes'])}; copies to the GPU reach "
             f"{pinned} from pinned memory and {pageable} from pageable memory; the CPU computes "
             f"experts at {compute}",
             f"All rows decode {options.tokens} steps with the same {options.words} tokens, "
             f"after {options.prompt_tokens} others, in {options.runs} alternating runs. The "
-            "columns x TPOT and x TTFT are relative to the best upstream row. The policy dymoe "
-            f"has --retention {options.retention}.",
+            f"policy dymoe has --retention {options.retention}.",
+            "Rows 1 to 6 are those of DyMoE's Table 3, and their missing experts are copied to "
+            "the GPU.",
+        ]
+        if self.times > 1:
+            lines.insert(
+                0,
+                f"--link: each expert is copied {self.times} times, so copies reach "
+                f"{link_speed(self.copies[0]) / 1e9:.1f} GB/s instead of "
+                f"{link_speed(gpu['copies']) / 1e9:.1f}. Nothing else is slower. Upstream's rows "
+                "are left out, because its copies are not slower.",
+            )
+        if options.table3:
+            return [*lines, table3.INTRO.format(options.prompt_tokens, options.n_ubatch)]
+        return [
+            *lines,
+            "x TPOT and x TTFT: relative to the best upstream row. x row 1: TPOT relative to row 1",
             "bound: the shortest possible time, which is max(compute time with all experts on "
             "the GPU, missed bytes / bandwidth)",
-            "Rows 1 to 6 are those of DyMoE's Table 3, and their missing experts are copied to "
-            "the GPU. The column x row 1 compares TPOT with that of row 1.",
         ]
 
 

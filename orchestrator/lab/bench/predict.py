@@ -300,12 +300,12 @@ def predict(on: Any, note: Note) -> Report:
         Column("p50", "tpot_ms_p50", fixed(1), "ms"),
         Column("p99", "tpot_ms_p99", fixed(1), "ms"),
         Column("as H200", "as_h200_ms", fixed(1), "ms"),
-        Column(f"TTFT {on.prompt_tokens}", "ttft_ms", fixed(0), "ms"),
+        Column(f"{on.prompt_tokens}", "ttft_ms", fixed(0), "ms"),
         Column(f"{on.n_ubatch}", "long_ms", fixed(0), "ms"),
         HIT,
         moved("copied_bytes_per_token"),
         Column("wait", "waited_ms", fixed(1), "ms"),
-        Column("x row 1", "speedup_tpot", fixed(2)),
+        Column("x TPOT", "speedup_tpot", fixed(2)),
         Column("paper", lambda row: table3.paper_text(row, "tpot")),
     )
     tables = []

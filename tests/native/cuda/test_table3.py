@@ -40,4 +40,4 @@ def test_rows_of_the_paper(device, emulated, monkeypatch, tmp_path):
     assert any("copied 3 times" in note for note in notes)
     assert sum("waits in us per layer and token" in note for note in notes) == len(rows)
     text = report.text()
-    assert "each expert is copied 3 times" in text and "2.43, 3.71" in text
+    assert "each expert is copied 3 times" in text and "2.43/3.71" in text

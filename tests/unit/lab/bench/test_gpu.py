@@ -73,10 +73,8 @@ def test_memory_of_kernels_is_not_taken_from_experts(monkeypatch, tmp_path, kern
 
 def read_expert(model, layer):
     """The bytes of the first expert's up matrix in the best precision."""
-    piece = model.slices[layer][UP][0]
-    with model.files[piece.file].open("rb") as file:
-        file.seek(piece.offset)
-        return file.read(piece.expert_bytes)
+    number, offset, n_bytes, _ = model.slices[layer][UP][0]
+    return model.files[number].read_bytes()[offset : offset + n_bytes]
 
 
 def row(name, cap, role, tpot, ttft):
