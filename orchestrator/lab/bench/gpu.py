@@ -99,20 +99,17 @@ class GpuOptions(BenchOptions):
     )
     link: int | None = setting(
         None,
-        "Slow copies of experts down to about this bandwidth, by copying each expert several "
-        "times. Upstream's rows are then left out, because its copies are not slower.",
+        "Imitate a slower link, such as 12GB/s. Each expert is then copied several times. "
+        "Upstream's rows are left out, because its copies are not slower.",
         notation=BANDWIDTH,
         metavar="SPEED",
-        shown="that of the machine",
     )
     table3: bool = setting(
         False,
-        "Measure the rows of DyMoE's Table 3, dynaexq and floor with all 48 layers of qwen3-30b, "
-        "which are kept in memory.",
+        "Measure DyMoE's Table 3 on all layers of qwen3-30b. The 27 GB of the model are written to "
+        "memory. Rows of dynaexq and floor are added.",
     )
-    predict: bool = setting(
-        False, "With --table3 and --link: predict the rows by replay, without a GPU."
-    )
+    predict: bool = setting(False, "Predict --table3 on a --link by replay. Needs no GPU.")
     models: Path | None = setting(None, "Folder of the generated models.", option=False)
     keep: Path | None = setting(
         None,
