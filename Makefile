@@ -87,8 +87,9 @@ patches-refresh:
 cuda-check:
 	@$(TOOL) cuda-check $(if $(CUDA_ARCH),--cuda-arch $(CUDA_ARCH)) $(if $(FULL),--full)
 
+# On a GPU, the part table3 runs no tests.
 gpu-check:
-	@$(TOOL) setup --extras test $(if $(EMULATED),,--gpu cuda) $(FLAGS)
+	@$(TOOL) setup $(if $(filter table3,$(PART)$(EMULATED)),,--extras test) $(if $(EMULATED),,--gpu cuda) $(FLAGS)
 	@exec $(IN_ENV) -m orchestrator gpu-check $(if $(PART),--part $(PART)) \
 	    $(if $(STEP),--step "$(STEP)") $(if $(REPORT),--report "$(REPORT)") $(if $(EMULATED),--emulated)
 

@@ -50,12 +50,21 @@ class ModelBuilder:
 
     tiers: types of the precisions of experts, the best first.
     routing: how often experts are used: "uniform", or "zipf" for a Zipf law with exponent zipf_s.
+    same_layers: give all layers the experts of the first one, whose data is generated only once.
     """
 
     def __init__(
-        self, shape: Shape, tiers: list[GGMLType], routing: str, zipf_s: float, seed: int
+        self,
+        shape: Shape,
+        tiers: list[GGMLType],
+        routing: str,
+        zipf_s: float,
+        seed: int,
+        same_layers: bool = False,
     ) -> None:
         self.shape, self.tiers, self.seed = shape, tiers, seed
+        self._same_layers = same_layers
+        self._made: dict[tuple[str, GGMLType], list[sw.Bytes]] = {}
         s = shape
         use = np.full(s.n_expert, s.n_expert_used / s.n_expert)
         if routing != "uniform":
@@ -199,7 +208,8 @@ class ModelBuilder:
             name = expert_tensor_name(il, KINDS.index(kind))
             for i, tier in enumerate(self.tiers):
                 full = expert_tensor_name(il, KINDS.index(kind), tier.tier_name if i else None)
-                yield PlannedTensor(full, shape, tier, self._experts(name, shape, tier, std))
+                seed_name = expert_tensor_name(0, KINDS.index(kind)) if self._same_layers else name
+                yield PlannedTensor(full, shape, tier, self._experts(seed_name, shape, tier, std))
         if s.n_shared:
             yield from self._gated(p, "_shexp", s.n_shared * s.n_ff_exp)
         if s.arch == "qwen2moe":
@@ -217,7 +227,12 @@ class ModelBuilder:
                 key = self._key(name, expert + 1)
                 yield make(key, tier, shape[0] * shape[1], std)
 
-        return chunks
+        def kept() -> Iterator[sw.Bytes]:
+            if (name, tier) not in self._made:
+                self._made[name, tier] = list(chunks())
+            return iter(self._made[name, tier])
+
+        return kept if self._same_layers else chunks
 
     def _router(self, il: int) -> PlannedTensor:
         """Return the router of a layer, which makes experts as popular as `routing` demands.

@@ -33,6 +33,7 @@ def write(
     zipf_s: float = 1.0,
     seed: int = 0,
     alignment: int | None = None,
+    same_layers: bool = False,
     progress: Callable[[float], None] | None = None,
 ) -> Path:
     """Write a synthetic model, which has random weights, to a GGUF file and return the path.
@@ -43,6 +44,8 @@ def write(
         the same model. Other types have independent weights and cannot be combined.
     routing: how often experts are used: "uniform", or "zipf" for a Zipf law with exponent zipf_s.
     alignment: alignment of tensor data in bytes. Default: 32, or 4096 for a packed file.
+    same_layers: give all layers the experts of the first one, so that a large file is written as
+        fast as the disk allows. Routers and all other weights still differ.
     progress: called with the finished share, 0 to 1.
     Raises TensorShapeError, QuantizeError or WriteError, which are all GGUFError.
     """
@@ -50,7 +53,7 @@ def write(
         shape = preset(shape)
     types = _checked(shape, tiers, routing)
     alignment = alignment or (DEFAULT_ALIGNMENT if len(types) == 1 else EXPERT_ALIGNMENT)
-    tensors = list(ModelBuilder(shape, types, routing, zipf_s, seed).tensors())
+    tensors = list(ModelBuilder(shape, types, routing, zipf_s, seed, same_layers).tensors())
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with GGUFWriter(path, alignment) as writer:

@@ -334,7 +334,7 @@ def check(
 
 
 @click.command("gpu-check", cls=Command)
-@option("--part NAME", "Run only one part: device, kernels, managed, ..., bench.")
+@option("--part NAME", "Run only one part: device, kernels, managed, ..., bench, table3.")
 @option(
     "--step TEXT",
     "Run only the steps whose part, name or command contains this text, even if they ran before.",

@@ -47,7 +47,11 @@ PARTS: dict[str, tuple[float, str]] = {
     "fused": (300, r"test_fused\.py"),
     "engine": (300, r"test_engine\.py"),
     "bench": (900, r"test_bench\.py"),
+    "table3": (480, r"test_table3\.py"),
 }
+# Parts whose tests need no real GPU. With one, only their commands run, so that a part needs no
+# pytest.
+COMMANDS_ONLY = ("table3",)
 
 # Commands to run, as (part, title, arguments of `moe-edge`), small models first. The models have
 # random weights, and experts of the original shapes. Finished cases are saved, so that an
@@ -59,7 +63,10 @@ COMMANDS: tuple[tuple[str, str, str], ...] = (
     ("bench", "Qwen3-30B-A3B, uniform", "bench gpu --shape qwen3-30b --runs 1 --routing uniform"),
     ("bench", "Mixtral, skewed", "bench gpu --shape mixtral --runs 1"),
     ("bench", "Mixtral, uniform", "bench gpu --shape mixtral --runs 1 --routing uniform"),
-    ("bench", "all layers", "bench gpu --shape qwen3-30b --layers 48 --runs 1 --caps 25"),
+    ("table3", "a tiny model", "bench gpu --table3 --quick --link 12GB/s"),
+    ("table3", "PCIe 3.0, a quarter", "bench gpu --table3 --link 12GB/s --caps 25"),
+    ("table3", "own link, a quarter", "bench gpu --table3 --caps 25"),
+    ("table3", "PCIe 3.0, more", "bench gpu --table3 --link 12GB/s --caps 50,75"),
 )
 
 
@@ -210,13 +217,14 @@ def find_gpu() -> tuple[bool, str]:
 
 def _steps(part: str | None, folder: Folder, emulated: bool) -> Iterator[Step]:
     """Yield the steps of a part (None: of all parts), first the tests and then the commands."""
-    tests = find_tests(emulated) if TESTS.is_dir() else []
+    listed = TESTS.is_dir() and (emulated or part not in COMMANDS_ONLY)
+    tests = find_tests(emulated) if listed else []
     for each in [part] if part else PARTS:
         yield from (step for step in tests if step.part == each)
         for of_part, name, arguments in COMMANDS:
             if of_part == each and not emulated:
                 command = (sys.executable, "-m", "orchestrator", *shlex.split(arguments))
-                if of_part == "bench":
+                if of_part in ("bench", "table3"):
                     command += ("--keep", str(folder.path / f"cases-{sources()}"))
                 yield Step(each, f"{name}: moe-edge {arguments}", command, PARTS[each][0])
 

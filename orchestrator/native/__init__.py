@@ -20,6 +20,7 @@ from orchestrator.native.library import (
     host_memory,
     measure_device,
     measure_product,
+    slow_copies,
     touched_memory,
 )
 from orchestrator.native.server import (

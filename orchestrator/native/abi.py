@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-ABI_VERSION = 22
+ABI_VERSION = 23
 MAX_TIERS = 5
 MAX_AHEAD = 4
 N_KINDS = 4
@@ -275,6 +275,7 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "moe_edge_device_find": (_POINTER, [_TEXT, _TEXT, _SIZE]),
     "moe_edge_device_describe": (_INT, [_POINTER, ctypes.POINTER(CDeviceInfo)]),
     "moe_edge_device_buffer_type": (_POINTER, [_POINTER]),
+    "moe_edge_device_copy_times": (_INT, [_POINTER, _I32]),
     "moe_edge_device_measure": (_INT, [_POINTER, _U64, _I32, ctypes.POINTER(CBandwidths)]),
     "moe_edge_measure_product": (_INT, [*(_I32, _I64, _I64, _I32), *[ctypes.POINTER(_F64)] * 2]),
     "moe_edge_in_turn": (None, [_I32]),

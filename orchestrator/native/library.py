@@ -206,6 +206,11 @@ def measure_device(library: Library, device: DeviceInfo, threads: int) -> Bandwi
     return Bandwidths(*(getattr(found, name) for name, *_ in CBandwidths._fields_))
 
 
+def slow_copies(library: Library, device: DeviceInfo, times: int) -> None:
+    """Make a device copy each expert `times` times from now on, to imitate a slower link."""
+    library.device_copy_times(device.handle, times)
+
+
 class FreeCores:
     """Makes a context on the CPU decode with as many threads as cores are free.
 

@@ -273,13 +273,15 @@ bool moe_edge_cuda_device::copy_pieces(cudaStream_t stream, void * to, const voi
             pieces.push_back(std::min<uint64_t>(left, end - at));
         }
     }
-    uint64_t done = 0;
-    for (const uint64_t piece : pieces) {
-        if (!check(cudaMemcpyAsync(static_cast<char *>(to) + done, static_cast<const char *>(from) + done, piece,
-                                   cudaMemcpyHostToDevice, stream), "a copy to it failed")) {
-            return false;
+    for (int32_t times = copy_times; times > 0; times--) {
+        uint64_t done = 0;
+        for (const uint64_t piece : pieces) {
+            if (!check(cudaMemcpyAsync(static_cast<char *>(to) + done, static_cast<const char *>(from) + done, piece,
+                                       cudaMemcpyHostToDevice, stream), "a copy to it failed")) {
+                return false;
+            }
+            done += piece;
         }
-        done += piece;
     }
     return true;
 }

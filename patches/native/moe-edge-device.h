@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <string>
 
@@ -24,6 +25,9 @@ enum moe_edge_lane {
 // device is lost, error() reports it.
 struct moe_edge_device {
     virtual ~moe_edge_device() = default;
+
+    // How often copy() copies its bytes. A number above 1 imitates a slower link, see moe_edge_device_copy_times().
+    std::atomic<int32_t> copy_times { 1 };
 
     virtual std::string name() const = 0;
     virtual void memory(uint64_t * free, uint64_t * total) const = 0;

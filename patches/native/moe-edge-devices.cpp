@@ -199,6 +199,14 @@ int moe_edge_device_describe(void * device, moe_edge_device_info * out) {
     return 0;
 }
 
+int moe_edge_device_copy_times(void * device, int32_t times) {
+    if (times < 1) {
+        return -1;
+    }
+    static_cast<moe_edge_device *>(device)->copy_times = times;
+    return 0;
+}
+
 void * moe_edge_device_buffer_type(void * device) {
     return moe_edge_placeholder_type(static_cast<moe_edge_device *>(device));
 }

@@ -96,7 +96,9 @@ moe_edge_ticket moe_edge_host_device::copy(int32_t lane, void * to, const void *
                 std::this_thread::sleep_for(std::chrono::microseconds(random() % max_delay_us));
             }
         }
-        memcpy(to, from, bytes);
+        for (int32_t times = copy_times; times > 0; times--) {
+            memcpy(to, from, bytes);
+        }
     };
     return add(lane, { work, { after } });
 }

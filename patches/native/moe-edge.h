@@ -34,7 +34,7 @@ extern "C" {
 
 // The version of this interface. It increases with every change of a struct or a function below. A caller must compare
 // it with moe_edge_abi_version() before it calls any other function.
-#define MOE_EDGE_ABI_VERSION 22
+#define MOE_EDGE_ABI_VERSION 23
 
 #define MOE_EDGE_API __attribute__((visibility("default")))
 
@@ -339,6 +339,9 @@ MOE_EDGE_API int moe_edge_device_describe(void * device, struct moe_edge_device_
 // Returns the ggml_backend_buffer_type_t in which the expert tensors of a model must be placed if its store is on this
 // device.
 MOE_EDGE_API void * moe_edge_device_buffer_type(void * device);
+// Sets how often a device copies each expert to itself from now on, also in moe_edge_device_measure. With n times, copies
+// are n times as slow as the link; nothing else changes. For measurements. Returns 0, or -1 if `times` is below 1.
+MOE_EDGE_API int moe_edge_device_copy_times(void * device, int32_t times);
 // Measures how fast a device receives data and how fast the host computes, with `bytes` bytes (at least 1 MiB) and
 // n_threads host threads. Allocates `bytes` on the device and twice as much in host memory, and frees both. Returns 0,
 // or -1 if there is not enough memory or the device is lost.

@@ -7,7 +7,7 @@ import pytest
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import BLOCK, GGMLType, device_slot_bytes, row_bytes
 from orchestrator.errors import ConfigError
-from orchestrator.native import find_device, measure_device
+from orchestrator.native import find_device, measure_device, slow_copies
 from orchestrator.native.abi import CBandwidths
 from orchestrator.native.llama import Bindings
 from orchestrator.plan.machine import runs_flash
@@ -52,6 +52,12 @@ def test_copies_are_timed(library):
     assert speed.compute > MIB
     assert speed.pageable > MIB
     assert speed.round_trip_us > 0
+    slow_copies(library, device, 8)
+    try:
+        assert measure_device(library, device, 1).pageable < speed.pageable / 3
+    finally:
+        slow_copies(library, device, 1)
+    assert library.device_copy_times(device.handle, 0) == -1
     no_room = CBandwidths()
     assert library.device_measure(device.handle, 1 << 62, 1, ctypes.byref(no_room)) == -1
 

@@ -48,7 +48,7 @@ class Benchmark(ABC):
     """
 
     options: ClassVar[type[BenchOptions]]
-    columns: ClassVar[Sequence[Column]]
+    columns: Sequence[Column]
 
     def open(self, on: Any, note: Note) -> None:
         """Open the model that is measured. It is generated if it is missing.
@@ -162,10 +162,16 @@ class Benchmark(ABC):
                     continue
                 self.note(f"run {number + 1} of {self.on.runs}: {case.key}")
                 earlier.append(self.measure(case, number))
+                self.measured(case, earlier)
                 if case.cap is not None and case.system == "engine":
                     after = self.bandwidth(number, 0.5).bytes_per_s
                     earlier[-1]["disk"], before = [before, after], after
         return results
+
+    def measured(self, case: Case, runs: Sequence[Result]) -> None:
+        """Called after each run of a case, with all its runs so far. Reports a failure at once."""
+        if "error" in runs[-1]:
+            self.note(f"{case.key}: {runs[-1]['error']}")
 
     def skip(self, reason: str) -> None:
         """Report once why a part of the benchmark could not be measured.
@@ -265,7 +271,8 @@ class Benchmark(ABC):
 
     @staticmethod
     def _spawn(job: Job, enter: Callable[[], object] | None = None) -> Result:
-        seconds = START_SECONDS + 2 * sum(part.seconds for part in job.parts)
+        start_seconds = START_SECONDS if job.start_seconds is None else job.start_seconds
+        seconds = start_seconds + 2 * sum(part.seconds for part in job.parts)
         return run_child("orchestrator.lab.bench.child", job, seconds, enter)
 
     def job(self, case: Case, number: int) -> Job:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from orchestrator.errors import ConfigError
 from orchestrator.lab.bench.models import LOW
@@ -150,6 +150,25 @@ ON_DEMAND = "1 load on demand"
 CACHE, CACHE_AHEAD = "2 cache", "3 cache + prefetch"
 MIXED, MIXED_AHEAD = "4 cache + 4/2", "5 cache + 4/2 + prefetch"
 SKIP_AHEAD = "6 cache + 4/0 + prefetch"
+
+
+class PaperRatios(NamedTuple):
+    """Speed-ups of a row of Table 3 over its first row, as printed in the paper.
+
+    Each pair has the values for a GPU with 16 GB and one with 24 GB.
+    """
+
+    tpot: tuple[float, float]
+    ttft: tuple[float, float]
+
+
+PAPER_RATIOS = {
+    CACHE: PaperRatios((1.88, 2.20), (1.72, 2.08)),
+    CACHE_AHEAD: PaperRatios((2.13, 2.52), (1.98, 2.58)),
+    MIXED: PaperRatios((2.14, 3.51), (1.88, 4.21)),
+    MIXED_AHEAD: PaperRatios((2.43, 3.71), (2.39, 4.81)),
+    SKIP_AHEAD: PaperRatios((2.67, 4.26), (2.60, 5.43)),
+}
 PAPER = (ON_DEMAND, CACHE, CACHE_AHEAD, MIXED, MIXED_AHEAD, SKIP_AHEAD)
 
 

@@ -99,6 +99,9 @@ class Job:
       GPU.
     - counts: also count the operations of the emulated GPU.
     - device: the device whose memory is reported.
+    - start_seconds: time limit for everything except the decode steps; None for
+      the default.
+    - copy_times: how often the device copies each expert, to imitate a slower link.
     - sequences: number of sequences that decode in one batch; only for "engine".
     """
 
@@ -116,6 +119,8 @@ class Job:
     warm_host: bool = False
     counts: bool = False
     device: str | None = None
+    start_seconds: float | None = None
+    copy_times: int = 1
     sequences: int = 0
 
     def __post_init__(self) -> None:
@@ -236,6 +241,20 @@ def free_bytes(device: str | None) -> int:
     return find_device(Bindings.load().library(), device).memory_bytes
 
 
+def slow_link(job: Job) -> None:
+    """Make the job's device copy each expert as often as the job says."""
+    if job.device is None or job.copy_times == 1:
+        return
+    from orchestrator.native import slow_copies
+    from orchestrator.native.llama import Bindings
+    from orchestrator.plan.machine import find_gpu
+
+    bindings = Bindings.load()
+    gpu = find_gpu(bindings, job.device)
+    if gpu is not None:
+        slow_copies(bindings.library(), gpu.info, job.copy_times)
+
+
 def run_device(job: Job) -> Result:
     """Measure a GPU: its name, its memory and its copy bandwidth."""
     from orchestrator.errors import ConfigError
@@ -247,6 +266,7 @@ def run_device(job: Job) -> Result:
     gpu = find_gpu(bindings, job.device or "")
     if gpu is None:
         raise ConfigError(f"--device {job.device} is not a GPU: this benchmark needs one")
+    slow_link(job)
     return {
         "name": gpu.info.description,
         "index": gpu.index,
@@ -283,6 +303,7 @@ def run_engine(job: Job) -> Result:
     from orchestrator.plan.records import Needs, PlanRequest
     from orchestrator.runtime.runtime import Runtime
 
+    slow_link(job)
     sizes = {"ctx": job.n_ctx, "ubatch": job.n_ubatch, "threads": job.threads}
     config = Config.build(model=job.model, low=job.low, **sizes, **job.settings)
     free = free_bytes(job.device)

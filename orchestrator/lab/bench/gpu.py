@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from orchestrator.cache.files import write_whole
 from orchestrator.config import MISSES
 from orchestrator.cost import disk
 from orchestrator.errors import ConfigError, MoeEdgeError
+from orchestrator.lab.bench import table3
 from orchestrator.lab.bench.benchmark import Benchmark
 from orchestrator.lab.bench.cases import (
     MIXED_AHEAD,
@@ -27,8 +29,9 @@ from orchestrator.lab.bench.cases import (
 )
 from orchestrator.lab.bench.child import COLD, Job, Part, decode, prompt, settle
 from orchestrator.lab.bench.counts import count
-from orchestrator.lab.bench.models import Note
-from orchestrator.lab.bench.options import BenchOptions
+from orchestrator.lab.bench.models import HIGH, LOW, Note, model_bytes
+from orchestrator.lab.bench.options import Asked, BenchOptions
+from orchestrator.lab.bench.predict import predict
 from orchestrator.lab.bench.rows import (
     HIT,
     MIX,
@@ -41,6 +44,7 @@ from orchestrator.lab.bench.rows import (
     caps_of,
     case_row,
     good,
+    median_ms,
     moved,
     per_token,
     step,
@@ -49,8 +53,15 @@ from orchestrator.lab.table import Column, Report, fixed, percent
 from orchestrator.native.abi import WAITS
 from orchestrator.plan.footprint import model_shape
 from orchestrator.runtime.load import SPARE_BYTES
-from orchestrator.settings import inherit, setting
+from orchestrator.settings import Notation, inherit, parse_size, setting
 
+
+def parse_bandwidth(text: str) -> int:
+    """Convert a text such as "12GB/s" to bytes per second. Raises ConfigError."""
+    return parse_size(text.removesuffix("/s"))
+
+
+BANDWIDTH = Notation(parse_bandwidth, lambda speed: f"{speed / 1e9:g}GB/s")
 UPSTREAM, UPSTREAM_CPU = "upstream, n-cpu-moe", "upstream, all on CPU"
 UPSTREAM_ON_GPU, MANAGED_ON_GPU = "upstream, all on GPU", "lru, all on GPU"
 LRU_WAYS = tuple(how for how in MISSES if how != "auto")
@@ -87,17 +98,58 @@ class GpuOptions(BenchOptions):
     emulated: bool = setting(
         False, "Use the emulated GPU of a source checkout. Works only with --counts."
     )
+    link: int | None = setting(
+        None,
+        "Imitate a slower link, such as 12GB/s. Each expert is then copied several times. "
+        "Upstream's rows are left out, because its copies are not slower.",
+        notation=BANDWIDTH,
+        metavar="SPEED",
+    )
+    table3: bool = setting(
+        False,
+        "Measure DyMoE's Table 3 on all layers of qwen3-30b. The 27 GB of the model are written to "
+        "memory. Rows of dynaexq and floor are added.",
+    )
+    predict: bool = setting(False, "Predict --table3 on a --link by replay. Needs no GPU.")
+    models: Path | None = setting(None, "Folder of the generated models.", option=False)
     keep: Path | None = setting(
         None,
         "Save the figures of each row in this folder. A later call reuses them.",
         metavar="DIR",
     )
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.predict and not (self.table3 and self.link):
+            raise ConfigError("--predict needs --table3 and --link: give both, or leave it out")
+
+    @classmethod
+    def of(cls: type[Asked], given: Mapping[str, Any]) -> Asked:
+        """Return the options of the command line. With --table3, others have other defaults."""
+        if given.get("table3"):
+            quick = ("shape", "layers") if given.get("quick") else ()
+            usual = {name: v for name, v in table3.DEFAULTS.items() if name not in quick}
+            given = usual | {name: v for name, v in given.items() if v is not None}
+        return super().of(given)
+
     def parts(self) -> list[Part]:
         # The first prompt starts with empty slots (cold). The second prompt starts with the experts
         # that decoding left in memory, like the second question of a chat.
         first = [prompt(self.prompt_tokens, COLD), settle(self.warmup, self.max_seconds / 3)]
-        return [*first, prompt(self.prompt_tokens), decode(self.tokens, self.max_seconds)]
+        found = [*first, prompt(self.prompt_tokens), decode(self.tokens, self.max_seconds)]
+        return [*found, prompt(self.n_ubatch, table3.LONG)] if self.table3 else found
+
+    @property
+    def n_ubatch(self) -> int:
+        return self.prompt_tokens * (table3.LONGER if self.table3 else 1)
+
+    @property
+    def same_layers(self) -> bool:
+        return self.table3
+
+    @property
+    def folder(self) -> Path:
+        return self.models or super().folder
 
     @property
     def caps_process(self) -> bool:
@@ -106,6 +158,12 @@ class GpuOptions(BenchOptions):
         This is always True, because a cap limits all GPU memory of the model.
         """
         return True
+
+
+def nearest_times(own: float, wanted: float) -> int:
+    """Return how often to copy, so that a link of `own` bytes per second is nearest to `wanted`."""
+    fewer = max(1, int(own / wanted))
+    return min((fewer, fewer + 1), key=lambda times: abs(own / times - wanted))
 
 
 def add_over_demand(rows: Sequence[Result]) -> None:
@@ -156,11 +214,12 @@ class Gpu(Benchmark):
 
     - gpu: description of the GPU, from `ask_device`.
     - fixed_memory: GPU memory of the model without experts.
+    - times: how often each expert is copied, to imitate a slower link.
     - copies: bandwidth of copies to the GPU, measured before each run.
     """
 
     options = GpuOptions
-    columns = (
+    columns: Sequence[Column] = (
         NAME,
         step(2),
         TTFT,
@@ -172,6 +231,8 @@ class Gpu(Benchmark):
         Column("x TTFT", "ttft_speedup", fixed(2)),
         Column("x row 1", "speedup_tpot", fixed(2)),
     )
+    on: GpuOptions = GpuOptions()
+    times = 1
     fixed_memory: FixedMemory
     cap_words = "space for {:.0%} of the experts on the GPU"
 
@@ -182,14 +243,35 @@ class Gpu(Benchmark):
         """
         if on.counts != on.emulated:
             raise ConfigError("--counts and --emulated need each other: give both or neither")
-        return count(on.retention, note) if on.counts else super().run(on, note)
+        if on.counts:
+            return count(on.retention, note)
+        if on.predict:
+            return predict(on, note)
+        if not on.table3:
+            return super().run(on, note)
+        folder = table3.memory_folder(model_bytes(on, (HIGH, LOW)))
+        try:
+            return super().run(replace(on, models=folder), note)
+        finally:
+            if folder is not None:  # the models would occupy memory
+                shutil.rmtree(folder, ignore_errors=True)
 
     def open(self, on: GpuOptions, note: Note) -> None:
         """Find the GPU, then open the model that is measured.
 
         Raises ConfigError if no GPU is found, before the model is generated.
         """
-        self.gpu, self.copies = ask_device(on.device), list[Result]()
+        self.gpu, self.copies, self.times = ask_device(on.device), list[Result](), 1
+        self.on = on
+        if on.table3:
+            self.columns = table3.columns(on.prompt_tokens)
+        if on.link is not None:
+            self.times = nearest_times(link_speed(self.gpu["copies"]), on.link)
+            speed = link_speed(self.ask_link())
+            note(
+                f"each expert is copied {self.times} times: {speed / 1e9:.1f} GB/s instead of "
+                f"{link_speed(self.gpu['copies']) / 1e9:.1f}"
+            )
         super().open(on, note)
 
     def cases(self) -> list[Case]:
@@ -204,6 +286,27 @@ class Gpu(Benchmark):
         - all other policies.
         """
         self.measure_fixed_memory(self.gpu["index"])
+        listed = self._table3_cases() if self.on.table3 else self._all_cases()
+        # Copies of upstream are not slower, so its rows would not be comparable.
+        return [case for case in listed if self.times == 1 or case.system != "upstream"]
+
+    def _table3_cases(self) -> list[Case]:
+        caps, retention = self.on.caps, self.on.retention
+        number, fits = self.gpu["index"] or 0, self.fixed_memory.cpu_moe(caps[0])
+        table = table3.write_losses(self.high.with_suffix(".losses.json"), self.high)
+        listed: list[Case] = []
+        if self.times == 1:  # everything on the GPU does not depend on the link
+            listed.append(Case(UPSTREAM_ON_GPU, "upstream", None, "upstream", {"gpu": number}))
+            listed += table3.on_gpu()
+        for cap in caps:
+            ours = table3.rows_under(cap, cap == caps[0], retention, table)
+            some = {"gpu": number, "cpu_moe": fits}
+            if cap == caps[0]:
+                listed.append(Case(f"{UPSTREAM} {fits}", "upstream", cap, "upstream", some))
+            listed += [getting(case, "copy") for case in ours]
+        return listed
+
+    def _all_cases(self) -> list[Case]:
         number, retention = self.gpu["index"] or 0, self.on.retention
         listed = [
             Case(UPSTREAM_ON_GPU, "upstream", None, "upstream", {"gpu": number}),
@@ -245,8 +348,13 @@ class Gpu(Benchmark):
         # Put all experts into host memory first. Otherwise, low copies that a policy has not used
         # yet would be read from disk.
         job.warm_host = case.system == "engine" and case.cap is not None
+        job.copy_times = self.times if case.system == "engine" else 1
+        if self.on.table3:
+            job.start_seconds = table3.START_SECONDS
+            if case.system == "engine":
+                job.settings["direct_io"] = False  # the file is in memory, or in the page cache
         if case.role == "probe":
-            tokens = min(self.on.prompt_tokens, self.on.n_ctx - PROBE_TOKENS)
+            tokens = min(self.on.n_ubatch, self.on.n_ctx - PROBE_TOKENS)
             job.parts = [prompt(tokens), settle(PROBE_TOKENS, self.on.max_seconds)]
             job.warm = False
         return job
@@ -303,10 +411,30 @@ class Gpu(Benchmark):
         self.fixed_memory = FixedMemory(ours, theirs, layers)
 
     def bandwidth(self, number: int, seconds: float = 1.5) -> disk.Bandwidth:
-        """Measure the disk bandwidth and, once per run, the bandwidth of copies to the GPU."""
+        """Measure the disk bandwidth and, once per run, the bandwidth of copies to the GPU.
+
+        With --table3, nothing is read from the disk, so it is measured only once.
+        """
         if len(self.copies) <= number:
-            self.copies.append(ask_device(self.on.device)["copies"])
+            self.copies.append(self.ask_link())
+        elif self.on.table3:
+            return self.bandwidths[-1]
         return super().bandwidth(number, seconds)
+
+    def forget(self) -> None:
+        """Evict the model's files from the page cache. With --table3 they stay there."""
+        if not self.on.table3:
+            super().forget()
+
+    def ask_link(self) -> Result:
+        """Measure the bandwidth of copies to the GPU, which --link may slow down."""
+        found: Result = ask_device(self.on.device, self.times)["copies"]
+        return found
+
+    def measured(self, case: Case, runs: Sequence[Result]) -> None:
+        """With --table3: print the figures of a row as soon as it has ended."""
+        if self.on.table3:
+            self.note(table3.line(case, self.row(case, runs), self.on.prompt_tokens))
 
     def row(self, case: Case, runs: Sequence[Result]) -> Result:
         """Return the row of a case: its metrics, the GPU's memory and the bytes copied to it."""
@@ -320,6 +448,8 @@ class Gpu(Benchmark):
                 "error": "the experts do not fit in the GPU's memory"
             }
         row["peak_bytes"] = max(each["memory"]["used"] for each in runs)
+        if self.on.table3:
+            row["long_ms"] = statistics.median(median_ms(runs, table3.LONG))
         if "hit_rate" in row:
             copied = [per_token(run, "copied_bytes") for run in runs]
             row["copied_bytes_per_token"] = statistics.median(copied)
@@ -336,9 +466,9 @@ class Gpu(Benchmark):
         lines = []
         for row in good(rows):
             if "hit_rate" in row:
-                waits = ", ".join(f"{cause} {row[f'{cause} wait']:.0f}" for cause in WAITS)
                 lines.append(
-                    f"{row['name']}: microseconds of waiting per layer and token, by cause: {waits}"
+                    f"{row['name']}: microseconds of waiting per layer and token, by cause: "
+                    f"{table3.waits_text(row)}"
                 )
         return super().notes(rows) + lines
 
@@ -353,9 +483,14 @@ class Gpu(Benchmark):
             upstream = [row for row in same if row["role"] == "upstream"]
             add_ratio(same, "speedup", upstream)
             add_ratio(same, "ttft_speedup", upstream, "ttft_ms_runs")
-        add_over_demand(rows)
+        if self.on.table3:
+            table3.add_over_row_1(rows)
+        else:
+            add_over_demand(rows)
         reads = [each.bytes_per_s for each in self.bandwidths]
         reference = [row for row in rows if row["role"] == "reference"]
+        if self.on.table3 and not reference:
+            return  # the time of computing alone is not known
         compute = best_runs(reference) or [0.0] * len(reads)
         for row, each in zip(rows, runs, strict=True):
             if "hit_rate" in row and row["cap"] is not None:
@@ -370,28 +505,47 @@ class Gpu(Benchmark):
             else "refused"
             for name in ("pinned", "pageable", "compute")
         )
-        return [
+        lines = [
             f"{gpu['name']}, {format_size(gpu['total_bytes'])}; copies to the GPU reach "
             f"{pinned} from pinned memory and {pageable} from pageable memory; the CPU computes "
             f"experts at {compute}",
             f"All rows decode {options.tokens} steps with the same {options.words} tokens, "
             f"after {options.prompt_tokens} others, in {options.runs} alternating runs. The "
-            "columns x TPOT and x TTFT are relative to the best upstream row. The policy dymoe "
-            f"has --retention {options.retention}.",
+            f"policy dymoe has --retention {options.retention}.",
+            "Rows 1 to 6 are those of DyMoE's Table 3, and their missing experts are copied to "
+            "the GPU.",
+        ]
+        if self.times > 1:
+            lines.insert(
+                0,
+                f"--link: each expert is copied {self.times} times, so copies reach "
+                f"{link_speed(self.copies[0]) / 1e9:.1f} GB/s instead of "
+                f"{link_speed(gpu['copies']) / 1e9:.1f}. Nothing else is slower. Upstream's rows "
+                "are left out, because its copies are not slower.",
+            )
+        if options.table3:
+            return [*lines, table3.INTRO.format(options.prompt_tokens, options.n_ubatch)]
+        return [
+            *lines,
+            "x TPOT and x TTFT: relative to the best upstream row. x row 1: TPOT relative to row 1",
             "bound: the shortest possible time, which is max(compute time with all experts on "
             "the GPU, missed bytes / bandwidth)",
-            "Rows 1 to 6 are those of DyMoE's Table 3, and their missing experts are copied to "
-            "the GPU. The column x row 1 compares TPOT with that of row 1.",
         ]
 
 
-def ask_device(name: str) -> Result:
-    """Return the name, the memory and the copy bandwidth of a GPU.
+def link_speed(copies: Result) -> float:
+    """Return the bandwidth of copies to the GPU in bytes per second, pinned if possible."""
+    return float(copies["pinned"] or copies["pageable"])
+
+
+def ask_device(name: str, copy_times: int = 1) -> Result:
+    """Return the name, the memory and the copy bandwidth of a GPU that copies `copy_times` times.
 
     A child process measures them, so that this process uses no GPU memory. Raises ConfigError if
     the GPU does not exist.
     """
     job = Job("device", "", None, {}, n_ctx=0, n_ubatch=0, threads=1, parts=[], seed=0, device=name)
+    job.copy_times = copy_times
     found = Benchmark._spawn(job)
     if "error" in found:
         raise ConfigError(found["error"])
@@ -408,7 +562,7 @@ def wait_ms(run: Result, speeds: Result, disk_speed: float) -> float:
     - speeds: peak speeds of copies and of the host, with the fields of native.Bandwidths.
     - disk_speed: peak speed of the disk, in bytes per second.
     """
-    link = speeds["pinned"] or speeds["pageable"]
+    link = link_speed(speeds)
     by_host = per_token(run, "host_computed_bytes")
     over_link = per_token(run, "needed_copied_bytes") / link
     computed = by_host / speeds["compute"] if by_host else 0.0

@@ -15,7 +15,6 @@ from gguf_tools.pack import export
 from gguf_tools.synthetic.drawn import DRAWN_TYPES
 from gguf_tools.synthetic.weights import BLOCK_TYPES
 from gguf_tools.units import format_size
-from orchestrator.cache.files import user_folder
 from orchestrator.errors import MoeEdgeError
 from orchestrator.lab.bench.options import BenchOptions
 
@@ -51,6 +50,11 @@ def build_models(options: BenchOptions, tiers: Sequence[str], note: Note) -> lis
     for tier in missing:
         _write(options, tier, note)
     return [_path(options, tier) for tier in tiers]
+
+
+def model_bytes(options: BenchOptions, tiers: Sequence[str]) -> int:
+    """Return the bytes of the random-weight models with these expert types."""
+    return sum(synthetic.file_bytes(_shape(options), tier) for tier in tiers)
 
 
 def uniform_tiers(options: BenchOptions) -> tuple[str, ...]:
@@ -91,11 +95,12 @@ def _path(options: BenchOptions, tier: str) -> Path:
         sources = sorted(Path(str(synthetic.__file__)).parent.glob("*.py"))
         layers = "" if options.layers is None else f"-{options.layers}"
         vocab = "" if options.vocab is None else f"-v{options.vocab}"
-        stem = f"{options.model_name}{layers}{vocab}-{options.routing}-{options.seed}"
+        same = "-same" if options.same_layers else ""
+        stem = f"{options.model_name}{layers}{same}{vocab}-{options.routing}-{options.seed}"
     digest = hashlib.sha256()
     for source in sources:
         digest.update(source.read_bytes())
-    return user_folder("cache") / "bench" / f"{stem}-{tier}-{digest.hexdigest()[:12]}.gguf"
+    return options.folder / f"{stem}-{tier}-{digest.hexdigest()[:12]}.gguf"
 
 
 def _check_free_space(options: BenchOptions, tiers: Sequence[str], note: Note) -> None:
@@ -108,7 +113,7 @@ def _check_free_space(options: BenchOptions, tiers: Sequence[str], note: Note) -
     free = shutil.disk_usage(folder).free
     old = (_stale(_path(options, tier)) for tier in tiers)
     free += sum(path.stat().st_size for paths in old for path in paths)
-    needed = sum(synthetic.file_bytes(_shape(options), tier) for tier in tiers)
+    needed = model_bytes(options, tiers)
     if needed > LARGE_BYTES:
         note(f"writing {format_size(needed)} to {folder}, which has {format_size(free)} free")
     if needed > free:
@@ -134,4 +139,11 @@ def _write(options: BenchOptions, tier: str, note: Note) -> None:
         export(DEMO_MODEL, path, tier)
     else:
         shape = _shape(options)
-        synthetic.write(path, shape, tiers=(tier,), routing=options.routing, seed=options.seed)
+        synthetic.write(
+            path,
+            shape,
+            tiers=(tier,),
+            routing=options.routing,
+            seed=options.seed,
+            same_layers=options.same_layers,
+        )

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from gguf_tools import synthetic
 from gguf_tools.process import compute_threads
+from orchestrator.cache.files import user_folder
 from orchestrator.errors import ConfigError
 from orchestrator.lab.bench.child import Part, decode, longest_context, prompt, settle
 from orchestrator.policy.dymoe import DyMoESettings
@@ -160,6 +162,19 @@ class BenchOptions(Settings):
     def caps_process(self) -> bool:
         """Whether a memory cap applies to the whole process, not only to the expert slots."""
         return not (self.quick or self.trained)
+
+    @property
+    def same_layers(self) -> bool:
+        """Whether all layers of a random-weight model have the same experts.
+
+        Such a model is written as fast as the disk allows.
+        """
+        return False
+
+    @property
+    def folder(self) -> Path:
+        """The folder in which models are generated."""
+        return user_folder("cache") / "bench"
 
     @property
     def n_threads(self) -> int:

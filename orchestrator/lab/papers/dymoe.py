@@ -11,7 +11,7 @@ import numpy as np
 
 from orchestrator.events import Phase
 from orchestrator.lab.bench.benchmark import token_slot_bytes
-from orchestrator.lab.bench.cases import ON_DEMAND, Case, global_lru, paper_rows
+from orchestrator.lab.bench.cases import ON_DEMAND, PAPER_RATIOS, Case, global_lru, paper_rows
 from orchestrator.lab.bench.child import COLD, Part, decode, prompt, settle
 from orchestrator.lab.bench.rows import times_ms
 from orchestrator.lab.eval.arithmetic import cosine
@@ -365,13 +365,11 @@ def table_3(on: Measured) -> Made:
     """Make Table 3: speed with each part of DyMoE added in turn."""
     times, timed = simulated(on), live(on)
     names, length = _names(times), f"prompt {LENGTHS[1]}"
-    said = (
-        "TPOT 1.88 (16 GB), 2.20 (24 GB); TTFT 1.72, 2.08",
-        "TPOT 2.13, 2.52; TTFT 1.98, 2.58",
-        "TPOT 2.14, 3.51; TTFT 1.88, 4.21",
-        "TPOT 2.43, 3.71; TTFT 2.39, 4.81",
-        "TPOT 2.67, 4.26; TTFT 2.60, 5.43",
-    )
+    said: list[str] = []
+    for (small, large), ttft in PAPER_RATIOS.values():
+        units = ("", "") if said else (" (16 GB)", " (24 GB)")
+        tpot = f"{small:.2f}{units[0]}, {large:.2f}{units[1]}"
+        said.append(f"TPOT {tpot}; TTFT {ttft[0]:.2f}, {ttft[1]:.2f}")
     of = f"with {', '.join(share(cap) for cap in SHARES)} of the experts in slots"
     compared = [
         Compared(

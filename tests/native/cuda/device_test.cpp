@@ -203,6 +203,27 @@ void test_pinned_in_pieces(const gpu & g) {
     g.device->release(memory);
 }
 
+// A device that copies four times has the bytes of one copy, and has moved four times as many.
+void test_copy_times(const gpu & g) {
+    constexpr uint64_t SIZE = 1 << 16, TIMES = 4;
+    auto * memory = static_cast<char *>(g.device->alloc(SIZE));
+    bool pinned = false;
+    char * own = g.device->alloc_host(SIZE, &pinned);
+    const std::vector<char> plain(SIZE, 9);
+    memset(own, 5, SIZE);
+    g.device->copy_times = TIMES;
+    for (const char * from : { static_cast<const char *>(own), plain.data() }) {
+        const uint64_t before = g.bytes_in();
+        g.device->wait(g.device->copy(MOE_EDGE_LANE_DEMAND, memory, from, SIZE, 0));
+        expect(!g.counts() || g.bytes_in() - before == TIMES * SIZE, "a copy was not repeated");
+        const auto got = window(g, SIZE).read(memory);
+        expect(std::equal(got.begin(), got.end(), from), "a repeated copy has other bytes");
+    }
+    g.device->copy_times = 1;
+    g.device->release(memory);
+    g.device->release_host(own);
+}
+
 }  // namespace
 
 int main(int argc, char ** argv) {
@@ -217,6 +238,7 @@ int main(int argc, char ** argv) {
     test_pageable_returns(g);
     test_refused_pin(g);
     test_pinned_in_pieces(g);
+    test_copy_times(g);
     expect(g.device->error().empty(), g.device->error());
     printf("fine\n");
     return 0;

@@ -36,6 +36,7 @@ struct gpu {
         count        = reinterpret_cast<uint64_t (*)(const char *)>(dlsym(handle, "moe_emu_launches"));
         limit_pinned = reinterpret_cast<void (*)(uint64_t)>(dlsym(handle, "moe_emu_limit_pinned"));
         refuse_pin   = reinterpret_cast<void (*)(int64_t)>(dlsym(handle, "moe_emu_refuse_pin"));
+        counts_of    = reinterpret_cast<void (*)(uint64_t *)>(dlsym(handle, "moe_emu_counts"));
     }
 
     static ggml_backend_t new_backend(ggml_backend_reg_t reg) { return ggml_backend_dev_init(ggml_backend_reg_dev_get(reg, 0), nullptr); }
@@ -52,6 +53,15 @@ struct gpu {
 
     uint64_t launches(const char * kernel) const { return count ? count(kernel) : 0; }
 
+    // Returns how many bytes were copied to the emulated GPU so far; 0 on a real one.
+    uint64_t bytes_in() const {
+        uint64_t found[7] = {};
+        if (counts_of) {
+            counts_of(found);
+        }
+        return found[4];
+    }
+
     // From now on, larger pieces of host memory cannot be pinned. Null on a real GPU.
     void (*limit_pinned)(uint64_t bytes);
 
@@ -60,6 +70,7 @@ struct gpu {
 
   private:
     uint64_t (*count)(const char *);
+    void (*counts_of)(uint64_t * out);
 };
 
 // Parses "q4_K+q2_K".

@@ -131,6 +131,15 @@ def test_without_a_gpu_all_is_skipped(monkeypatch, tmp_path, capsys):
     assert "no GPU: no driver" in capsys.readouterr().out
 
 
+def test_the_paper_s_table_needs_neither_tests_nor_the_demo(folder, monkeypatch):
+    """The part table3 runs only its benchmarks, each within eight minutes."""
+    monkeypatch.setattr(gpu_check, "find_tests", lambda *_: pytest.fail("tests are listed"))
+    steps = list(gpu_check._steps("table3", folder, emulated=False))
+    assert len(steps) == 4 and all(step.limit_s == 480 for step in steps)
+    assert all("--table3" in step.command and "--keep" in step.command for step in steps)
+    assert not any(str(gpu_check.DEMO_MODEL) in step.command for step in steps)
+
+
 def test_an_unknown_part_and_a_missing_checkout_are_refused(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="unknown part 'all': choose one of device, "):
         gpu_check.run(tmp_path / "r.md", "all", "", False, print)

@@ -1,13 +1,21 @@
 """The GPU benchmark: its cases, ratios and table, with a real run on the host device."""
 
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from made_runs import part, rows_of, run
 
+from gguf_tools import synthetic
+from gguf_tools.experts import ExpertModel
+from gguf_tools.file.layout import UP
+from orchestrator.cost import losses
 from orchestrator.errors import ConfigError
+from orchestrator.lab.bench import table3
 from orchestrator.lab.bench.cases import ON_DEMAND, PAPER, Case
 from orchestrator.lab.bench.gpu import (
+    BANDWIDTH,
     MANAGED_ON_GPU,
     UPSTREAM,
     UPSTREAM_CPU,
@@ -15,6 +23,7 @@ from orchestrator.lab.bench.gpu import (
     FixedMemory,
     Gpu,
     GpuOptions,
+    nearest_times,
 )
 from orchestrator.runtime.load import SPARE_BYTES
 
@@ -60,6 +69,12 @@ def test_memory_of_kernels_is_not_taken_from_experts(monkeypatch, tmp_path, kern
     assert loop.fixed_memory.theirs == 450 * MIB + kernels + SPARE_BYTES
     assert loop.fixed_memory.vram_bytes(0.5) == loop.fixed_memory.ours + 2 * GIB
     assert asked[0]["low_tier"] and asked[0]["prefetch"] == "on" and asked[1]["gpu"] == 1
+
+
+def read_expert(model, layer):
+    """The bytes of the first expert's up matrix in the best precision."""
+    number, offset, n_bytes, _ = model.slices[layer][UP][0]
+    return model.files[number].read_bytes()[offset : offset + n_bytes]
 
 
 def row(name, cap, role, tpot, ttft):
@@ -119,6 +134,46 @@ def test_the_bound_is_the_slower_of_computing_and_misses(cap, store, bound, by):
     assert (rows[1].get("bound_tpot_ms"), rows[1].get("bound_by")) == (bound, by)
     assert rows[1].get("of_bound") == (bound and bound / 8.0)
     assert cap is None or "OVER its cap of 4" in made.notes(rows[1:])[0]
+
+
+@pytest.mark.parametrize(
+    ("own", "wanted", "times"),
+    [(48e9, 12e9, 4), (51e9, 12e9, 4), (12.5e9, 12e9, 1), (9e9, 12e9, 1)],
+)
+def test_the_number_of_copies_that_is_nearest_to_a_link(own, wanted, times):
+    assert nearest_times(own, wanted) == times
+
+
+def test_options_of_the_paper_s_table():
+    """The given options win, and the longer prompt has four times the tokens of the shorter one."""
+    found = GpuOptions.of({"table3": True, "caps": (0.5,), "layers": None, "link": 12 * 10**9})
+    assert (found.layers, found.shape, found.caps, found.runs) == (48, "qwen3-30b", (0.5,), 1)
+    assert [each.n for each in found.parts() if each.kind == "prompt"] == [512, 512, 2048]
+    assert found.n_ubatch == 2048 and found.same_layers
+    assert GpuOptions.of({"table3": True, "quick": True}).layers is None
+    assert BANDWIDTH.read("12GB/s") == 12 * 10**9 and BANDWIDTH.write(12 * 10**9) == "12GB/s"
+    with pytest.raises(ConfigError, match="--predict needs"):
+        GpuOptions.of({"predict": True})
+
+
+def test_rows_of_the_paper_s_table():
+    """All rows up to a quarter of the experts, and above it those without 4/2 alone."""
+    few = [case.name for case in table3.rows_under(0.5, False, 0.75, Path("t"))]
+    assert few == list(table3.FEW)
+    first = [case.name for case in table3.rows_under(0.5, True, 0.75, Path("t"))]
+    assert first == [ON_DEMAND, *table3.FEW]
+    every = [case.name for case in table3.rows_under(0.25, True, 0.75, Path("t"))]
+    assert every == [*PAPER, "dynaexq 4/2", table3.FLOOR]
+
+
+def test_a_stretched_loss_table_belongs_to_its_model(tmp_path):
+    shape = replace(synthetic.preset("tiny-qwen3moe"), n_expert=24, n_layer=5)
+    path = synthetic.write(tmp_path / "m.gguf", shape, same_layers=True)
+    with ExpertModel.open(path) as model:
+        table = losses.load(table3.write_losses(tmp_path / "losses.json", path), model)
+        slices = [read_expert(model, layer) for layer in (0, 4)]
+    assert table.loss.shape == (5, 24, 3) and table.estimate(["q4_k", "q2_k"]) is not None
+    assert slices[0] == slices[1]
 
 
 def test_without_a_gpu_there_is_one_sentence():

@@ -1,0 +1,184 @@
+"""Table 3 of the DyMoE paper at full depth: `moe-edge bench gpu --table3`.
+
+The rows are measured on all 48 layers of Qwen3-30B's shape, with random weights in memory. The
+figures of a row are printed as soon as it ends, next to the paper's ratios.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gguf_tools.experts import ExpertModel
+from orchestrator.cost import losses
+from orchestrator.lab.bench.cases import (
+    CACHE,
+    CACHE_AHEAD,
+    MIXED_AHEAD,
+    ON_DEMAND,
+    PAPER_RATIOS,
+    REFERENCE,
+    SKIP_AHEAD,
+    Case,
+    paper_rows,
+    policies,
+)
+from orchestrator.lab.bench.models import DEMO_MODEL
+from orchestrator.lab.bench.rows import HIT, NAME, Result, add_ratio, moved, step
+from orchestrator.lab.table import Column, Row, fixed
+from orchestrator.native.abi import WAITS
+from orchestrator.plan.machine import probe
+
+# The options that --table3 changes, unless they are given.
+DEFAULTS: dict[str, Any] = {
+    "shape": "qwen3-30b",
+    "layers": 48,
+    "caps": (0.25, 0.5, 0.75),
+    "runs": 1,
+    "tokens": 64,
+    "prompt_tokens": 512,
+    "max_seconds": 20.0,
+}
+# The second prompt length, as a multiple of the first: 2,048 tokens.
+LONGER, LONG = 4, "long prompt"
+# All rows are measured up to this share of the experts on the GPU, and FEW rows above it.
+ALL_ROWS_CAP = 0.25
+FEW = (CACHE, CACHE_AHEAD, MIXED_AHEAD, SKIP_AHEAD)
+FLOOR = "floor 4/0"
+ASKED_ON_GPU = "policy asked, all on GPU"
+INTRO = (
+    "The columns {} and {} are prompts of that length. x TPOT and x TTFT (of the shorter prompt) "
+    "are relative to row 1. Next to them are the paper's values for 16 and 24 GB of an RTX 3090, "
+    "PCIe 3.0 and Mixtral-8x7B. All layers of our model have the same random experts."
+)
+# Time limit for loading the model of a row.
+START_SECONDS = 120.0
+# A file system in memory, and the bytes that must stay free in memory.
+MEMORY_FOLDER, SPARE_BYTES = Path("/dev/shm"), 8 << 30
+# The model's experts are in this folder and in the host tier, so they take their size twice.
+COPIES = 2
+
+
+def on_gpu() -> list[Case]:
+    """Return the rows of our engine with all experts on the GPU."""
+    settings = {"policy": "dymoe", "retention": 1.0, "prefetch": "off", "force_managed": True}
+    return [
+        replace(REFERENCE, name="static tables, all on GPU"),
+        Case(ASKED_ON_GPU, "engine", settings=settings),
+    ]
+
+
+def rows_under(cap: float, first: bool, retention: float, table: Path) -> list[Case]:
+    """Return the rows of our engine with a share of the experts on the GPU.
+
+    - first: whether this is the first cap of the run, which always has the row "load on demand".
+    - table: the loss table for the policy floor.
+    """
+    paper = paper_rows(cap, retention)
+    if cap > ALL_ROWS_CAP:
+        return [case for case in paper if case.name in FEW or (first and case.name == ON_DEMAND)]
+    *_, dynaexq = policies(cap, retention)
+    settings = {"policy": "floor", "losses": str(table)}
+    return [*paper, dynaexq, Case(FLOOR, "engine", cap, "", settings)]
+
+
+def write_losses(path: Path, high: Path) -> Path:
+    """Write a loss table for a model: that of the demo model, stretched to the model's shape.
+
+    Layers are repeated to the model's number of layers, and so are experts. `high` is the model's
+    file. Returns the path. Raises LossTableError if the demo model has no table.
+    """
+    table = losses.load(losses.default_path(DEMO_MODEL), None)
+    with ExpertModel.open(high) as model:
+        layers = np.linspace(0, len(table.counts) - 1, model.n_layers).round().astype(int)
+        at = np.ix_(layers, np.arange(model.n_expert) % table.counts.shape[1])
+        fit = table.fit
+        stretched = replace(
+            table,
+            loss=table.loss[at],
+            power=table.power[at],
+            counts=table.counts[at],
+            gates=None if table.gates is None else table.gates[at],
+            fit=fit and fit._replace(factors=tuple(fit.factors[layer] for layer in layers)),
+        )
+        losses.save(path, model, stretched)
+    return path
+
+
+def memory_folder(n_bytes: int) -> Path | None:
+    """Return a folder in memory for models of n_bytes bytes, next to the copy that a row needs.
+
+    Returns None if there is not enough memory.
+    """
+    folder = MEMORY_FOLDER / "moe-edge-bench"
+    there = sum(path.stat().st_size for path in folder.glob("*.gguf"))
+    try:
+        free = shutil.disk_usage(MEMORY_FOLDER).free + there
+    except OSError:
+        return None
+    room = probe().memory_bytes + there
+    return folder if n_bytes <= free and COPIES * n_bytes + SPARE_BYTES <= room else None
+
+
+def paper_text(row: Row, part: str) -> str | None:
+    """Return the paper's two speed-ups of a row over row 1, with 16 and 24 GB of GPU memory.
+
+    `part` is "tpot" or "ttft".
+    """
+    ratios = PAPER_RATIOS.get(row["name"])
+    return None if ratios is None else "/".join(f"{each:.2f}" for each in getattr(ratios, part))
+
+
+def columns(prompt_tokens: int) -> tuple[Column, ...]:
+    """Return the columns of the table. `prompt_tokens` is the length of the shorter prompt."""
+    return (
+        NAME,
+        step(2),
+        Column("p99", "tpot_ms_p99", fixed(2), "ms"),
+        Column(f"{prompt_tokens}", "ttft_ms", fixed(0), "ms"),
+        Column(f"{LONGER * prompt_tokens}", "long_ms", fixed(0), "ms"),
+        HIT,
+        moved("copied_bytes_per_token"),
+        Column("x TPOT", "speedup_tpot", fixed(2)),
+        Column("paper", lambda row: paper_text(row, "tpot")),
+        Column("x TTFT", "speedup_ttft", fixed(2)),
+        Column("paper", lambda row: paper_text(row, "ttft")),
+    )
+
+
+def add_over_row_1(rows: Sequence[Result]) -> None:
+    """Add the speed-ups over row 1 to the rows of all caps.
+
+    Row 1 has no cache hits, so its time does not depend on the cap.
+    """
+    base = [row for row in rows if row["name"] == ON_DEMAND]
+    add_ratio(rows, "speedup_tpot", base)
+    add_ratio(rows, "speedup_ttft", base, "ttft_ms_runs")
+
+
+def waits_text(row: Row) -> str:
+    """Return how long the decoding thread waited per layer and token, by cause."""
+    return ", ".join(f"{cause} {row[f'{cause} wait']:.0f}" for cause in WAITS)
+
+
+def line(case: Case, row: Row, prompt_tokens: int) -> str:
+    """Return the figures of a row as one line of text."""
+    if "error" in row:
+        return f"{case.key}: {row['error']}"
+    found = (
+        f"{case.key}: {row['tpot_ms_p50']:.2f} ms per token (p99 {row['tpot_ms_p99']:.2f}), "
+        f"prompts of {prompt_tokens} and {LONGER * prompt_tokens} tokens {row['ttft_ms']:.0f} and "
+        f"{row.get('long_ms', math.nan):.0f} ms"
+    )
+    if row.get("hit_rate") is not None:
+        found += (
+            f", hits {row['hit_rate']:.1%}, {row['copied_bytes_per_token'] / 1e6:.0f} MB per token;"
+            f" waits in us per layer and token: {waits_text(row)}"
+        )
+    return found
