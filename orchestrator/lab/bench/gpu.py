@@ -68,7 +68,10 @@ class GpuOptions(BenchOptions):
     """
 
     caps: tuple[float, ...] = inherit(
-        BenchOptions, "caps", (0.25, 0.5), help="Caps on the GPU's memory, in % of the experts."
+        BenchOptions,
+        "caps",
+        (0.25, 0.5),
+        help=("Limits of the GPU's memory, as the percentage of the experts that fit."),
     )
     routing: str = inherit(BenchOptions, "routing", "zipf")
     prompt_tokens: int = inherit(BenchOptions, "prompt_tokens", 1024)
@@ -278,12 +281,12 @@ class Gpu(Benchmark):
         managed = Case("room", "engine", None, "probe", settings)
         on_cpu = {"gpu": gpu or 0, "cpu_moe": model.n_layers - 1}
         upstream = Case("room", "upstream", None, "probe", on_cpu)
-        self.note("measuring the model's memory without experts")
+        self.note("measuring how much GPU memory the model needs without experts")
         memory = []
         for case in (managed, upstream):
             found = self.measure(case, 0)
             if "error" in found:
-                raise MoeEdgeError(f"{self.high}: {found['error']}; or use smaller --caps")
+                raise MoeEdgeError(f"{self.high}: {found['error']}. Smaller --caps may also help")
             memory.append(found["memory"])
         layers = tuple(
             sum(tiers[0].expert_bytes * model.n_expert for tiers in kinds if tiers[0])

@@ -110,19 +110,21 @@ class PairedOptions(BenchOptions):
 
     model: Path | None = setting(None, "A model file.", shown="one of --shape")
     routing: str = inherit(BenchOptions, "routing", "zipf")
-    tier: str = setting(HIGH, "Type of the experts of a random-weight model.")
+    tier: str = setting(HIGH, "Quantization type of the experts of a random-weight model.")
     ours: tuple[str, ...] = setting(
         ("policy=lru", "force_managed=true"),
-        "Settings of the first side (ours), as NAME=VALUE.",
+        "Settings of the first of the two compared engines (ours), as NAME=VALUE.",
         notation=WORDS,
     )
     theirs: tuple[str, ...] = setting(
         (UPSTREAM,),
-        "Settings of the second side (theirs), as NAME=VALUE. The word upstream selects "
-        "llama.cpp with its fastest flags.",
+        "Settings of the second of the two compared engines (theirs), as NAME=VALUE. The word "
+        "upstream selects llama.cpp with its fastest flags.",
         notation=WORDS,
     )
-    other: Path | None = setting(None, "Source checkout that runs the second side.", metavar="DIR")
+    other: Path | None = setting(
+        None, "Source checkout whose code runs the second engine (theirs).", metavar="DIR"
+    )
     python: str = setting(
         sys.executable,
         "Python interpreter that runs the checkout of --other.",
@@ -133,7 +135,10 @@ class PairedOptions(BenchOptions):
         0, "Time prompts of this many tokens. With 0, time decode steps.", within=FROM_0
     )
     runs: int = inherit(
-        BenchOptions, "runs", 12, help="Number of pairs. Each pair starts both sides."
+        BenchOptions,
+        "runs",
+        12,
+        help=("Number of measured pairs. For each pair, both engines are started and timed."),
     )
     caps: tuple[float, ...] = inherit(BenchOptions, "caps", option=False)
     tokens: int = inherit(BenchOptions, "tokens", option=False)
@@ -212,7 +217,9 @@ class Side:
             self._process.wait()
             self._errors.seek(0)
             said = self._errors.read().strip().splitlines()[-1:]
-            raise MoeEdgeError(f"the process of a side failed: {' '.join(said)}")
+            raise MoeEdgeError(
+                f"the process of one of the compared engines failed: {' '.join(said)}"
+            )
         return line
 
     def run(self, steps: int, prompt: int) -> list[float]:

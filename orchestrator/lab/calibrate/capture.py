@@ -146,7 +146,9 @@ def read_calibration(
     .xz file is decompressed. Raises ConfigError if the text cannot be read or is too short.
     """
     if path.exists() and not path.is_file():
-        raise ConfigError(f"{path} is not a regular file, which is needed to store its checksum")
+        raise ConfigError(
+            f"{path} is not a regular file: give a regular file, because its checksum is stored"
+        )
     documents = read_documents(path, needed_tokens(limit, window))
     cut = windows_of(tokenize, documents, window, limit)
     found = Calibration(path.name, sha256_of(path), [each.tokens for each in cut])

@@ -108,7 +108,7 @@ def _words(words: dict[str, Any] | None) -> list[str]:
     rendered = words["rendered"]
     does = "fails" if rendered is None else f"renders a conversation to {rendered} tokens"
     return [
-        f"tokenizer: reproduces {kept} of {words['samples']} texts",
+        f"tokenizer: encodes and decodes {kept} of {words['samples']} texts without a change",
         f"chat template: {own}, {does}",
     ]
 
@@ -130,7 +130,7 @@ def _tier(tier: dict[str, Any]) -> list[str]:
         return [f"{tier['tier']}: no run worked"]
     title = (
         f"{tier['tier']}: a prompt of {len(read['prompt'])} tokens and {len(read['answer'])} "
-        f"decoded ones; speeds in tokens/s"
+        f"decoded tokens; speeds in tokens/s"
     )
     return [title, *(f"  {line}" for line in aligned(rows))]
 
