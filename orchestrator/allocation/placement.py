@@ -48,7 +48,7 @@ class PlacementSettings(Settings):
     )
     prior_tokens: float = setting(
         64.0,
-        "Weight of the expert usage in earlier runs, as a number of prompt tokens; 0 to ignore "
+        "Number of prompt tokens that the expert usage of earlier runs counts as. 0 ignores "
         "earlier runs, as in the paper.",
         within=(0.0, 1e6),
     )

@@ -244,7 +244,10 @@ class LossTable:
                 f"percentile) times its fitted loss; estimates use the factor {high:.2f}"
             )
         if not seen.all():
-            lines.append(f"  {np.count_nonzero(~seen)} of {seen.size} experts saw no token")
+            lines.append(
+                f"{np.count_nonzero(~seen)} of {seen.size} experts got no token of the "
+                f"calibration text"
+            )
         return "\n".join(lines)
 
 
@@ -517,7 +520,8 @@ class LossModel:
         self.note = None
         if why is not None:
             self.note = (
-                f"Nominal quality losses are used instead of measured ones: {why}: {self._remedy}"
+                f"Nominal quality losses are used instead of measured ones, because {why}: "
+                f"{self._remedy}"
             )
         of = LossTable.per_use if per_use else LossTable.of_tiers
         losses = None if table is None else of(table, tiers)

@@ -430,7 +430,7 @@ class _Layout:
         if longest < n_ctx:
             needed = room.cap_bytes + shared.least_slots - shared.slots(n_ctx, 1)
             if not config.ctx:  # not even the shortest context fits
-                text = f"the policy {placement.name} needs {needed} bytes"
+                text = f"the policy {placement.name} needs at least {needed} bytes of memory"
                 return _TooSmall(text, needed, self._option, placement.policy, may_divide=False)
             limit = self._given(room).rstrip(",")
             return Refusal(
@@ -678,7 +678,7 @@ class _Layout:
         name = placement.name
         if expert_ram is None or (self._asked is not None and expert_ram >= slots):
             needed = room.fixed_bytes + slots
-            text = f"the policy {name} needs {needed} bytes"
+            text = f"the policy {name} needs at least {needed} bytes of memory"
             return _TooSmall(text, needed, self._option, placement.policy)
         least = place(policy_class(BASELINE), placement.shape).slots.total_bytes
         works = f"; --policy {BASELINE} works from {format_least(least)}" if least < slots else ""
@@ -760,8 +760,8 @@ def _check_kv(config: Config, model: ExpertModel) -> None:
     block = BLOCK[KV_TYPES[config.kv]].weights
     if block > 1 and config.importance == "exact":
         raise ConfigError(
-            f"--kv {config.kv} needs flash attention, which exact importance does without: leave "
-            "one of the two out"
+            f"--kv {config.kv} needs flash attention, which the setting importance=exact does not "
+            f"use: leave one of the two out"
         )
     for length in (model.hparams.key_length, model.hparams.value_length):
         if length % block:

@@ -169,10 +169,10 @@ class ContextSettings(PlacementSettings, Background):
     )
     near_slots: str = setting(
         OWN,
-        "Slots of experts in lower precisions. own: each slot holds one precision, and every layer "
-        "has the same number of slots for it. shared: each slot holds any of these precisions, so "
-        "that the number of experts in each follows the prompt. Shared slots are as large as the "
-        "largest of these precisions needs.",
+        "How slots for lower precisions are divided. own: each slot holds one precision, and "
+        "every layer has the same number of slots for it. shared: each slot holds any of these "
+        "precisions, so that the number of experts in each precision follows the prompt. A shared "
+        "slot has the size that the largest of these precisions needs.",
         choices=(OWN, SHARED),
     )
     near_place: str = setting(
@@ -254,8 +254,9 @@ def uniform_counts(n_cold: int, near: NearTiers, settings: ContextSettings) -> t
     bits = near.bits
     if settings.near_bits < bits[-1]:
         raise PolicyError(
-            f"--near-bits {settings.near_bits:g} is too small: {near.names[-1]} has {bits[-1]} "
-            f"bits. Give {bits[-1]} or more, or name a lower tier with --near-tiers"
+            f"--near-bits {settings.near_bits:g} is too small: the lowest precision "
+            f"{near.names[-1]} has {bits[-1]} bits. Give {bits[-1]} or more, or name a lower tier "
+            f"with --near-tiers"
         )
     losses = nominal_losses(bits, 1, n_cold)[0]
     weights = 1 / np.arange(1.0, n_cold + 1) if settings.near_weights == IMPORTANCE else None

@@ -779,7 +779,7 @@ def _bound(name: str, data: dict[str, Any], most_tokens: int) -> None:
     if n_allowed < 1:
         n_most = max(0, most - 1)
         raise Refusal(
-            400, f"{name} is {n_probs}, but the memory of {answer} allows at most {n_most}"
+            400, f"{name} is {n_probs}, but the memory for {answer} allows at most {n_most}"
         )
     limit = limit_of(data)
     if limit is None:
@@ -788,8 +788,8 @@ def _bound(name: str, data: dict[str, Any], most_tokens: int) -> None:
     elif min(limit, most_tokens) > n_allowed:
         raise Refusal(
             400,
-            f"{answer} has no memory for {limit} tokens with {n_probs} alternatives each: "
-            f"request at most {n_allowed} tokens, fewer alternatives"
+            f"there is not enough memory for {answer} of {limit} tokens with {n_probs} "
+            f"alternatives each: request at most {n_allowed} tokens, fewer alternatives"
             + ("" if data.get("stream") else ", or a stream"),
         )
 

@@ -118,7 +118,7 @@ def test_an_expert_without_a_token_has_no_loss(table):
     share = table.counts[layer] / table.counts[layer].sum()
     mean = np.nansum(table.loss[layer] * share[:, None], axis=0)
     assert np.allclose(filled[layer, expert], mean)
-    assert "saw no token" in table.render()
+    assert "got no token" in table.render()
 
 
 def test_the_best_tier_is_the_default_reference(files, text, tmp_path):
