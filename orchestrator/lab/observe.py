@@ -78,7 +78,7 @@ class Node:
         """
         address = self._tensor.src[index]
         if not address:
-            raise NativeError(f"{self.name}: the operation has no operand {index}")
+            raise NativeError(f"the operation of the tensor {self.name} has no operand {index}")
         return Node(self._lib, address)
 
     def array(self) -> np.ndarray:

@@ -133,14 +133,14 @@ class Benchmark(ABC):
         routing = "trained" if on.trained else on.routing
         cores = len(os.sched_getaffinity(0))
         threads_text = "1 compute thread" if threads == 1 else f"{threads} compute threads"
-        how = "direct" if all(each.direct for each in disks) else "buffered"
+        io_kind = "direct" if all(each.direct for each in disks) else "buffered"
         all_speeds = ", ".join(f"{each:.2f}" for each in speeds)
         return [
             f"{on.model_name}: {model.n_layers} layers of {model.n_expert} experts, top-"
             f"{model.n_expert_used}, {format_size(self.file_bytes)} in {model.tiers[0].name}, "
             f"{weights}",
             f"{processor_name()}, {cores} cores, {threads_text}",
-            f"the disk reads {statistics.median(speeds):.2f} GB/s with {how} reads of "
+            f"the disk reads {statistics.median(speeds):.2f} GB/s with {io_kind} reads of "
             f"{disks[0].slice_bytes / 1000000.0:.2f} MB by {on.io_threads} threads ({all_speeds} "
             f"in the single runs)",
             f"{routing} routing",
@@ -258,8 +258,9 @@ class Benchmark(ABC):
             return self._spawn(job)
         with memory_group(limit) as group:
             if isinstance(group, str):
+                reason = group
                 self.skip(
-                    f"the memory of the process cannot be limited: {group}. Ignore the "
+                    f"the memory of the process cannot be limited: {reason}. Ignore the "
                     "rows with mmap, which need this limit"
                 )
                 return self._spawn(job)

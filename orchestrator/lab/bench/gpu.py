@@ -371,9 +371,9 @@ class Gpu(Benchmark):
             f"{gpu['name']}, {format_size(gpu['total_bytes'])}; copies to the GPU reach "
             f"{pinned} from pinned memory and {pageable} from pageable memory; the CPU computes "
             f"experts at {compute}",
-            f"All rows decode {options.tokens} steps with the same {options.words} tokens, "
-            f"after {options.prompt_tokens} others, in {options.runs} alternating runs. The "
-            "columns x TPOT and x TTFT are relative to the best upstream row. The policy dymoe "
+            f"All rows decode {options.tokens} steps with the same {options.words} tokens, after "
+            f"a prompt of {options.prompt_tokens} tokens, in {options.runs} alternating runs. The "
+            f"columns x TPOT and x TTFT are relative to the best upstream row. The policy dymoe "
             f"has --retention {options.retention}.",
             "bound: the shortest possible time, which is max(compute time with all experts on "
             "the GPU, missed bytes / bandwidth)",

@@ -295,7 +295,10 @@ class Paired:
                 row[f"{name}_ms"] = statistics.median(side.ms)
                 row[f"{name}_callback_us"] = side.callback_us
             rows.append(row | {"ratio": row["theirs_ms"] / row["ours_ms"]})
-            note(f"pair {number + 1} of {on.runs}: ratio {rows[-1]['ratio']:.4f}")
+            note(
+                f"pair {number + 1} of {on.runs}: theirs takes {rows[-1]['ratio']:.4f} times as "
+                f"long as ours"
+            )
         median, low, high = median_interval([row["ratio"] for row in rows])
         footnote = (
             f"median ratio {median:.4f}, 95 % interval {low:.4f} to {high:.4f}; a ratio above 1 "

@@ -106,7 +106,7 @@ def _words(words: dict[str, Any] | None) -> list[str]:
     kept = words["samples"] - len(words["lost"])
     own = "the file's own" if words["template"] else "ChatML (the file has none)"
     rendered = words["rendered"]
-    does = "fails" if rendered is None else f"renders a conversation to {rendered} tokens"
+    does = "fails" if rendered is None else f"a rendered conversation has {rendered} tokens"
     return [
         f"tokenizer: encodes and decodes {kept} of {words['samples']} texts without a change",
         f"chat template: {own}, {does}",

@@ -55,7 +55,8 @@ def table_3(on: Measured) -> Made:
     why = (
         "We use another model and measure KL divergence instead of accuracy, because the weights "
         "of Mixtral-8x7B were not available. Our loss table has one loss per expert and bit "
-        "width, so the paper's form makes hardly any choice. Our form weights losses with usage"
+        "width. Choosing bits by losses alone, as the paper does, therefore changes little. We "
+        "weight losses with usage"
     )
     names = {
         UNIFORM: "equal bits",
@@ -184,7 +185,7 @@ def figure_3(on: Measured) -> Made:
             "share of a step's experts that the next step also uses",
             "In sample 1, adjacent steps are not similar. Sample 2 has more structure. The paper "
             "states no number",
-            f"{share(first['kept'])}. If steps were independent, it would be "
+            f"{share(first['kept'])}. If steps were independent, this share would be "
             f"{share(first['by_use'])} with the expert frequencies of the sequence, and "
             f"{share(first['uniform'])} with uniform frequencies",
             "We use another model, and all sequences instead of two samples",
@@ -214,8 +215,8 @@ def figure_4(on: Measured) -> Made:
         Compared(
             "cosine similarity of the expert usage of a prompt and of its answer",
             "0.89 (Mixtral-8x7B on TruthfulQA)",
-            f"{mean(COUNTS, 'cosine'):.2f} if the prompt's uses are counted. A uniform guess has "
-            f"{mean(EQUAL_USAGE, 'cosine'):.2f}",
+            f"The cosine similarity is {mean(COUNTS, 'cosine'):.2f} if the prompt's uses are "
+            f"counted, and {mean(EQUAL_USAGE, 'cosine'):.2f} for a uniform guess",
             "We use another model and text. The cosine similarity says little without that of a "
             "uniform guess, which the paper does not show",
         ),
@@ -223,8 +224,8 @@ def figure_4(on: Measured) -> Made:
             "share of an answer's expert uses that go to the quarter of the experts that the "
             "prompt uses most",
             NOT_IN_TEXT,
-            f"{share(mean(OWN, 'mass'))}. A random quarter of the experts gets "
-            f"{share(mean(EQUAL_USAGE, 'mass'))}",
+            f"This quarter of the experts gets {share(mean(OWN, 'mass'))} of the uses, and a "
+            f"random quarter gets {share(mean(EQUAL_USAGE, 'mass'))}",
         ),
     ]
     return Made(compared, found.tables, found.panels)
@@ -253,9 +254,9 @@ def near_data(on: Measured) -> list[dict[str, Any]]:
 
 GENERATED = "generated"
 _FITTED = (
-    "fitted: we model MoNDE as near-only plus expert migrations. The paper does not state the "
-    "rate of migrations, so we chose the rate that matches its speed-ups. Agreement therefore "
-    "confirms nothing"
+    "fitted: we model MoNDE as a system without experts on the GPU (near-only) that also migrates "
+    "experts to the GPU. The paper does not state the rate of migrations, so we chose the rate "
+    "that matches its speed-ups. Agreement therefore confirms nothing"
 )
 _FREE = (
     "This ratio contains no fitted constant. The speeds of the HBM and of the link, and the "
@@ -367,8 +368,8 @@ def figure_6(on: Measured) -> Made:
             compared.append(
                 Compared(
                     f"{shape}: decode speed of our method at 2 bits relative to HOBBIT",
-                    f"{hobbit[shape]} times. The paper does not say whether this is decode speed "
-                    f"or end-to-end speed",
+                    f"{hobbit[shape]} times as fast. The paper does not say whether this is "
+                    f"decode speed or end-to-end speed",
                     of(HOBBIT),
                     "Our model of HOBBIT prefetches nothing. It loads a token's first expert in "
                     "16 bits and the others in 4 bits",

@@ -358,7 +358,10 @@ def _speedups(times: Times, base: str, name: str) -> str:
     """Return how many times as fast as `base` a system decodes and reads a prompt, as text."""
     tpot = _ratios(times, base, name, "decode")
     ttft = _ratios(times, base, name, f"prompt {LENGTHS[1]}")
-    return f"TPOT is {tpot} times as fast and TTFT {ttft} times as fast, {_slots()}"
+    return (
+        f"Relative to '{base}', TPOT is {tpot} times as fast and TTFT {ttft} times as fast, "
+        f"{_slots()}"
+    )
 
 
 def _table(title: str, times: Times) -> Table:
@@ -391,8 +394,8 @@ def table_3(on: Measured) -> Made:
         (2.67, 4.26, 2.60, 5.43),
     )
     said = [
-        f"TPOT is {a:.2f} times as fast with 16 GB of GPU memory and {b:.2f} times with 24 GB. "
-        f"TTFT is {c:.2f} and {d:.2f} times as fast"
+        f"Relative to loading on demand, TPOT is {a:.2f} times as fast with 16 GB of GPU memory "
+        f"and {b:.2f} times with 24 GB. TTFT is {c:.2f} and {d:.2f} times as fast"
         for a, b, c, d in ratios
     ]
     compared = [
@@ -427,7 +430,10 @@ def table_3(on: Measured) -> Made:
         )
         for name in names
     ]
-    title = f"Virtual time with the retention ratio {RETENTION} for 4/2 and 4/0"
+    title = (
+        f"Virtual time with the retention ratio {RETENTION}; less important experts are in 2 bits "
+        f"(4/2) or skipped (4/0)"
+    )
     panel = Panel("slots, % of the experts", "decode step, ms", drawn, title, scale="log")
     second = f"Live times, medians of {ROUNDS} rounds"
     return Made(compared, [_table(title, times), _table(second, timed)], [panel])

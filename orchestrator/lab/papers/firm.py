@@ -82,7 +82,8 @@ def table_1(on: Measured) -> Made:
             Compared(
                 f"speed of '{name}' relative to the paper's baseline",
                 f"{ratios} times as fast, with 128, 256, 512 and 768 cached experts",
-                f"{slow}. With a link {SLOW / FAST:g} times as fast, it is {fast}",
+                f"This variant is {slow}. With a link that is {SLOW / FAST:g} times as fast, it "
+                f"is {fast}",
                 _MACHINE,
             )
         )
@@ -130,11 +131,11 @@ def table_2(on: Measured) -> Made:
         compared.append(
             Compared(
                 f"fastest n, {world}",
-                "With 256 cached experts, OLMoE is fastest with n = 1 (5.31 against 4.76 "
-                "tokens/s). With 128, Qwen1.5 is fastest with n = 2 (3.75 against 3.51 tokens/s). "
-                "The paper does not measure n = 3",
+                "With 256 cached experts, OLMoE is fastest if one matrix per expert is "
+                "prefetched, n = 1 (5.31 against 4.76 tokens/s). With 128, Qwen1.5 is fastest "
+                "with n = 2 (3.75 against 3.51 tokens/s). The paper does not measure n = 3",
                 here,
-                f"{_MACHINE}. We also measure n = 3",
+                f"{_MACHINE}. We also prefetch all three matrices (n = 3)",
             )
         )
     drawn = lines(
@@ -163,7 +164,7 @@ def figure_4(on: Measured) -> Made:
             "speed of MoL if one matrix per expert is prefetched (n = 1)",
             "up to 1.8 times as fast as the paper's baseline with 128 cached experts of "
             "Qwen1.5-MoE, and 1.6 times with 768",
-            f"Relative to no prefetch, it is {_by_share(table.rows, 'firm, mol, n=1', 'speedup')}",
+            f"Relative to no prefetch, MoL is {_by_share(table.rows, 'firm, mol, n=1', 'speedup')}",
             f"{_MACHINE}. Table 1 compares with the paper's baseline",
         ),
         Compared(
@@ -304,18 +305,19 @@ def figure_6(on: Measured) -> Made:
             "On OLMoE (8 experts per token, 256 cached): K = 4 and P = 3 for shallow layers, K = "
             "8 and P = 3 for middle and deep layers",
             "; ".join(f"{name} {n}, {p}" for name, (n, p, _) in best.items()),
-            "We use another model. At equal K, the votes of more layers name fewer experts",
+            "We use another model. If every layer votes for K experts, more voting layers agree "
+            "on fewer of them",
         ),
         Compared(
             "K > k",
             "K <= k = 8",
             "; ".join(
-                f"{name} layers: the smallest loss with K <= k is {ratio:.3f} times the smallest "
-                f"loss of all"
+                f"{name} layers: the smallest loss with at most k candidates (K <= k) is "
+                f"{ratio:.3f} times the smallest loss of all"
                 for name, (_, _, ratio) in best.items()
             ),
-            "In a run, the look-ahead has only k candidates. Here, candidates come from the "
-            "router's logits",
+            "In a run, the look-ahead predicts only as many experts as a token uses (k). Here, "
+            "candidates come from the router's logits",
         ),
         Compared(
             "Algorithm 1",
@@ -366,7 +368,10 @@ def figure_7(on: Measured) -> Made:
             f"to {100 * max(above):+.1f} points"
         )
         here += (
-            (f". With K > k it differs by {100 * min(more):+.1f} to {100 * max(more):+.1f} points")
+            (
+                f". With more than k candidates (K > k), it differs by {100 * min(more):+.1f} to "
+                f"{100 * max(more):+.1f} points"
+            )
             if more
             else ""
         )
