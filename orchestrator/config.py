@@ -453,9 +453,9 @@ class Config(Settings):
     )
     importance: str = setting(
         "window",
-        "How the importance of each prompt token is computed: from the attention of the "
-        "prompt's last queries (window), or of all queries (exact, without flash attention). "
-        "With load, all tokens are equally important.",
+        "How the importance of each prompt token is computed. window: from the attention of the "
+        "prompt's last queries. exact: from the attention of all queries, without flash "
+        "attention. load: all tokens are equally important.",
         choices=("window", "exact", "load"),
         option=False,
     )
@@ -476,8 +476,9 @@ class Config(Settings):
     )
     layout: str = setting(
         "auto",
-        "Layout of experts in memory: file (as in the file), cpu (repacked for this CPU: faster to "
-        "compute, but each read takes longer), or auto (cpu if nearly all experts stay in memory).",
+        "Layout of experts in memory. file: as in the file. cpu: repacked for this CPU, which "
+        "computes faster, but each read takes longer. auto: cpu if nearly all experts stay in "
+        "memory.",
         choices=("auto", "file", "cpu"),
         group=MORE,
     )

@@ -415,7 +415,7 @@ def _read(declared: Setting, text: str) -> Any:
 # Names of the endings that are not the model's own.
 ENDINGS = {
     "cancelled": "stopped",
-    "context": "cut, because the context (--ctx) is full",
+    "context": "answer cut: the context (--ctx) is full",
     "length": "cut at --max-tokens",
 }
 

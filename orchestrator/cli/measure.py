@@ -213,7 +213,7 @@ def evaluate(as_json: bool, **options: Any) -> None:
     default="",
 )
 @option("--method NAME", "Quantization method for --types: rtn, imatrix, gptq.  [default: rtn]")
-@option("--out FILE", "Loss table to write.  [default: FILE.calib.json]", type=NEW_FILE)
+@option("--out FILE", "File to write the loss table to.  [default: FILE.calib.json]", type=NEW_FILE)
 @option(
     "--save-imatrix FILE",
     "Write an importance matrix of the text instead of a loss table.",
@@ -343,7 +343,7 @@ def check(
 )
 @option(
     "--report FILE",
-    "Report to write. Details go to a folder of the same name.",
+    "File to write the report to. Details go to a folder of the same name.",
     default="gpu-report.md",
     show_default=True,
 )

@@ -261,7 +261,8 @@ def policy_options(recorded: bool = False) -> list[Setting]:
 
 def of_policies(names: Sequence[str]) -> str:
     """Return the heading in the help for settings that the named policies share."""
-    return f"{'Policies' if len(names) > 1 else 'Policy'} {', '.join(names)}"
+    heading = "Policies" if len(names) > 1 else "Policy"
+    return f"{heading} {', '.join(names)}"
 
 
 _OWN = [each for each in Config.declared().values() if each.option]

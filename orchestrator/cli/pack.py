@@ -114,7 +114,7 @@ def export(source: Path, target: Path, tier: str, keep_types: bool) -> None:
 @option("--tiers LIST", "Precisions to store, best first, such as q8_0,q4_k,q2_k.", required=True)
 @option(
     "--dense",
-    "Type of the matrices outside the experts.  [default: that of the checkpoint]",
+    "Quantization type of the matrices outside the experts.  [default: that of the checkpoint]",
     type=click.Choice(["f16", "bf16", "q8_0"]),
 )
 @option("--imatrix FILE", "Importance matrix of llama.cpp, which weighs the columns of experts.")

@@ -38,7 +38,7 @@ MOST_TOKENS = 1 << 17
 
 @click.command(cls=Command)
 @model_options
-@option("--out FILE", "Trace to write, such as T.npz.", type=NEW_FILE, required=True)
+@option("--out FILE", "File to write the trace to, such as T.npz.", type=NEW_FILE, required=True)
 @FORCE
 @option("--text FILE", "Text file to evaluate token by token, in decode.")
 @option(

@@ -520,7 +520,7 @@ class LossModel:
         self.note = None
         if why is not None:
             self.note = (
-                f"Nominal quality losses are used instead of measured ones, because {why}: "
+                f"Nominal quality losses are used instead of measured quality losses: {why}: "
                 f"{self._remedy}"
             )
         of = LossTable.per_use if per_use else LossTable.of_tiers
@@ -533,8 +533,8 @@ class LossModel:
                     "all of them"
                 )
             self.note = (
-                f"The model's loss table lacks one of the precisions {names}: nominal quality "
-                "losses are used instead of measured ones."
+                f"The model's loss table lacks one of the precisions {names}. Nominal quality "
+                f"losses are used instead of measured quality losses."
             )
         return losses
 

@@ -177,16 +177,16 @@ class ContextSettings(PlacementSettings, Background):
     )
     near_place: str = setting(
         AUTO,
-        "Where a system with a GPU stores experts in lower precisions: in the GPU's memory "
-        "(device), or in host memory, where the CPU computes them (host). auto: in host memory "
-        "only if they do not all fit the GPU.",
+        "Where a system with a GPU stores experts in lower precisions. device: in the GPU's "
+        "memory. host: in host memory, where the CPU computes them. auto: in host memory only if "
+        "the GPU's memory cannot hold all of them.",
         choices=(AUTO, DEVICE, HOST),
     )
     losses: Path | None = inherit(Shared, "losses")
     placement: str = setting(
         ASYNC,
-        "When experts change their precision after a prompt: during the answer (async), or before "
-        "its first token, which waits for that (wait).",
+        "When experts change their precision after a prompt. async: during the answer. wait: "
+        "before the first token of the answer, which then comes later.",
         choices=(ASYNC, WAIT),
     )
 
@@ -365,7 +365,8 @@ class ContextPlacement(Placement):
         lower = [f"{n} in {name}" for n, name in counts if n]
         if self.shares_slots:
             bits = f"{self.settings.near_bits:g} bits per weight on average"
-            lower = [f"{sum(self.near_counts)} in {' or '.join(names)} ({bits})"]
+            n_lower, either = sum(self.near_counts), " or ".join(names)
+            lower = [f"{n_lower} in {either} ({bits})"]
         best = f"{self.n_hot} of {self.shape.n_expert} experts per layer in {self.shape.tiers[0]}"
         computed_by = ", lower precisions computed by the CPU" if self.on_host else ""
         return f"context, {', '.join([best, *lower])}{computed_by}"

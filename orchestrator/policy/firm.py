@@ -601,7 +601,8 @@ class FIRMSettings(LookAhead):
         if "votes" in asked:
             raise ConfigError(
                 f"the trace predicts experts {depth} layers ahead, and the votes '{self.votes}' "
-                f"need {self.deepest}: record it with --agree {MOL} --n-ahead {self.deepest}"
+                f"need {self.deepest} layers: record the trace again with --agree {MOL} --n-ahead "
+                f"{self.deepest}"
             )
         return replace(self, votes=None, n_ahead=None).limited(depth, asked)
 

@@ -326,7 +326,8 @@ class Rewriter:
         if least is not None and least > len(set(map(str, required))):
             self._lose(
                 f"{where}.minProperties",
-                "the number of properties is not limited if some of them are optional",
+                "the limit on the number of properties is not enforced if some properties are "
+                "optional",
             )
         n_closed = (
             len(made.get("properties", ())) if rest in (None, False) and properties else math.inf
@@ -334,7 +335,8 @@ class Rewriter:
         if most is not None and most < n_closed:
             self._lose(
                 f"{where}.maxProperties",
-                "the number of properties is not limited if some of them are optional",
+                "the limit on the number of properties is not enforced if some properties are "
+                "optional",
             )
         for word in (
             "patternProperties",
@@ -516,8 +518,8 @@ def rewritten_arguments(schema: Schema, where: str) -> tuple[Schema, list[str]]:
     if made.keys() - _ANNOTATIONS:
         lost = [
             *lost,
-            f"{where}: the alternatives are enforced as one object with the properties of all "
-            "of them",
+            f"{where}: the alternative schemas are enforced as one object schema with the "
+            f"properties of all alternatives",
         ]
     flat: Schema = {"type": "object"}
     if choices:

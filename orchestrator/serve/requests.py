@@ -175,7 +175,7 @@ def _check_values(data: dict[str, Any], n_bytes: int, longest_bytes: int) -> Non
     if data.get("with_pieces") and n_bytes > most:
         raise Refusal(
             400,
-            f"the body has {format_size(n_bytes)}, but with_pieces allows at most "
+            f"the body has {format_size(n_bytes)}, but with the field with_pieces the limit is "
             f"{format_size(most)}: send less text",
         )
     most = longest_bytes // VALUE_BYTES
@@ -214,9 +214,9 @@ def _check_cost(route: str, data: dict[str, Any], n_bytes: int, served: Served) 
     limit_kib = -(-cost // (served.body_factor * 1024))
     raise Refusal(
         400,
-        "the text of the request has too many tokens for its length, or too long a word: "
-        f"reading it would take more than {format_size(most)}. Send less text, or start the "
-        f"server with --body-limit {limit_kib}KiB",
+        f"the text of the request has too many tokens for its length, or too long a word: "
+        f"tokenizing it would take more than {format_size(most)} of memory. Send less text, or "
+        f"start the server with --body-limit {limit_kib}KiB",
     )
 
 

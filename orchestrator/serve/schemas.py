@@ -127,7 +127,9 @@ CHOSEN: dict[str, Schema] = {
                 listed(either(COUNT, STRING, BIAS), minItems=2, maxItems=2), maxItems=MOST_BIASES
             ),
         ),
-        "description": "Bias of each token, named by its id or text. false bans a token.",
+        "description": (
+            "Bias by token. A token is named by its id or its text. The value false bans the token."
+        ),
     },
     "return_progress": flag(
         "In a stream, also send events that report how much of the prompt is read."

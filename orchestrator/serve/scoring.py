@@ -98,7 +98,9 @@ def wants_scores(route: str, data: dict[str, Any]) -> bool:
             )
     if data["max_tokens"] and data.get("temperature") != 0:
         raise Refusal(
-            400, "the field echo with max_tokens of 1 needs temperature 0, the most likely token"
+            400,
+            "the field echo with max_tokens 1 returns the most likely token, so temperature "
+            "must be 0",
         )
     for name in _NOT_WITH:
         if data.get(name):
