@@ -51,8 +51,8 @@ def test_ctrl_c_while_loading_exits(tmp_path):
 def test_a_narrow_terminal_breaks_between_words(start):
     terminal = start(columns=40)
     lines = terminal.greeting.splitlines()
-    lines = lines[lines.index("fake: 8 layers of 16 experts, 4 a token,") :]
-    assert lines[:2] == ["fake: 8 layers of 16 experts, 4 a token,", "  in q4_k q2_k"]
+    lines = lines[lines.index("fake: 8 layers of 16 experts, 4 used per") :]
+    assert lines[:2] == ["fake: 8 layers of 16 experts, 4 used per", "  token, in q4_k q2_k"]
     assert lines[2:4] == [
         "managed: dymoe 4/2 (q4_k/q2_k) r=0.75,",
         "  64 MiB of expert slots, direct I/O",

@@ -102,7 +102,7 @@ def test_a_prompt_for_which_no_context_is_long_enough(config):
     longer = config.with_changes(ctx=10**6)
     with Runtime.open(longer, answering=Answering()) as runtime:
         n = runtime.about.n_ctx
-        with pytest.raises(ConfigError, match=f"{n}: shorten the prompt, because the model"):
+        with pytest.raises(ConfigError, match=f"{n}: shorten the prompt: the model"):
             answered(runtime, [9] * n)
 
 
