@@ -786,11 +786,13 @@ def _bound(name: str, data: dict[str, Any], most_tokens: int) -> None:
         if n_allowed < most_tokens:
             _limit(data, n_allowed)
     elif min(limit, most_tokens) > n_allowed:
+        remedy = f"request at most {n_allowed} tokens or fewer alternatives"
+        if not data.get("stream"):
+            remedy = f"request at most {n_allowed} tokens, fewer alternatives, or a stream"
         raise Refusal(
             400,
             f"there is not enough memory for {answer} of {limit} tokens with {n_probs} "
-            f"alternatives each: request at most {n_allowed} tokens, fewer alternatives"
-            + ("" if data.get("stream") else ", or a stream"),
+            f"alternatives each: {remedy}",
         )
 
 
