@@ -234,8 +234,9 @@ class LossTable:
             )
         if self.fit is not None:
             low, high = (math.exp(side * 1.96 * self.fit.error) for side in (-1, 1))
+            basis = self.fit.text.split(", sha")[0]
             lines.append(
-                f"KL is estimated by {self.fit.text.split(', sha')[0]}: the true mean KL is "
+                f"KL is estimated by {basis}: the true mean KL is "
                 f"{low:.2f} to {high:.2f} times the estimated mean (95 % confidence)"
             )
             low, high = self.fit.spread
@@ -244,9 +245,9 @@ class LossTable:
                 f"percentile) times its fitted loss; estimates use the factor {high:.2f}"
             )
         if not seen.all():
+            n_unseen = np.count_nonzero(~seen)
             lines.append(
-                f"{np.count_nonzero(~seen)} of {seen.size} experts got no token of the "
-                f"calibration text"
+                f"  {n_unseen} of {seen.size} experts got no token of the calibration text"
             )
         return "\n".join(lines)
 

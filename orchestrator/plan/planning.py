@@ -212,10 +212,11 @@ def settings_of(config: Config, choice: Choice) -> Settings:
         return settings
     needed = choice.policy.precisions.lossless or {}
     for name, value in needed.items():
-        if config.of_policies.get(name, value) != value:
+        given, flag = config.of_policies.get(name, value), flag_of(name)
+        if given != value:
             raise ConfigError(
-                f"--exact computes every expert in the high precision, which {flag_of(name)} "
-                f"{config.of_policies[name]} does not: leave one of the two out"
+                f"--exact computes every expert in the high precision, which {flag} {given} does "
+                f"not: leave one of the two out"
             )
     return replace(settings, **needed)
 

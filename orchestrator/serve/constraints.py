@@ -423,7 +423,7 @@ class Rewriter:
             if value > MOST_REPEATED:
                 self._lose(
                     f"{where}.{name}",
-                    f"numbers above {MOST_REPEATED} are not enforced",
+                    f"a limit above {MOST_REPEATED} is not enforced",
                 )
             else:
                 made[name] = value

@@ -306,5 +306,5 @@ class Paired:
         )
         what = f"a prompt of {on.prompt} tokens" if on.prompt else "a decoded token"
         table = Table(f"{what}, medians of each start", COLUMNS, rows, [footnote])
-        compared = f"ours: {', '.join(on.ours)}; theirs: {', '.join(on.theirs)}"
+        compared = f"settings of ours: {', '.join(on.ours)}; of theirs: {', '.join(on.theirs)}"
         return Report([f"{model.name}; {compared}"], [table], [])

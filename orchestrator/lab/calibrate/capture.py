@@ -285,9 +285,10 @@ class Capture(Closing):
             self._inputs, self._missing, self._number = {}, set(layers), number
             self._observer.read(window)
             if self._missing:
+                layer = self.layer_ids[min(self._missing)]
                 raise NativeError(
-                    f"layer {self.layer_ids[min(self._missing)]}: the model's graph does not show"
-                    " the inputs of its experts as expected"
+                    f"layer {layer}: the model's graph does not show the inputs of its experts as "
+                    "expected"
                 )
             progress((number + 1) / len(windows))
 

@@ -132,9 +132,10 @@ class EvalOptions:
         scored = sum(window.n_scored for window in windows)
         if scored < LEAST_TOKENS:
             after = f" after prompts of {prompt} tokens" if prompt else ""
+            remedy = "use more text, or a smaller --prompt-tokens" if prompt else "use more text"
             raise ConfigError(
                 f"{self.text}: {scored} tokens{after} are too few, the minimum is "
-                f"{LEAST_TOKENS}: use more text{', or a smaller --prompt-tokens' if prompt else ''}"
+                f"{LEAST_TOKENS}: {remedy}"
             )
         return windows
 

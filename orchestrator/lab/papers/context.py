@@ -173,6 +173,7 @@ def figure_3(on: Measured) -> Made:
         Column("if uniform", "uniform", share),
     )
     first = rows[0]
+    kept, by_use, by_chance = (share(first[key]) for key in ("kept", "by_use", "uniform"))
     drawn = [
         Line(
             name, [r["lag"] for r in rows if r["text"] == name], exact(values), dashed=name != "all"
@@ -185,9 +186,8 @@ def figure_3(on: Measured) -> Made:
             "share of a step's experts that the next step also uses",
             "In sample 1, adjacent steps are not similar. Sample 2 has more structure. The paper "
             "states no number",
-            f"{share(first['kept'])}. If steps were independent, this share would be "
-            f"{share(first['by_use'])} with the expert frequencies of the sequence, and "
-            f"{share(first['uniform'])} with uniform frequencies",
+            f"{kept}. If steps were independent, this share would be {by_use} with the expert "
+            f"frequencies of the sequence, and {by_chance} with uniform frequencies",
             "We use another model, and all sequences instead of two samples",
         ),
         Compared(
@@ -211,12 +211,14 @@ def figure_4(on: Measured) -> Made:
     def mean(by: str, key: str) -> float:
         return float(np.mean([row[key] for row in rows if row["by"] == by]))
 
+    counted, guessed = mean(COUNTS, "cosine"), mean(EQUAL_USAGE, "cosine")
+    mass, at_random = share(mean(OWN, "mass")), share(mean(EQUAL_USAGE, "mass"))
     compared = [
         Compared(
             "cosine similarity of the expert usage of a prompt and of its answer",
             "0.89 (Mixtral-8x7B on TruthfulQA)",
-            f"The cosine similarity is {mean(COUNTS, 'cosine'):.2f} if the prompt's uses are "
-            f"counted, and {mean(EQUAL_USAGE, 'cosine'):.2f} for a uniform guess",
+            f"The cosine similarity is {counted:.2f} if the prompt's uses are counted, and "
+            f"{guessed:.2f} for a uniform guess",
             "We use another model and text. The cosine similarity says little without that of a "
             "uniform guess, which the paper does not show",
         ),
@@ -224,8 +226,8 @@ def figure_4(on: Measured) -> Made:
             "share of an answer's expert uses that go to the quarter of the experts that the "
             "prompt uses most",
             NOT_IN_TEXT,
-            f"This quarter of the experts gets {share(mean(OWN, 'mass'))} of the uses, and a "
-            f"random quarter gets {share(mean(EQUAL_USAGE, 'mass'))}",
+            f"This quarter of the experts gets {mass} of the uses, and a random quarter gets "
+            f"{at_random}",
         ),
     ]
     return Made(compared, found.tables, found.panels)

@@ -185,7 +185,8 @@ def _shift(on: Measured) -> str:
     counts = [each.counts() for each in on.routes[:16]]
     n_hot = max(1, counts[0].shape[1] // 4)
     same = [float(np.mean(hot_overlap(a, b, n_hot))) for a, b in pairwise(counts)]
-    return f"On average, two inputs share {share(float(np.mean(same)))} of their most used experts"
+    common = share(float(np.mean(same)))
+    return f"On average, two inputs share {common} of their most used experts"
 
 
 def _loads_panel(load: Load) -> Panel:
@@ -457,17 +458,19 @@ def figure_10(on: Measured) -> Made:
         ),
     }
     parts = {f"TTFT, prompt of {n}": f"prompt {n}" for n in LENGTHS} | {"TPOT": "decode"}
-    compared = [
-        Compared(
-            f"{what}: speed of DyMoE 4/0 relative to other systems",
-            said[what[:4]],
-            f"{_ratios(times, ON_DEMAND, best, part)} times as fast as loading on demand and "
-            f"{_ratios(times, lru, best, part)} times as fast as lru, {_slots()}",
-            f"{_SIMULATED}. We did not run Accelerate, Mixtral-Offloading, MoE-Infinity and "
-            f"Fiddler",
+    compared = []
+    for what, part in parts.items():
+        over_loading, over_lru = (_ratios(times, base, best, part) for base in (ON_DEMAND, lru))
+        compared.append(
+            Compared(
+                f"{what}: speed of DyMoE 4/0 relative to other systems",
+                said[what[:4]],
+                f"{over_loading} times as fast as loading on demand and {over_lru} times as fast "
+                f"as lru, {_slots()}",
+                f"{_SIMULATED}. We did not run Accelerate, Mixtral-Offloading, MoE-Infinity and "
+                f"Fiddler",
+            )
         )
-        for what, part in parts.items()
-    ]
     panels = [
         Panel(
             "prompt, tokens",

@@ -159,12 +159,13 @@ def figure_4(on: Measured) -> Made:
         shown, lambda row: 100 * row["held"], lambda row: [row["tpot_ms_mean"], None], "name"
     )
     panel = Panel("slots, % of the experts", "mean decode step, ms", drawn, on.config.model.name)
+    mol = _by_share(table.rows, "firm, mol, n=1", "speedup")
     compared = [
         Compared(
             "speed of MoL if one matrix per expert is prefetched (n = 1)",
             "up to 1.8 times as fast as the paper's baseline with 128 cached experts of "
             "Qwen1.5-MoE, and 1.6 times with 768",
-            f"Relative to no prefetch, MoL is {_by_share(table.rows, 'firm, mol, n=1', 'speedup')}",
+            f"Relative to no prefetch, MoL is {mol}",
             f"{_MACHINE}. Table 1 compares with the paper's baseline",
         ),
         Compared(

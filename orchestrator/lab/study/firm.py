@@ -264,7 +264,7 @@ def measure_votes(on: Played) -> Findings:
             Line(f"P = {p}", range(1, len(each) + 1), exact(each)) for p, each in enumerate(grid, 1)
         ]
         drawn += [
-            Line(f"{name}: K, P = {k}, {p}", [k], exact([at[k, p]]))
+            Line(f"{name}: K = {k}, P = {p}", [k], exact([at[k, p]]))
             for name, (k, p) in {"least": best, **chosen}.items()
         ]
         panels.append(Panel("candidates K", "loss per layer and token", drawn, f"{group} layers"))
