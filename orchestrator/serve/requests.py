@@ -175,7 +175,7 @@ def _check_values(data: dict[str, Any], n_bytes: int, longest_bytes: int) -> Non
     if data.get("with_pieces") and n_bytes > most:
         raise Refusal(
             400,
-            f"the body has {format_size(n_bytes)}, but with the field with_pieces the limit is "
+            f"the body has {format_size(n_bytes)}, but the field with_pieces allows at most "
             f"{format_size(most)}: send less text",
         )
     most = longest_bytes // VALUE_BYTES
