@@ -79,10 +79,9 @@ class Sampling(Settings):
     )
     seed: int | None = setting(
         None,
-        "Seed for sampling. It also fixes the number of compute threads. The same command then "
-        "gives the same answer if the experts have one precision and --ram, --ctx and --ubatch are "
-        "given, because other values of these change the rounding. With several precisions, an "
-        "answer also depends on which experts are in memory.",
+        "Seed for sampling. It also fixes the number of compute threads. With experts in one "
+        "precision, a repeated command gives the same answer if --ram, --ctx and --ubatch are "
+        "given. With several precisions, an answer also depends on which experts are in memory.",
         within=(0, 2**32 - 1),
         group=ANSWER,
     )
@@ -132,7 +131,7 @@ class Sampling(Settings):
     )
     presence_penalty: float | None = setting(
         None,
-        "Penalty on tokens that occurred before, independent of the count.",
+        "Penalty on tokens that occurred before, however often they occurred.",
         metavar="X",
         within=(-2.0, 2.0),
         shown="llama.cpp's",
@@ -278,8 +277,8 @@ class Config(Settings):
     )
     ram: int | None = setting(
         None,
-        "Memory limit, such as 6GiB. It covers everything that the model needs. 6G means 6GiB, and "
-        "500MB is a power of ten.",
+        "Memory limit, such as 6GiB. It covers everything that the model needs. 6G means 6GiB, "
+        "and 500MB means 500,000,000 bytes.",
         unit=SIZE,
         shown="free memory",
         group=MEMORY,
@@ -321,7 +320,9 @@ class Config(Settings):
         None,
         "Precision of the most important experts, such as q4_k.",
         metavar="NAME",
-        shown="the best; as memory allows for policies that mix precisions",
+        shown=(
+            "the best precision, or the best that memory allows for policies that mix precisions"
+        ),
         group=MORE,
     )
     low_tier: str | None = setting(
@@ -354,15 +355,15 @@ class Config(Settings):
     )
     ubatch: int | None = setting(
         None,
-        "Micro-batch: tokens of a prompt that are computed at once. Larger values read missing "
-        "experts less often and need more scratch memory.",
+        "Micro-batch: number of prompt tokens that are computed at once. Larger values read "
+        "missing experts less often and need more scratch memory.",
         within=(1, 65536),
         shown="by memory",
         group=MORE,
     )
     threads: int | None = setting(
         None,
-        "Compute threads. There is at most one per core.",
+        "Number of compute threads. At most one per core is used.",
         within=(1, 1024),
         shown="the free cores",
         group=MODEL,
@@ -371,7 +372,7 @@ class Config(Settings):
         False,
         "Compute exactly the same bits as llama.cpp. Every expert is in the high precision, no "
         "weights are repacked, and the number of threads is fixed. Answers that a server decodes "
-        "together may still differ, because their sums have another order.",
+        "together may still differ, because their sums are added in another order.",
         group=PRECISION,
     )
     max_tokens: int | None = setting(
@@ -452,9 +453,9 @@ class Config(Settings):
     )
     importance: str = setting(
         "window",
-        "How the importance of each prompt token is computed: from the attention of the "
-        "prompt's last queries (window), or of all queries (exact, without flash attention). "
-        "With load, all tokens are equally important.",
+        "How the importance of each prompt token is computed. window: from the attention of the "
+        "prompt's last queries. exact: from the attention of all queries, without flash "
+        "attention. load: all tokens are equally important.",
         choices=("window", "exact", "load"),
         option=False,
     )
@@ -475,8 +476,9 @@ class Config(Settings):
     )
     layout: str = setting(
         "auto",
-        "Layout of experts in memory: file (as in the file), cpu (repacked for this CPU: faster to "
-        "compute, but each read takes longer), or auto (cpu if nearly all experts stay in memory).",
+        "Layout of experts in memory. file: as in the file. cpu: repacked for this CPU, which "
+        "computes faster, but each read takes longer. auto: cpu if nearly all experts stay in "
+        "memory.",
         choices=("auto", "file", "cpu"),
         group=MORE,
     )

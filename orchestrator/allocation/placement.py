@@ -36,8 +36,8 @@ class PlacementSettings(Settings):
     )
     near_weights: str = setting(
         IMPORTANCE,
-        "How the bits are divided among experts: by their quality losses weighted with their "
-        "usage (importance), or by their quality losses alone, as in the paper (plain).",
+        "How the bits are divided among experts. importance: by quality losses weighted with "
+        "expert usage. plain, as in the paper: by quality losses alone.",
         choices=(IMPORTANCE, PLAIN),
     )
     importance_mix: float = setting(
@@ -48,7 +48,7 @@ class PlacementSettings(Settings):
     )
     prior_tokens: float = setting(
         64.0,
-        "Weight of the expert usage in earlier runs, as a number of prompt tokens; 0 to ignore "
+        "Number of prompt tokens that the expert usage of earlier runs counts as. 0 ignores "
         "earlier runs, as in the paper.",
         within=(0.0, 1e6),
     )
@@ -189,7 +189,8 @@ def prefix_split(
     caps = [n] * len(bits) if most is None else [min(n, each) for each in most]
     if not 1 <= len(bits) <= MAX_WIDTHS or any(a <= b for a, b in pairwise(bits)):
         raise PolicyError(
-            f"the bits per weight must be a list of 1 to {MAX_WIDTHS} falling numbers, not {bits}"
+            f"the bits per weight must be a list of 1 to {MAX_WIDTHS} numbers, each smaller than "
+            f"the number before it, not {bits}"
         )
     counted = loss if weights is None else loss * weights[:, None]
     # Gains over the narrowest width, as prefix sums: C_b(k) of the first k experts.

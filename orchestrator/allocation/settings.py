@@ -17,8 +17,8 @@ class Background(Settings):
 
     profile: Path | None = setting(
         None,
-        "File that records how often each expert is used. Default for a chat: a file in the user "
-        "cache.",
+        "File that records how often each expert is used. Default for a chat: a file in "
+        "moe-edge's own cache folder.",
         recorded=False,
     )
     transition_rate: int | None = setting(

@@ -198,7 +198,7 @@ def falling(schedule: str, n_layers: int) -> list[float]:
     If there is only one layer, its factor is 0. Raises ConfigError for an unknown schedule.
     """
     if schedule not in SCHEDULES:
-        raise ConfigError(f"unknown schedule '{schedule}'; known: {', '.join(SCHEDULES)}")
+        raise ConfigError(f"unknown schedule '{schedule}': choose one of {', '.join(SCHEDULES)}")
     if schedule == FLAT or n_layers == 1:
         return [0.0] * n_layers
     places = [layer / (n_layers - 1) for layer in range(n_layers)]

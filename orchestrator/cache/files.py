@@ -164,7 +164,9 @@ KINDS = {
     "cuda": "libraries for builds with CUDA",
     "emulation": "compiled files of the tests that emulate a GPU",
     "hotness": "which experts earlier chats used, for each model",
-    "plans": "the plan that `--max-loss` chose for each model, so that later runs choose it again",
+    "plans": (
+        "the plan that `--max-loss` chose for each model, so that later runs use the same plan"
+    ),
     "sdist": "the source of llama.cpp as it was downloaded",
     "servers": "llama.cpp's server, compiled by `moe-edge serve`",
     "speed": "the measured speed of this machine; it is measured again if it is missing",
@@ -216,7 +218,10 @@ def clear_cache(names: tuple[str, ...]) -> list[CacheFolder]:
             chosen.append(here[name])
         elif name not in KINDS:
             known = ", ".join(here) or "nothing"
-            raise ConfigError(f"--clear {name}: the cache holds {known}; {ALL} clears everything")
+            raise ConfigError(
+                f"--clear {name}: the cache has no folder of this name. It has {known}; "
+                f"{ALL} clears everything"
+            )
     for each in chosen:
         shutil.rmtree(each.path)
     return chosen

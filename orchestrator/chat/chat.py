@@ -128,7 +128,11 @@ class Chat:
             "The conversation": {
                 "/regen": ("", "replace the last answer by another answer", self._regen),
                 "/read": ("FILE", "begin your next message with a text file", self._read),
-                "/system": ("TEXT", "set the system prompt (- for none), start anew", self._system),
+                "/system": (
+                    "TEXT",
+                    "set the system prompt (- for none) and forget the conversation",
+                    self._system,
+                ),
                 "/reset": ("", "forget the conversation", self._reset),
                 "/save": ("FILE", "write the conversation as JSON lines", self._save),
                 "/load": ("FILE", "continue a saved conversation, or change the model", self._load),
@@ -136,7 +140,11 @@ class Chat:
             "How it answers": {
                 "/temp": ("T", "change the temperature", partial(self._change, temp)),
                 "/think": ("on|off", "think before an answer", partial(self._change, think)),
-                "/set": ("NAME VALUE", "change another setting; without NAME: list", self._set),
+                "/set": (
+                    "NAME VALUE",
+                    "change another setting; without NAME: list settings",
+                    self._set,
+                ),
                 "/model": ("NAME", "change the model; without NAME: show it", self._model),
                 "/policy": ("NAME", "change the policy; without NAME: show it", self._policy),
                 **{
@@ -205,9 +213,8 @@ class Chat:
         model = self.session.runtime.model
         tiers = " ".join(tier.name for tier in model.tiers)
         self.console.note(
-            f"{model.name or model.hparams.arch}:"
-            f" {model.n_layers} layers of {model.n_expert} experts, "
-            f"{model.n_expert_used} a token, in {tiers}"
+            f"{model.name or model.hparams.arch}: {model.n_layers} layers of {model.n_expert} "
+            f"experts, {model.n_expert_used} used per token, in {tiers}"
         )
         self.console.note(self.session.runtime.mode)
 
@@ -246,8 +253,8 @@ class Chat:
             return
         if session.left_out > before:
             console.note(
-                f"The conversation outgrew the context of {session.n_ctx} tokens: "
-                f"the first {session.left_out} messages are no longer seen."
+                f"The conversation outgrew the context of {session.n_ctx} tokens: the model no "
+                f"longer sees the first {session.left_out} messages."
             )
         console.fields(stats_fields(stats, session.runtime.plan.ram_bytes))
         self.tell()
@@ -307,7 +314,10 @@ class Chat:
     def _memory(self, _argument: str) -> None:
         parts = self.session.runtime.memory()
         if not parts:
-            self.console.note("The model is on a GPU, whose memory was divided at the start.")
+            self.console.note(
+                "Memory by purpose is not shown, because the model is on a GPU. The GPU's memory "
+                "was divided at the start."
+            )
             return
         total = sum(parts.values())
         rows = [
@@ -345,7 +355,7 @@ class Chat:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1, 0.5)
             hint = f"did you mean {near[0]}?" if near else "/set alone lists them"
-            raise ConfigError(f"no setting {name} can be changed here: {hint}")
+            raise ConfigError(f"{name} is not a setting that can be changed during a chat: {hint}")
         self._change(known[name], text.strip())
 
     def _value_of(self, declared: Setting) -> str:
@@ -375,7 +385,10 @@ class Chat:
     def _save(self, argument: str) -> None:
         path = Path(argument).expanduser().absolute()
         if path.exists() and not goes_on(self.session.messages, path):
-            raise ConfigError(f"{path} exists, and holds something else: choose another name")
+            raise ConfigError(
+                f"{path} exists and is not an earlier part of this conversation: choose another "
+                f"name"
+            )
         try:
             write_conversation(path, self.session.messages)
         except OSError as error:
@@ -402,7 +415,7 @@ def _read(declared: Setting, text: str) -> Any:
 # Names of the endings that are not the model's own.
 ENDINGS = {
     "cancelled": "stopped",
-    "context": "cut, because the context (--ctx) is full",
+    "context": "answer cut: the context (--ctx) is full",
     "length": "cut at --max-tokens",
 }
 

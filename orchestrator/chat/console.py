@@ -433,7 +433,10 @@ class Console:
         try:
             import readline
         except ImportError:
-            self.note("This Python has no readline module: history and arrow keys do not work.")
+            self.note(
+                "This Python has no readline module, so the history of typed lines and the arrow "
+                "keys do not work."
+            )
             return
         path = user_folder("state") / "history"
         try:
@@ -444,7 +447,7 @@ class Console:
             readline.read_history_file(path)
             self._history = path
         except OSError as error:
-            self.note(f"History is not kept: {path}: {error.strerror}")
+            self.note(f"The history of typed lines is not kept: {path}: {error.strerror}")
         matches: list[str] = []
 
         def complete(text: str, state: int) -> str | None:
@@ -469,7 +472,7 @@ class Console:
         try:
             readline.write_history_file(self._history)
         except OSError as error:
-            self.note(f"History is not kept: {self._history}: {error.strerror}")
+            self.note(f"The history of typed lines is not kept: {self._history}: {error.strerror}")
             self._history = None
 
     def _dim(self, text: str) -> str:

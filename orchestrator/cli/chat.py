@@ -44,11 +44,12 @@ _LONGEST_CONSTRAINT = 1 << 20
 @answer_options
 @option(
     "-p --prompt TEXT",
-    "Answer this prompt and exit. Text on stdin is put in front of it, or is the prompt.",
+    "Answer this prompt and exit. Text on stdin is put in front of this prompt. Without -p, text "
+    "on stdin is the prompt.",
 )
 @option(
     "--json as_json",
-    "Print one JSON object, with -p or stdin. It has the answer and its statistics.",
+    "Print the answer and its statistics as JSON. Needs -p or text on stdin.",
 )
 @option(
     "--schema FILE",

@@ -143,7 +143,8 @@ def architectures(as_json: bool) -> None:
 @click.argument("repo", metavar="REPO")
 @option(
     "--include PATTERN",
-    "Files to download, such as '*Q4_K_M*'. May be repeated.  [default: the only model]",
+    "Pattern of the files to download, such as '*Q4_K_M*'. May be repeated.  [default: the only "
+    "model]",
     multiple=True,
 )
 @option("--revision R", "Branch, tag or commit.  [default: main]")
@@ -226,7 +227,11 @@ def remove_models(names: tuple[str, ...]) -> None:
 
 
 @click.command("cache", cls=Command)
-@option("--clear NAME", "Delete this folder of the cache, or all. May be repeated.", multiple=True)
+@option(
+    "--clear NAME",
+    "Delete this folder of the cache; all deletes every folder. May be repeated.",
+    multiple=True,
+)
 @JSON
 def cache(clear: tuple[str, ...], as_json: bool) -> None:
     """List the folders of the user cache, or delete them.

@@ -169,8 +169,8 @@ def render(found: dict[str, Any]) -> str:
         lines += [
             f"GPU       {gpu['name']}: {gpu['description']}, {format_size(gpu['memory_bytes'])} of "
             f"{format_size(gpu['total_bytes'])} free",
-            f"Copies    to the GPU: {pinned} pinned, {_speed(copies['pageable'])} pageable; "
-            f"{copies['round_trip_us']:.0f} us there and back",
+            f"Copies    to the GPU: {pinned} from pinned memory, {_speed(copies['pageable'])} "
+            f"from pageable memory; a round trip takes {copies['round_trip_us']:.0f} us",
             *([f"          {found['gpu_note']}"] if found["gpu_note"] else []),
             f"Misses    {misses_line(Bandwidths(**copies), found['expert_bytes'])}",
         ]
@@ -190,15 +190,15 @@ def misses_line(copies: Bandwidths, expert_bytes: int) -> str:
     waits_s = 2 * copies.round_trip_us / 1e6  # seconds: for gate and up together, and for down
     ways = {"copied": copies.pinned, "computed on the CPU": copies.compute}
     took = {way: expert_bytes / speed for way, speed in ways.items() if speed}
-    times = ", ".join(f"{way} {seconds * 1e3:.2f} ms" for way, seconds in took.items())
+    times = ", ".join(f"{seconds * 1e3:.2f} ms if {way}" for way, seconds in took.items())
     here = took.pop("computed on the CPU", float("inf")) + waits_s
     first = (
         "computed on the CPU" if here < min(took.values()) else min(took, key=lambda way: took[way])
     )
     return (
-        f"a missing expert of {format_size(expert_bytes)}: {times} plus {waits_s * 1e3:.2f} ms "
-        f"per layer; the first missing expert of a layer is {first}, and further ones are "
-        "divided between copying and computing"
+        f"a missing expert of {format_size(expert_bytes)} takes {times}, plus "
+        f"{waits_s * 1000.0:.2f} ms per layer. The first missing expert of a layer is {first}. "
+        f"Further missing experts are divided between copying and computing"
     )
 
 

@@ -45,11 +45,13 @@ GROUPS = {
         "pull": Where("files", "pull", "Download a model from the Hugging Face Hub."),
         "list": Where("files", "list_models", "List the downloaded models."),
         "rm": Where("files", "remove_models", "Delete downloaded models."),
-        "cache": Where("files", "cache", "List or clear the user cache."),
+        "cache": Where("files", "cache", "List or delete the files that moe-edge caches."),
         "inspect": Where("files", "inspect", "Show the contents of a model file."),
         "verify": Where("files", "verify", "Check a model file for damage."),
         "pack": Where("pack", "pack", "Store experts in several precisions in one file."),
-        "calibrate": Where("measure", "calibrate", "Measure what experts lose in each precision."),
+        "calibrate": Where(
+            "measure", "calibrate", "Measure the quality loss of each expert and precision."
+        ),
         "convert": Where("pack", "convert", "Convert a transformers checkpoint to a packed file."),
         "export": Where("pack", "export", "Export one precision of a packed file for llama.cpp."),
         "architectures": Where("files", "architectures", "List the tested architectures."),

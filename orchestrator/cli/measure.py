@@ -124,8 +124,8 @@ for _name, _place in BENCHMARKS.items():
 @option("--kl", "Also measure the KL divergence from the best precision of the file.")
 @option(
     "--kl-from TIER",
-    "With --kl: measure the divergence from this precision, such as the best one in use, "
-    "instead of from the file's best one.",
+    "With --kl: measure the divergence from this precision instead of the file's best precision, "
+    "for example from the best one that the run uses.",
     group=MORE,
 )
 @option("--max-tokens tokens N", "Use at most N tokens of the text.")
@@ -134,8 +134,8 @@ for _name, _place in BENCHMARKS.items():
 @option("--window N", "Context length in tokens.  [default: 512]", type=int, group=MORE)
 @option(
     "--prompt-tokens N",
-    "Read the first N tokens of each window as a prompt, which is not scored. The field "
-    "context of a .jsonl record belongs to its prompt.",
+    "Read the first N tokens of each window as a prompt, which is not scored. The text in the "
+    "field context of a .jsonl record is part of its prompt.",
     type=AT_LEAST_0,
     group=MORE,
 )
@@ -148,21 +148,21 @@ for _name, _place in BENCHMARKS.items():
 )
 @option(
     "--bandwidth SIZE",
-    "Bandwidth per second of the simulated disk, such as 2GB. The disk is simulated for "
+    "Bytes per second that the simulated disk reads, such as 2GB. The disk is simulated for "
     "policies that decide by the contents of memory.  [default: measured]",
     group=MORE,
 )
 @option(
     "--latency-us N",
-    "Latency of a read from the simulated disk (see --bandwidth), in microseconds. [default: "
+    "Latency of a read from the simulated disk (see --bandwidth), in microseconds.  [default: "
     "measured]",
     type=click.IntRange(0, 10**7),
     group=MORE,
 )
 @option(
     "--compute-ms MS",
-    "Compute time of a token, without waits, in the simulation (see --bandwidth), in "
-    "milliseconds. [default: measured]",
+    "Milliseconds that the simulation counts for computing a token, without waits. See "
+    "--bandwidth for the simulation.  [default: measured]",
     type=Number(0, 10**6),
     group=MORE,
 )
@@ -197,14 +197,15 @@ def evaluate(as_json: bool, **options: Any) -> None:
 @model_argument
 @option(
     "--calib TEXT",
-    "Text to measure on: plain, .jsonl (one text per record), or compressed (.xz).  [default: text "
-    "of six kinds that comes with moe-edge]",
+    "Text to measure on: plain text, .jsonl (one text per record), or compressed (.xz).  [default: "
+    "text of six kinds that comes with moe-edge]",
     type=FILE,
 )
 @CALIB_TOKENS
 @option(
     "--reference FILE",
-    "The same model in full precision, such as F16.  [default: the best precision of the file]",
+    "File of the same model in full precision, such as F16.  [default: the best precision of the "
+    "file]",
 )
 @option(
     "--types LIST",
@@ -212,7 +213,7 @@ def evaluate(as_json: bool, **options: Any) -> None:
     default="",
 )
 @option("--method NAME", "Quantization method for --types: rtn, imatrix, gptq.  [default: rtn]")
-@option("--out FILE", "Loss table to write.  [default: FILE.calib.json]", type=NEW_FILE)
+@option("--out FILE", "File to write the loss table to.  [default: FILE.calib.json]", type=NEW_FILE)
 @option(
     "--save-imatrix FILE",
     "Write an importance matrix of the text instead of a loss table.",
@@ -304,7 +305,7 @@ def make_table(
     "Compare the lower precisions as well. Those of a packed file are first exported to the folder "
     "for temporary files.",
 )
-@option("--no-verify", "Skip the check of every block of the file.")
+@option("--no-verify", "Do not check every block of the file for damage.")
 @option("--out FILE", "Also write the report to this file.", type=NEW_FILE)
 @FORCE
 @JSON
@@ -342,7 +343,7 @@ def check(
 )
 @option(
     "--report FILE",
-    "Report to write. Details go to a folder of the same name.",
+    "File to write the report to. Details go to a folder of the same name.",
     default="gpu-report.md",
     show_default=True,
 )

@@ -179,7 +179,7 @@ def model_argument(function: Any) -> Any:
     """
 
     @_NAMED
-    @option("-m --model FILE", "Model, if it is not given as an argument.", type=str)
+    @option("-m --model FILE", "Model file, if it is not given as the argument MODEL.", type=str)
     @wraps(function)
     def with_file(*args: Any, named: str | None, model: str | None, **options: Any) -> Any:
         asked = one_name(named, model)
@@ -261,7 +261,8 @@ def policy_options(recorded: bool = False) -> list[Setting]:
 
 def of_policies(names: Sequence[str]) -> str:
     """Return the heading in the help for settings that the named policies share."""
-    return f"{'Policies' if len(names) > 1 else 'Policy'} {', '.join(names)}"
+    heading = "Policies" if len(names) > 1 else "Policy"
+    return f"{heading} {', '.join(names)}"
 
 
 _OWN = [each for each in Config.declared().values() if each.option]
@@ -306,11 +307,13 @@ method_options = together(
     ),
     option(
         "--calib TEXT",
-        "Calibration text: plain, .jsonl (one text per record), or compressed (.xz).",
+        "Calibration text: plain text, .jsonl (one text per record), or compressed (.xz).",
         type=FILE,
     ),
     CALIB_TOKENS,
-    option("--imatrix FILE", "Importance matrix of llama.cpp, instead of a text."),
+    option(
+        "--imatrix FILE", "File with an importance matrix of llama.cpp, used instead of a text."
+    ),
     RAM,
 )
 

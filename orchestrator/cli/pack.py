@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 @click.argument("target", metavar="OUT", type=NEW_FILE)
 @option(
     "--tiers LIST",
-    "Precisions to store, best first, such as q8_0,q4_k,q2_k.  [default: those for --for-ram]",
+    "Precisions to store, best first, such as q8_0,q4_k,q2_k.  [default: chosen for --for-ram]",
 )
 @option(
     "--for-ram SIZE",
@@ -114,11 +114,11 @@ def export(source: Path, target: Path, tier: str, keep_types: bool) -> None:
 @option("--tiers LIST", "Precisions to store, best first, such as q8_0,q4_k,q2_k.", required=True)
 @option(
     "--dense",
-    "Type of the matrices outside the experts.  [default: that of the checkpoint]",
+    "Quantization type of the matrices outside the experts.  [default: that of the checkpoint]",
     type=click.Choice(["f16", "bf16", "q8_0"]),
 )
 @option("--imatrix FILE", "Importance matrix of llama.cpp, which weighs the columns of experts.")
-@option("--trust-remote-code", "Run the checkpoint's own code for its tokenizer.")
+@option("--trust-remote-code", "Run the Python code of the checkpoint to load its tokenizer.")
 @THREADS
 @FORCE
 def convert(source: str, target: Path, tiers: str, **options: Any) -> None:

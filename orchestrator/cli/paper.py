@@ -34,8 +34,8 @@ from orchestrator.lab.registry import PAPERS, load_paper
 )
 @option(
     "--data DIR",
-    "Folder of texts to measure on: each .jsonl or .txt file, also as .xz, is a domain.  "
-    "[default: the demo's conversations]",
+    "Folder of texts to measure on. Each .jsonl or .txt file in it is one domain, and may be "
+    "compressed (.xz).  [default: the demo's conversations]",
     type=FILE,
 )
 @option(

@@ -239,7 +239,10 @@ def _print_plans(asked: str, as_json: bool, picture: Path | None, options: dict[
     if not as_json:
         if headers:
             read = format_size(headers.read_bytes)
-            note(f"{asked}: {format_size(headers.nbytes)}, of which {read} were downloaded")
+            note(
+                f"{asked} has {format_size(headers.nbytes)}, of which {read} were downloaded for "
+                f"this plan"
+            )
         for sentence in found["notes"]:
             note(sentence)
     if found["plan_note"] and plans is None:

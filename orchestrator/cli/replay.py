@@ -38,20 +38,20 @@ MOST_TOKENS = 1 << 17
 
 @click.command(cls=Command)
 @model_options
-@option("--out FILE", "Trace to write, such as T.npz.", type=NEW_FILE, required=True)
+@option("--out FILE", "File to write the trace to, such as T.npz.", type=NEW_FILE, required=True)
 @FORCE
-@option("--text FILE", "Evaluate this text token by token, in decode.")
+@option("--text FILE", "Text file to evaluate token by token, in decode.")
 @option(
     "--prefill N",
     "With --text: read the first N tokens of the text as a prompt.  [default: 0]",
     type=AT_LEAST_0,
     default=0,
 )
-@option("-p --prompt TEXT", "Answer this prompt, instead of --text.")
+@option("-p --prompt TEXT", "Prompt to answer, used instead of --text.")
 @option(
     "--tokens N",
-    "Number of tokens to read from the text, or to answer with.  [default: a full context of "
-    "the text, or an answer of 512]",
+    "Number of tokens to evaluate from the text, or to generate as an answer.  [default: as many "
+    "tokens of the text as fit the context, or an answer of 512]",
 )
 @option("--seed N", "Seed of the answer.", type=AT_LEAST_0)
 def trace(

@@ -87,7 +87,8 @@ def format_duration(seconds: float) -> str:
     """Return a rounded duration for people, such as "40 s", "3 minutes" or "2 hours"."""
     if seconds < 90:
         step = 5 if seconds > 15 else 1
-        return f"{max(1, step * round(seconds / step))} s"
+        rounded = max(1, step * round(seconds / step))
+        return f"{rounded} s"
     if seconds < 100 * 60:
         return f"{round(seconds / 60)} minutes"
     return f"{round(seconds / 3600)} hours"

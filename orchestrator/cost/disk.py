@@ -52,7 +52,7 @@ _ALONE, _PAUSE_S, _ALONE_S = 16, 0.002, 0.25
 
 # File systems on remote or host disks, by the kernel's names.
 _ELSEWHERE = {
-    "9p": "a drive of Windows or of a host (9p)",
+    "9p": "a drive of Windows or of another host system (9p)",
     "drvfs": "a drive of Windows (drvfs)",
     "nfs": "another machine's disk (NFS)",
     "nfs4": "another machine's disk (NFS)",
@@ -382,7 +382,7 @@ def _kept(
             timings.add(key, max(_LEAST_S, seconds), quiet=True)
         timings.save(path, _FORMAT)
     elif timings.least("first") is None:
-        raise OSError("the disk was not measured yet")
+        raise OSError("the speed of the disk was not measured yet")
     read, core, latency, first = (timings.least(each) or _LEAST_S for each in keys)
     found = Bandwidth(
         _MIB / read,
@@ -435,8 +435,8 @@ def slow_disk(model: ExpertModel, config: Config) -> str | None:
         speed = kept_bandwidth(model, config).at_first.bytes_per_s
         if kind != _SPINNING or speed < _SPINS_BELOW:
             return (
-                f"The model is on {kind}, which reads {speed / 1e6:.0f} MB/s. That slows down "
-                f"loading and each expert that is not in memory. Copy the model to an internal "
-                f"SSD."
+                f"The model is on {kind}, which reads {speed / 1000000.0:.0f} MB/s. This slows "
+                f"down loading the model and reading each expert that is not in memory. Copy the "
+                f"model to an internal SSD."
             )
     return None

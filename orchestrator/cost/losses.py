@@ -236,8 +236,9 @@ class LossTable:
             )
         if self.fit is not None:
             low, high = (math.exp(side * 1.96 * self.fit.error) for side in (-1, 1))
+            basis = self.fit.text.split(", sha")[0]
             lines.append(
-                f"KL is estimated by {self.fit.text.split(', sha')[0]}: the true mean KL is "
+                f"KL is estimated by {basis}: the true mean KL is "
                 f"{low:.2f} to {high:.2f} times the estimated mean (95 % confidence)"
             )
             low, high = self.fit.spread
@@ -246,7 +247,10 @@ class LossTable:
                 f"percentile) times its fitted loss; estimates use the factor {high:.2f}"
             )
         if not seen.all():
-            lines.append(f"  {np.count_nonzero(~seen)} of {seen.size} experts saw no token")
+            n_unseen = np.count_nonzero(~seen)
+            lines.append(
+                f"  {n_unseen} of {seen.size} experts got no token of the calibration text"
+            )
         return "\n".join(lines)
 
 
@@ -520,7 +524,8 @@ class LossModel:
         self.note = None
         if why is not None:
             self.note = (
-                f"Nominal quality losses are used instead of measured ones: {why}: {self._remedy}"
+                f"Nominal quality losses are used instead of measured quality losses: {why}: "
+                f"{self._remedy}"
             )
         of = LossTable.per_use if per_use else LossTable.of_tiers
         losses = None if table is None else of(table, tiers)
@@ -532,8 +537,8 @@ class LossModel:
                     "all of them"
                 )
             self.note = (
-                f"The model's loss table lacks one of the precisions {names}: nominal quality "
-                "losses are used instead of measured ones."
+                f"The model's loss table lacks one of the precisions {names}. Nominal quality "
+                f"losses are used instead of measured quality losses."
             )
         return losses
 

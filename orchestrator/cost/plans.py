@@ -154,15 +154,17 @@ class Frontier:
             default = next(filter(usual.is_like, shown))
             taken, reason = faster_lossless(default, shown) if may_switch else default, ""
             if taken is not default:
-                reason = f"lossless, and {_gain(taken, default)} faster than {default.label}"
+                gain = _gain(taken, default)
+                reason = f"lossless, and {gain} faster than {default.label}"
             elif taken.kl != 0.0:
                 reason = "as the options request"
             else:
                 reason = "lossless, because no option allows a loss"
                 first = min(_equals(taken, shown), key=lambda each: each.token_ms)
                 if may_switch and first.token_ms < taken.token_ms:
+                    gain = _gain(first, taken)
                     reason += (
-                        f"; {first.label} is predicted to be {_gain(first, taken)} faster, but is "
+                        f"; {first.label} is predicted to be {gain} faster, but is "
                         f"chosen only if it is at least {CLEARLY_FASTER - 1:.0%} faster"
                     )
         guess = "estimated " if taken.kl else ""

@@ -177,7 +177,7 @@ def run(
     say(
         f"GPU: {machine}"
         if found or emulated
-        else f"no GPU: {why}; steps that need one are skipped"
+        else f"no GPU can be used ({why}), so steps that need a GPU are skipped"
     )
     folder = Folder(report)
     _kill_left_over(folder)
@@ -249,7 +249,7 @@ def find_tests(emulated: bool) -> list[Step]:
         limit_s = PARTS["device"][0]
     names = re.findall(r"^(tests/\S+::\S.*)$", found, re.MULTILINE)
     if not names:
-        return [Step("device", "tests for a GPU are found", collect, limit_s)]
+        return [Step("device", "list the tests that need a GPU", collect, limit_s)]
     # With -s, the log is complete even if the step is cut off. With -r, the log has the reasons of
     # failures and skipped tests.
     command = (*pytest, "-q", "-s", "-rfEs")
@@ -304,7 +304,7 @@ def _run_step(step: Step, folder: Folder, there: bool) -> Outcome:
     said = re.findall(r"^(SKIPPED|FAILED|ERROR) .*?(?: - |: )(.*)$", output, re.MULTILINE)
     result, reason = "failed", ""
     if status is None:
-        reason = f"it took longer than {step.limit_s:g} s"
+        reason = f"the step took longer than {step.limit_s:g} s"
     elif status < 0:
         reason = f"signal {-status} ({signal.Signals(-status).name})"
     elif status:

@@ -78,7 +78,7 @@ class Node:
         """
         address = self._tensor.src[index]
         if not address:
-            raise NativeError(f"{self.name}: the operation has no operand {index}")
+            raise NativeError(f"the operation of the tensor {self.name} has no operand {index}")
         return Node(self._lib, address)
 
     def array(self) -> np.ndarray:
@@ -97,7 +97,9 @@ class Node:
         tensor = self._tensor
         kind = _NUMBERS.get(tensor.type)
         if kind is None:
-            raise NativeError(f"{self.name}: cannot be read: its type is neither float32 nor int32")
+            raise NativeError(
+                f"the tensor {self.name} cannot be read: its type is neither float32 nor int32"
+            )
         n_bytes = self._lib.ggml_nbytes(self._address)
         data = (ctypes.c_uint8 * n_bytes).from_address(tensor.data)
         shape, strides = tuple(tensor.ne)[::-1], tuple(tensor.nb)[::-1]
@@ -203,7 +205,7 @@ class Observer(Closing):
         """
         n = sum(map(len, windows))
         if not 1 <= n <= self._context.n_ubatch:
-            raise NativeError(f"{n} tokens do not fit a context of {self._context.n_ubatch}")
+            raise NativeError(f"{n} tokens do not fit a context of {self._context.n_ubatch} tokens")
         self._context.forget_all()
         self._failed = False
         status = self._context.decode_each(

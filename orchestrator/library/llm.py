@@ -544,7 +544,7 @@ def _as_json(request: dict[str, Any]) -> bytes:
     try:
         return written(request)
     except TypeError as error:
-        raise ConfigError(f"a message or an option has no form in JSON: {error}") from None
+        raise ConfigError(f"a message or an option cannot be written as JSON: {error}") from None
 
 
 def _opened(

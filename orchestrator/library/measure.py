@@ -210,7 +210,7 @@ def record(
     given. Raises MoeEdgeError if the model cannot run.
     """
     if (text is None) == (prompt is None):
-        raise ConfigError("record needs either a text or a prompt")
+        raise ConfigError("the function record needs either a text or a prompt")
     check_process(settings.get("ram"))
     stops = Stops()
 

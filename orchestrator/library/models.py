@@ -33,7 +33,7 @@ def find_model(text: str, note: Callable[[str], None], progress: Callable[[], An
 def _local(path: Path) -> Path:
     """Return `path` unchanged. Raises GGUFError if it is a folder or a URL."""
     if path.is_dir():
-        hint = "name a GGUF file in it"
+        hint = "give the path of a GGUF file in this folder"
         if (path / "config.json").is_file():
             hint = "convert the checkpoint with `moe-edge convert`"
         raise GGUFError(f"{path}: this is a folder, not a GGUF file: {hint}")

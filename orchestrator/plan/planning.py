@@ -215,10 +215,11 @@ def settings_of(config: Config, choice: Choice) -> Settings:
         return settings
     needed = choice.policy.precisions.lossless or {}
     for name, value in needed.items():
-        if config.of_policies.get(name, value) != value:
+        given, flag = config.of_policies.get(name, value), flag_of(name)
+        if given != value:
             raise ConfigError(
-                f"--exact computes every expert in the high precision, which {flag_of(name)} "
-                f"{config.of_policies[name]} does not: leave one of the two out"
+                f"--exact computes every expert in the high precision, which {flag} {given} does "
+                f"not: leave one of the two out"
             )
     return replace(settings, **needed)
 
@@ -433,7 +434,7 @@ class _Layout:
         if longest < n_ctx:
             needed = room.cap_bytes + shared.least_slots - shared.slots(n_ctx, 1)
             if not config.ctx:  # not even the shortest context fits
-                text = f"the policy {placement.name} needs {needed} bytes"
+                text = f"the policy {placement.name} needs at least {needed} bytes of memory"
                 return _TooSmall(text, needed, self._option, placement.policy, may_divide=False)
             limit = self._given(room).rstrip(",")
             return Refusal(
@@ -680,7 +681,7 @@ class _Layout:
         name = placement.name
         if expert_ram is None or (self._asked is not None and expert_ram >= slots):
             needed = room.fixed_bytes + slots
-            text = f"the policy {name} needs {needed} bytes"
+            text = f"the policy {name} needs at least {needed} bytes of memory"
             return _TooSmall(text, needed, self._option, placement.policy)
         least = place(policy_class(BASELINE), placement.shape).slots.total_bytes
         works = f"; --policy {BASELINE} works from {format_least(least)}" if least < slots else ""
@@ -762,8 +763,8 @@ def _check_kv(config: Config, model: ExpertModel) -> None:
     block = BLOCK[KV_TYPES[config.kv]].weights
     if block > 1 and config.importance == "exact":
         raise ConfigError(
-            f"--kv {config.kv} needs flash attention, which exact importance does without: leave "
-            "one of the two out"
+            f"--kv {config.kv} needs flash attention, which the setting importance=exact does not "
+            f"use: leave one of the two out"
         )
     for length in (model.hparams.key_length, model.hparams.value_length):
         if length % block:

@@ -57,8 +57,8 @@ def tiers_for(model: ExpertModel, ram_bytes: int) -> tuple[list[str], str]:
     found = plan(PlanRequest(config), model, Machine(1 << 62))
     if isinstance(found, Refusal):
         raise BudgetError(
-            f"--for-ram {format_size(ram_bytes)} is too little for this model: it needs at least "
-            f"{format_least(found.needed_bytes)}, in any precisions",
+            f"--for-ram {format_size(ram_bytes)} is too little for this model: in any precisions, "
+            f"it needs at least {format_least(found.needed_bytes)}",
             found.needed_bytes,
         )
     budget = found.budget_bytes
@@ -81,7 +81,7 @@ def tiers_for(model: ExpertModel, ram_bytes: int) -> tuple[list[str], str]:
             *names,
         ], f"{allows}, too few to keep every expert in memory: missing experts are read from disk."
     names = [each.tier_name for each in lower]
-    return [best, *names], f"{allows}: every expert stays in memory, in one of these tiers."
+    return [best, *names], f"{allows}: every expert stays in memory, in one of these precisions."
 
 
 def _bits_of_types(model: ExpertModel) -> dict[GGMLType, float]:

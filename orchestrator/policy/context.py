@@ -168,24 +168,24 @@ class ContextSettings(PlacementSettings, Background):
     )
     near_slots: str = setting(
         OWN,
-        "Slots of experts in lower precisions. own: each slot holds one precision, and every layer "
-        "has the same number of slots for it. shared: each slot holds any of these precisions, so "
-        "that the number of experts in each follows the prompt. Shared slots are as large as the "
-        "largest of these precisions needs.",
+        "How slots for lower precisions are divided. own: each slot holds one precision, and "
+        "every layer has the same number of slots for it. shared: each slot holds any of these "
+        "precisions, so that the number of experts in each precision follows the prompt. A shared "
+        "slot has the size that the largest of these precisions needs.",
         choices=(OWN, SHARED),
     )
     near_place: str = setting(
         AUTO,
-        "Where a system with a GPU stores experts in lower precisions: in the GPU's memory "
-        "(device), or in host memory, where the CPU computes them (host). auto: in host memory "
-        "only if they do not all fit the GPU.",
+        "Where a system with a GPU stores experts in lower precisions. device: in the GPU's "
+        "memory. host: in host memory, where the CPU computes them. auto: in host memory only if "
+        "the GPU's memory cannot hold all of them.",
         choices=(AUTO, DEVICE, HOST),
     )
     losses: Path | None = inherit(Shared, "losses")
     placement: str = setting(
         ASYNC,
-        "When experts change their precision after a prompt: during the answer (async), or before "
-        "its first token, which waits for that (wait).",
+        "When experts change their precision after a prompt. async: during the answer. wait: "
+        "before the first token of the answer, which then comes later.",
         choices=(ASYNC, WAIT),
     )
 
@@ -253,8 +253,9 @@ def uniform_counts(n_cold: int, near: NearTiers, settings: ContextSettings) -> t
     bits = near.bits
     if settings.near_bits < bits[-1]:
         raise PolicyError(
-            f"--near-bits {settings.near_bits:g} is too small: {near.names[-1]} has {bits[-1]} "
-            f"bits. Give {bits[-1]} or more, or name a lower tier with --near-tiers"
+            f"--near-bits {settings.near_bits:g} is too small: the lowest precision "
+            f"{near.names[-1]} has {bits[-1]} bits. Give {bits[-1]} or more, or name a lower tier "
+            f"with --near-tiers"
         )
     losses = nominal_losses(bits, 1, n_cold)[0]
     # The importance of the experts is assumed to fall as 1/rank, or to be uniform. With two near
@@ -365,7 +366,8 @@ class ContextPlacement(Placement):
         lower = [f"{n} in {name}" for n, name in counts if n]
         if self.shares_slots:
             bits = f"{self.settings.near_bits:g} bits per weight on average"
-            lower = [f"{sum(self.near_counts)} in {' or '.join(names)} ({bits})"]
+            n_lower, either = sum(self.near_counts), " or ".join(names)
+            lower = [f"{n_lower} in {either} ({bits})"]
         best = f"{self.n_hot} of {self.shape.n_expert} experts per layer in {self.shape.tiers[0]}"
         computed_by = ", lower precisions computed by the CPU" if self.on_host else ""
         return f"context, {', '.join([best, *lower])}{computed_by}"

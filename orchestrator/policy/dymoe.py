@@ -174,9 +174,9 @@ class DyMoESettings(LookAhead):
     )
     lower_which: str = setting(
         GATES,
-        "Which experts of an answer get the low precision or are skipped: those with the lowest "
-        "gate weights, as in the paper (gates), or at most as many that are not in memory "
-        "(missing).",
+        "Which experts of an answer get the low precision or are skipped. gates, as in the paper: "
+        "those with the lowest gate weights. missing: at most the same number of experts, and "
+        "only experts that are not in memory.",
         metavar="WHICH",
         choices=(GATES, MISSING),
     )
@@ -194,7 +194,7 @@ class DyMoESettings(LookAhead):
     )
     prompts_pass: bool = setting(
         True,
-        "Read the experts that a prompt uses less into a part of the slots only, so that they do "
+        "Read the experts that a prompt uses less into only a part of the slots, so that they do "
         "not evict all other experts.",
     )
 

@@ -284,13 +284,13 @@ class DynaExqPlacement(Placement):
         why = f"copies of all experts in the low precision take {needed}, which does not fit"
         if not self.capacity.any():
             return (
-                f"dynaexq {low}, caching {as_range(self.cached)} of {self.shape.n_expert} "
-                f"experts a layer: {why}"
+                f"dynaexq {low} as a cache with slots for {as_range(self.cached)} of "
+                f"{self.shape.n_expert} experts a layer: {why}"
             )
         n_high, n_low = as_range(self.capacity), as_range(self.cached)
         return (
-            f"dynaexq {high}/{low}, caching {n_high} in {high} and {n_low} in {low} of "
-            f"{self.shape.n_expert} experts a layer: {why}"
+            f"dynaexq {high}/{low} as a cache with slots for {n_high} experts in {high} and "
+            f"{n_low} in {low}, of {self.shape.n_expert} experts a layer: {why}"
         )
 
 

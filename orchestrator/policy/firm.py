@@ -461,30 +461,33 @@ class FIRMSettings(LookAhead):
     )
     agree: str = setting(
         RANK,
-        "Which predicted experts are prefetched. rank: the first K that the previous layer "
-        "predicts. mol, as in the paper: those among the first K predictions of each of P "
-        "earlier layers. margin: those whose score in the previous layer reaches a threshold, "
-        "which rises as K falls.",
+        "How predictions select the experts to prefetch. rank: the first K experts that the "
+        "previous layer predicts. mol, as in the paper: experts that are among the first K "
+        "predictions of each of P earlier layers. margin: experts whose score in the previous "
+        "layer reaches a threshold, which is higher for a smaller K.",
         metavar="HOW",
         choices=AGREE_WAYS,
     )
     votes: str | None = setting(
         None,
-        "K,P: how many experts each layer predicts, and how many layers predict (more than one "
-        "only with --agree mol). K,P/K,P/K,P gives the values for shallow, middle and deep layers.",
+        "Number K of experts that each layer predicts, and number P of layers that predict, as "
+        "K,P. P above 1 needs --agree mol. Three pairs K,P/K,P/K,P are the values for shallow, "
+        "middle and deep layers.",
         metavar="K,P",
         shown="tuned",
     )
     tune: str | None = setting(
         None,
-        "How K and P of --votes are found: climb (the paper's hill climbing), all (all pairs "
-        "are compared on the same tokens), or off.",
+        "How the values K and P (see --votes) are found: climb (the paper's hill climbing), all "
+        "(all pairs are compared on the same tokens), or off.",
         metavar="HOW",
         choices=TUNE_WAYS,
         shown=f"{ALL}, off with votes",
     )
     tune_steps: int = setting(
-        32, "Decode steps between two changes of K and P of --votes.", within=(1, 2**24)
+        32,
+        "Number of decode steps between two changes of K and P (see --votes).",
+        within=(1, 2**24),
     )
     tune_patience: int = setting(
         2,
@@ -493,16 +496,20 @@ class FIRMSettings(LookAhead):
         within=(1, 2**16),
     )
     tune_tokens: int = setting(
-        512, "Decode steps after which K and P of --votes are no longer tuned.", within=(1, 2**24)
+        512,
+        "Number of decode steps after which K and P (see --votes) are no longer tuned.",
+        within=(1, 2**24),
     )
     waste_weight: float = setting(
         0.5,
-        "Weight of an expert that is prefetched but not used, when K and P of --votes are tuned.",
+        "Weight of an expert that is prefetched but not used, in the loss by which K and P (see "
+        "--votes) are tuned.",
         within=(0.0, 1e6),
     )
     miss_weight: float = setting(
         0.5,
-        "Weight of an expert that is read on demand, when K and P of --votes are tuned.",
+        "Weight of an expert that is read on demand, in the loss by which K and P (see --votes) "
+        "are tuned.",
         within=(0.0, 1e6),
     )
 
@@ -595,7 +602,8 @@ class FIRMSettings(LookAhead):
         if "votes" in asked:
             raise ConfigError(
                 f"the trace predicts experts {depth} layers ahead, and the votes '{self.votes}' "
-                f"need {self.deepest}: record it with --agree {MOL} --n-ahead {self.deepest}"
+                f"need {self.deepest} layers: record the trace again with --agree {MOL} --n-ahead "
+                f"{self.deepest}"
             )
         return replace(self, votes=None, n_ahead=None).limited(depth, asked)
 
@@ -706,8 +714,9 @@ class FIRM(Policy):
         most = max(k for k, _ in read_votes(settings.votes or "1,1"))
         if most > shape.n_expert_used:
             raise PolicyError(
-                f"the votes '{settings.votes}' have {most} candidates, and this model's "
-                f"routers choose {shape.n_expert_used} experts: K is 1 to {shape.n_expert_used}"
+                f"the votes '{settings.votes}' ask for {most} experts per layer, but this model's "
+                f"routers choose only {shape.n_expert_used}: give K from 1 to "
+                f"{shape.n_expert_used}"
             )
         counts = even_slots(shape, budget_bytes)
         tuned = history.tuned(cls.name)

@@ -205,9 +205,9 @@ class Mixed(Learning):
     about = About(
         name="mixed",
         summary=(
-            "Every expert is resident, in the tier with the best value for its bytes, by the "
-            "expert's usage and quality loss. Experts exchange their tiers in the background, "
-            "and no token waits for that."
+            "Every expert is resident. Often used experts that lose much quality in low precision "
+            "get the better precisions. Experts exchange their precisions in the background, and "
+            "no token waits for that."
         ),
         Settings=MixedSettings,
         reason="fills the memory for experts with the best precisions",

@@ -94,11 +94,13 @@ class Policies(MutableMapping[str, type[Policy]]):
                 try:
                     self._installed.add(self.add(point.load()))
                 except PolicyError as error:
-                    self.faults.append(f"{error} (from the package {package}). It is left out.")
+                    self.faults.append(
+                        f"{error} (from the package {package}). This policy is left out."
+                    )
                 except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a package raises
                     self.faults.append(
                         f"the policy {point.name} of the package {package} cannot be imported "
-                        f"({_described(error)}). It is left out."
+                        f"({_described(error)}). This policy is left out."
                     )
 
     def __getitem__(self, name: str) -> type[Policy]:

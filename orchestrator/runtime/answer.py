@@ -277,9 +277,10 @@ class Answer:
         """
         message = str(error.get("message", ""))
         if error.get("type") == "exceed_context_size_error":
+            n_prompt, n_ctx = error.get("n_prompt_tokens"), error.get("n_ctx")
             return ConfigError(
-                f"the prompt has {error.get('n_prompt_tokens')} tokens, the context holds "
-                f"{error.get('n_ctx')}: {self._prompt_remedy}"
+                f"the prompt has {n_prompt} tokens, the context holds {n_ctx}: "
+                f"{self._prompt_remedy}"
             )
         if error.get("code") == 400:
             return ConfigError(message)

@@ -262,10 +262,10 @@ class DataCheck:
                 if _may_hold_nan(info):
                     is_nan = np.isnan(buffer[: n - n % 4].view(np.float32))
                     if is_nan.any():
+                        offset = at + 4 * int(is_nan.argmax())
                         raise DamagedError(
-                            f"{listed.part.path}: tensor {info.name}: offset"
-                            f" {at + 4 * int(is_nan.argmax())}: the value is NaN: get another copy"
-                            " of the file, or convert the model again"
+                            f"{listed.part.path}: tensor {info.name}: offset {offset}: the value "
+                            "is NaN: get another copy of the file, or convert the model again"
                         )
                 if expected is not None:
                     crc = self._crc32(crc, buffer.ctypes.data, n)

@@ -291,8 +291,8 @@ class Runtime(Closing):
     def _prompt_remedy(self) -> str:
         """Advice for a user whose prompt does not fit the context."""
         if self._slot_context == self._model.hparams.context_length:
-            return "shorten the prompt, because the model supports no longer context"
-        return "shorten the prompt, or raise --ctx"
+            return "shorten the prompt: the model does not support a longer context"
+        return "shorten the prompt, or increase the context with --ctx"
 
     @property
     def about(self) -> About:

@@ -228,5 +228,5 @@ class Steps:
     def _remedy(self) -> str:
         """Return advice for a user whose context is full."""
         if self._asked_ctx > self._context.n_ctx:
-            return "evaluate fewer tokens, because the model supports no longer context"
-        return "evaluate fewer tokens, or raise --ctx"
+            return "evaluate fewer tokens: the model does not support a longer context"
+        return "evaluate fewer tokens, or increase the context with --ctx"

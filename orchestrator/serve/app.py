@@ -118,7 +118,8 @@ class Endpoints:
             if n > parallel:
                 raise Refusal(
                     400,
-                    f"n is {n}, but this server computes at most {parallel} answers (--parallel)",
+                    f"n is {n}, but this server computes at most {parallel} answers at the same "
+                    f"time (--parallel)",
                 )
             if parallel > 1:
                 exchange.conversations = conversations_of(data, parallel)

@@ -129,7 +129,7 @@ class Rewriter:
         try:
             target = self._at(pointer)
         except (KeyError, IndexError, ValueError, TypeError):
-            self._lose(f"{where}.$ref", "the reference names no part of the schema")
+            self._lose(f"{where}.$ref", "the $ref names no part of the schema")
             return {}
         siblings = {name: each for name, each in schema.items() if name != "$ref"}
         if siblings.keys() - _ANNOTATIONS:
@@ -202,7 +202,7 @@ class Rewriter:
         try:
             target = self._at(self._pointer(part["$ref"]))
         except (KeyError, IndexError, ValueError, TypeError):
-            self._lose(f"{where}.$ref", "the reference names no part of the schema")
+            self._lose(f"{where}.$ref", "the $ref names no part of the schema")
             target = {}
         rest = {name: each for name, each in part.items() if name != "$ref"}
         return merged(self._inlined(target, where, depth + 1), rest)
@@ -210,7 +210,7 @@ class Rewriter:
     def _any_of(self, schema: Schema, word: str, where: str) -> Schema:
         parts = schema[word]
         if not isinstance(parts, list) or not parts:
-            self._lose(f"{where}.{word}", "the value is not a list of schemas")
+            self._lose(f"{where}.{word}", "the value of the keyword must be a list of schemas")
             return self._node(_without(schema, word), where)
         base = _without(schema, word)
         if not base.keys() - _ANNOTATIONS:
@@ -263,7 +263,9 @@ class Rewriter:
             return []
         known = [kind for kind in kinds if kind in _TYPES]
         if len(known) < len(kinds) or not kinds:
-            self._lose(f"{where}.type", "the value is not a JSON type")
+            self._lose(
+                f"{where}.type", "the value of the keyword must name JSON types, such as string"
+            )
             return []
         return known
 
@@ -274,7 +276,9 @@ class Rewriter:
             return self._node(_without(schema, "enum"), where)
         of_type = [value for value in values if not kinds or _kinds_of(value) & set(kinds)]
         if not of_type:
-            self._lose(f"{where}.enum", "none of the values has the type that the schema requires")
+            self._lose(
+                f"{where}.enum", "none of the listed values has the type that the schema requires"
+            )
         return _words(of_type or values)
 
     def _of_type(self, schema: Schema, kind: str, where: str) -> Schema:
@@ -291,7 +295,7 @@ class Rewriter:
         properties, required = schema.get("properties"), schema.get("required", [])
         made: Schema = {"type": "object"}
         if not isinstance(required, list):
-            self._lose(f"{where}.required", "the value is not a list of names")
+            self._lose(f"{where}.required", "the value of the keyword must be a list of names")
             required = []
         if properties is not None and not isinstance(properties, dict):
             self._lose(f"{where}.properties", "it is not an object")
@@ -322,7 +326,8 @@ class Rewriter:
         if least is not None and least > len(set(map(str, required))):
             self._lose(
                 f"{where}.minProperties",
-                "the number of properties is not limited if some of them are optional",
+                "the limit on the number of properties is not enforced if some properties are "
+                "optional",
             )
         n_closed = (
             len(made.get("properties", ())) if rest in (None, False) and properties else math.inf
@@ -330,7 +335,8 @@ class Rewriter:
         if most is not None and most < n_closed:
             self._lose(
                 f"{where}.maxProperties",
-                "the number of properties is not limited if some of them are optional",
+                "the limit on the number of properties is not enforced if some properties are "
+                "optional",
             )
         for word in (
             "patternProperties",
@@ -353,7 +359,7 @@ class Rewriter:
             most = len(first) if most is None else most
             if least is not None and least > len(first):
                 self._lose(
-                    f"{where}.minItems", "the limit is larger than the number of prefixItems"
+                    f"{where}.minItems", "the minimum is larger than the number of prefixItems"
                 )
             made["prefixItems"] = [
                 self._node(each, f"{where}.prefixItems[{number}]")
@@ -399,7 +405,9 @@ class Rewriter:
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            self._lose(f"{where}.{name}", "the value must be a whole number, 0 or more")
+            self._lose(
+                f"{where}.{name}", "the value of the keyword must be a whole number, 0 or more"
+            )
             return None
         return value
 
@@ -413,7 +421,10 @@ class Rewriter:
             if value is None:
                 continue
             if value > MOST_REPEATED:
-                self._lose(f"{where}.{name}", f"limits above {MOST_REPEATED} are not enforced")
+                self._lose(
+                    f"{where}.{name}",
+                    f"a limit above {MOST_REPEATED} is not enforced",
+                )
             else:
                 made[name] = value
 
@@ -469,7 +480,10 @@ class Rewriter:
     def _number(self, schema: Schema, where: str) -> Schema:
         for name in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"):
             if schema.get(name) not in (None, False):
-                self._lose(f"{where}.{name}", "limits of numbers are enforced for integers only")
+                self._lose(
+                    f"{where}.{name}",
+                    "minimum, maximum and multipleOf are enforced for integers only",
+                )
         return {"type": "number"}
 
 
@@ -504,8 +518,8 @@ def rewritten_arguments(schema: Schema, where: str) -> tuple[Schema, list[str]]:
     if made.keys() - _ANNOTATIONS:
         lost = [
             *lost,
-            f"{where}: the alternatives are enforced as one object with the properties of all "
-            "of them",
+            f"{where}: the alternative schemas are enforced as one object schema with the "
+            f"properties of all alternatives",
         ]
     flat: Schema = {"type": "object"}
     if choices:

@@ -93,7 +93,7 @@ def _branches(words: list[str], at: int, depth: int) -> str:
     All words are equal before that character. Raises PatternError at a `depth` above the limit.
     """
     if depth > _MOST_DEPTH:
-        raise PatternError("the words share prefixes at too many places")
+        raise PatternError("the allowed texts share beginnings at too many places")
     if len(words) == 1:
         return _literal(words[0][at:])
     end = at

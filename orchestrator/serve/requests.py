@@ -175,7 +175,7 @@ def _check_values(data: dict[str, Any], n_bytes: int, longest_bytes: int) -> Non
     if data.get("with_pieces") and n_bytes > most:
         raise Refusal(
             400,
-            f"the body has {format_size(n_bytes)}, but with_pieces allows at most "
+            f"the body has {format_size(n_bytes)}, but the field with_pieces allows at most "
             f"{format_size(most)}: send less text",
         )
     most = longest_bytes // VALUE_BYTES
@@ -214,9 +214,9 @@ def _check_cost(route: str, data: dict[str, Any], n_bytes: int, served: Served) 
     limit_kib = -(-cost // (served.body_factor * 1024))
     raise Refusal(
         400,
-        "the text of the request has too many tokens for its length, or too long a word: "
-        f"reading it would take more than {format_size(most)}. Send less text, or start the "
-        f"server with --body-limit {limit_kib}KiB",
+        f"the text of the request has too many tokens for its length, or too long a word: "
+        f"tokenizing it would take more than {format_size(most)} of memory. Send less text, or "
+        f"start the server with --body-limit {limit_kib}KiB",
     )
 
 
@@ -777,18 +777,20 @@ def _bound(name: str, data: dict[str, Any], most_tokens: int) -> None:
     if n_allowed < 1:
         n_most = max(0, most - 1)
         raise Refusal(
-            400, f"{name} is {n_probs}, but the memory of {answer} allows at most {n_most}"
+            400, f"{name} is {n_probs}, but the memory for {answer} allows at most {n_most}"
         )
     limit = limit_of(data)
     if limit is None:
         if n_allowed < most_tokens:
             _limit(data, n_allowed)
     elif min(limit, most_tokens) > n_allowed:
+        remedy = f"request at most {n_allowed} tokens or fewer alternatives"
+        if not data.get("stream"):
+            remedy = f"request at most {n_allowed} tokens, fewer alternatives, or a stream"
         raise Refusal(
             400,
-            f"{answer} has no memory for {limit} tokens with {n_probs} alternatives each: "
-            f"request at most {n_allowed} tokens, fewer alternatives"
-            + ("" if data.get("stream") else ", or a stream"),
+            f"there is not enough memory for {answer} of {limit} tokens with {n_probs} "
+            f"alternatives each: {remedy}",
         )
 
 

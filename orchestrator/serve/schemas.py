@@ -127,9 +127,13 @@ CHOSEN: dict[str, Schema] = {
                 listed(either(COUNT, STRING, BIAS), minItems=2, maxItems=2), maxItems=MOST_BIASES
             ),
         ),
-        "description": "Bias of each token, named by its id or text. false bans a token.",
+        "description": (
+            "Bias by token. A token is named by its id or its text. The value false bans the token."
+        ),
     },
-    "return_progress": flag("Send events in a stream that report how much of the prompt is read."),
+    "return_progress": flag(
+        "In a stream, also send events that report how much of the prompt is read."
+    ),
 }
 # Fields that Ollama has among its options, and llama.cpp in the request itself.
 MORE: dict[str, Schema] = {
@@ -196,7 +200,7 @@ TEMPLATE: dict[str, Schema] = {
     "reasoning_effort": STRING,
     "reasoning": {
         **record("", effort=STRING, enabled=FLAG, max_tokens=COUNT),
-        "description": "OpenRouter's form of reasoning_effort and reasoning_budget_tokens.",
+        "description": "OpenRouter's object for reasoning_effort and reasoning_budget_tokens.",
     },
     "reasoning_budget_tokens": FROM_MINUS_1,
     "thinking_budget_tokens": FROM_MINUS_1,
@@ -222,8 +226,10 @@ OWN_FORM: dict[str, Schema] = {
     **dict.fromkeys(LIMITS, FROM_MINUS_1),
     "n_probs": {
         **COUNT,
-        "description": "Number of likely tokens to report at each position. The memory for an "
-        "answer limits it.",
+        "description": (
+            "Number of likely tokens to report at each position. The memory for an answer limits "
+            "this number."
+        ),
     },
     "post_sampling_probs": FLAG,
     "response_fields": listed(STRING, maxItems=MOST_NAMES),
@@ -256,7 +262,7 @@ REQUESTS: dict[str, Schema] = {
         dict.fromkeys(LIMITS, LIMIT),
         logprobs=FLAG,
         top_logprobs=integer(0, 20),
-        echo=flag("Start the answer with the assistant message that it continues."),
+        echo=flag("Return the continued assistant message at the start of the answer."),
     ),
     "CompletionRequest": record(
         "prompt",
@@ -372,7 +378,10 @@ COSTS: dict[str, Schema] = {
     },
     "kl_low": {
         **SHARE_OR_NULL,
-        "description": "Estimated quality loss, as kl_estimate, of a text that is not sensitive.",
+        "description": (
+            "Estimated quality loss of a text that is not sensitive to errors, in the unit of "
+            "kl_estimate."
+        ),
     },
     "limit_halved": flag(
         "Whether only half of the allowed quality loss was used, because the text differs from the "

@@ -80,22 +80,34 @@ def wants_scores(route: str, data: dict[str, Any]) -> bool:
     if route != COMPLETIONS or not data.get("echo"):
         return False
     if "logprobs" not in data:
-        raise Refusal(400, "echo scores a prompt and needs logprobs: add logprobs")
+        raise Refusal(
+            400, "the field echo scores a prompt and needs the field logprobs: add logprobs"
+        )
     if data.get("max_tokens") not in (0, 1):
-        raise Refusal(400, "echo scores a prompt and needs max_tokens of 0 or 1")
+        raise Refusal(400, "the field echo scores a prompt, so max_tokens must be 0 or 1")
     for name in LIMITS:
         if name != "max_tokens" and name in data:
-            raise Refusal(400, f"echo takes its limit from max_tokens only: leave out {name}")
+            raise Refusal(
+                400, f"the field echo allows max_tokens as the only limit: leave out {name}"
+            )
     if data.get("stream"):
-        raise Refusal(400, "echo does not support streams: leave out stream")
+        raise Refusal(400, "the field echo does not support streams: leave out the field stream")
     for name in SEVERAL:
         if data.get(name, 1) != 1:
-            raise Refusal(400, f"echo supports one answer for each prompt: leave out {name}")
+            raise Refusal(
+                400, f"the field echo supports one answer for each prompt: leave out {name}"
+            )
     if data["max_tokens"] and data.get("temperature") != 0:
-        raise Refusal(400, "echo with max_tokens of 1 needs temperature 0, the most likely token")
+        raise Refusal(
+            400,
+            "the field echo with max_tokens 1 returns the most likely token, so temperature "
+            "must be 0",
+        )
     for name in _NOT_WITH:
         if data.get(name):
-            raise Refusal(400, f"echo scores a prompt and does not support {name}: leave it out")
+            raise Refusal(
+                400, f"the field echo scores a prompt and does not support {name}: leave it out"
+            )
     return True
 
 
@@ -139,8 +151,8 @@ def _prompts(served: Served, body: bytes) -> tuple[dict[str, Any], list[Prompt]]
     if n_tokens > most:
         raise Refusal(
             400,
-            f"the prompts have {n_tokens} tokens together, and the limit with echo is {most}: send "
-            "fewer prompts at once",
+            f"the prompts have {n_tokens} tokens together, and the limit with the field echo is "
+            f"{most}: send fewer prompts at once",
         )
     return data, prompts
 
@@ -383,7 +395,7 @@ def read_prompt(model: Model, asked: str | list[int], most: int) -> Prompt:
         prompt = Prompt(np.array(asked, np.int32))
     n_tokens = len(prompt.tokens)
     if n_tokens == prompt.n_hidden:
-        raise Refusal(400, "a prompt is empty: echo needs at least one token to score")
+        raise Refusal(400, "a prompt is empty: the field echo needs at least one token to score")
     if n_tokens > most:
         raise beyond_context(f"the prompt of {n_tokens} tokens", n_tokens, most)
     return prompt

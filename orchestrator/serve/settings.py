@@ -37,13 +37,13 @@ class ServeSettings(Settings):
     port: int = setting(8080, "Port to listen on; 0 for a free one.", within=(0, 65535))
     parallel: int = setting(
         1,
-        "Answers that decode at the same time. Each has a context of --ctx tokens.",
+        "Number of answers that decode together. Each has a context of --ctx tokens.",
         within=(1, MOST_SEQUENCES),
     )
     queue: int = setting(
         16,
-        "Requests that may wait for their turn. More are refused with status 429. Clients take "
-        "turns.",
+        "Number of requests that may wait for their turn. Further requests are refused with "
+        "status 429. Clients take turns.",
         within=FROM_0,
         group=MORE,
     )

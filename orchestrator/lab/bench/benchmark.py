@@ -115,8 +115,8 @@ class Benchmark(ABC):
         made = f"{self.model.n_layers} layers, {runs_text}"
         if not on.trained:
             made += (
-                f"; random weights with which each layer adds {RESIDUAL_POWER:.1f} of the "
-                "residual stream's power to the stream"
+                f"; random weights, scaled so that each layer adds {RESIDUAL_POWER:.1f} of the "
+                f"residual stream's power"
             )
         for same in caps_of(rows):
             cap, limit = same[0]["cap"], same[0]["limit_bytes"]
@@ -133,15 +133,16 @@ class Benchmark(ABC):
         routing = "trained" if on.trained else on.routing
         cores = len(os.sched_getaffinity(0))
         threads_text = "1 compute thread" if threads == 1 else f"{threads} compute threads"
-        how = "direct" if all(each.direct for each in disks) else "buffered"
+        io_kind = "direct" if all(each.direct for each in disks) else "buffered"
         all_speeds = ", ".join(f"{each:.2f}" for each in speeds)
         return [
             f"{on.model_name}: {model.n_layers} layers of {model.n_expert} experts, top-"
             f"{model.n_expert_used}, {format_size(self.file_bytes)} in {model.tiers[0].name}, "
             f"{weights}",
             f"{processor_name()}, {cores} cores, {threads_text}",
-            f"{how} reads of {disks[0].slice_bytes / 1e6:.2f} MB from the disk by {on.io_threads} "
-            f"threads: {statistics.median(speeds):.2f} GB/s ({all_speeds})",
+            f"the disk reads {statistics.median(speeds):.2f} GB/s with {io_kind} reads of "
+            f"{disks[0].slice_bytes / 1000000.0:.2f} MB by {on.io_threads} threads ({all_speeds} "
+            f"in the single runs)",
             f"{routing} routing",
         ]
 
@@ -257,13 +258,17 @@ class Benchmark(ABC):
         limit = self.limit_bytes(case)
         self.forget()
         if case.cap is not None and not self.on.caps_process:
-            self.skip("small model: the cap applies to our expert slots only, not to upstream")
+            self.skip(
+                "the model is small, so the cap limits only our expert slots and not upstream "
+                "llama.cpp"
+            )
         if limit is None:
             return self._spawn(job)
         with memory_group(limit) as group:
             if isinstance(group, str):
+                reason = group
                 self.skip(
-                    f"the memory of the process cannot be limited: {group}. Ignore the "
+                    f"the memory of the process cannot be limited: {reason}. Ignore the "
                     "rows with mmap, which need this limit"
                 )
                 return self._spawn(job)

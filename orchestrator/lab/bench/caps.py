@@ -54,7 +54,10 @@ class CapOptions(BenchOptions):
     """
 
     together: int = setting(
-        1, "Sequences decoded in one batch, one token each per step.", within=(1, MOST_SEQUENCES)
+        1,
+        "Number of sequences that decode in one batch. Each step decodes one token of each "
+        "sequence.",
+        within=(1, MOST_SEQUENCES),
     )
     policy: str | None = setting(
         None, "Also measure this policy, given by its name or as module:Class.", group=MORE
@@ -231,7 +234,7 @@ class Caps(Benchmark):
             f"median step. The policy dymoe has --retention {options.retention}."
         )
         if options.together > 1:
-            return [f"{rows} Each step decodes a token of {options.together} sequences."]
+            return [f"{rows} Each step decodes one token for each of {options.together} sequences."]
         return [
             rows,
             "bound: the highest possible speed. Its time per token is the median over the "

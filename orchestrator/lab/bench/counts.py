@@ -68,7 +68,7 @@ def cases(model: ExpertModel, retention: float) -> list[Case]:
         replace(REFERENCE, name=f"{MANAGED}, static tables"),
         *(
             Case(
-                f"all on GPU, policy asked, look-ahead {ahead}",
+                f"all experts on the GPU, policy decides, look-ahead {ahead}",
                 "engine",
                 settings={"policy": "dymoe", "retention": 1.0, "prefetch": ahead},
             )

@@ -80,7 +80,10 @@ class GpuOptions(BenchOptions):
     """
 
     caps: tuple[float, ...] = inherit(
-        BenchOptions, "caps", (0.25, 0.5), help="Caps on the GPU's memory, in % of the experts."
+        BenchOptions,
+        "caps",
+        (0.25, 0.5),
+        help=("Limits of the GPU's memory, as the percentage of the experts that fit."),
     )
     routing: str = inherit(BenchOptions, "routing", "zipf")
     prompt_tokens: int = inherit(BenchOptions, "prompt_tokens", 1024)
@@ -392,12 +395,12 @@ class Gpu(Benchmark):
         managed = Case("room", "engine", None, "probe", settings)
         on_cpu = {"gpu": gpu or 0, "cpu_moe": model.n_layers - 1}
         upstream = Case("room", "upstream", None, "probe", on_cpu)
-        self.note("measuring the model's memory without experts")
+        self.note("measuring how much GPU memory the model needs without experts")
         memory = []
         for case in (managed, upstream):
             found = self.measure(case, 0)
             if "error" in found:
-                raise MoeEdgeError(f"{self.high}: {found['error']}; or use smaller --caps")
+                raise MoeEdgeError(f"{self.high}: {found['error']}. Smaller --caps may also help")
             memory.append(found["memory"])
         layers = tuple(
             sum(tiers[0].expert_bytes * model.n_expert for tiers in kinds if tiers[0])
@@ -509,8 +512,8 @@ class Gpu(Benchmark):
             f"{gpu['name']}, {format_size(gpu['total_bytes'])}; copies to the GPU reach "
             f"{pinned} from pinned memory and {pageable} from pageable memory; the CPU computes "
             f"experts at {compute}",
-            f"All rows decode {options.tokens} steps with the same {options.words} tokens, "
-            f"after {options.prompt_tokens} others, in {options.runs} alternating runs. The "
+            f"All rows decode {options.tokens} steps with the same {options.words} tokens, after "
+            f"a prompt of {options.prompt_tokens} tokens, in {options.runs} alternating runs. The "
             f"policy dymoe has --retention {options.retention}.",
             "Rows 1 to 6 are those of DyMoE's Table 3, and their missing experts are copied to "
             "the GPU.",
@@ -527,7 +530,8 @@ class Gpu(Benchmark):
             return [*lines, table3.INTRO.format(options.prompt_tokens, options.n_ubatch)]
         return [
             *lines,
-            "x TPOT and x TTFT: relative to the best upstream row. x row 1: TPOT relative to row 1",
+            "The columns x TPOT and x TTFT are relative to the best upstream row. The column x row "
+            "1 compares TPOT with that of row 1.",
             "bound: the shortest possible time, which is max(compute time with all experts on "
             "the GPU, missed bytes / bandwidth)",
         ]

@@ -115,7 +115,10 @@ def _check_free_space(options: BenchOptions, tiers: Sequence[str], note: Note) -
     free += sum(path.stat().st_size for paths in old for path in paths)
     needed = model_bytes(options, tiers)
     if needed > LARGE_BYTES:
-        note(f"writing {format_size(needed)} to {folder}, which has {format_size(free)} free")
+        note(
+            f"writing model files of {format_size(needed)} to {folder}, which has "
+            f"{format_size(free)} free"
+        )
     if needed > free:
         raise MoeEdgeError(
             f"the model needs {format_size(needed)}, and {folder} has {format_size(free)} free: "

@@ -59,25 +59,28 @@ class BenchOptions(Settings):
 
     shape: str = setting(
         "olmoe",
-        "Shape of a random-weight model, such as olmoe, mixtral or qwen3-30b; or demo, the "
-        "trained model.",
+        "Model to measure: the trained model demo, or random weights in the shape of a model such "
+        "as olmoe, mixtral or qwen3-30b.",
         metavar="NAME",
     )
     routing: str = setting(
         "uniform",
-        "How a random-weight model uses its experts: uniform, or zipf (skewed).",
+        "How often a random-weight model uses each expert: equally (uniform), or some experts "
+        "much more often (zipf).",
         metavar="KIND",
     )
     caps: tuple[float, ...] = setting(
         (0.6, 0.8),
-        "Memory caps in % of the model file.",
+        "Memory limits to measure, in percent of the model file's size.",
         notation=PERCENTAGES,
     )
     tokens: int = setting(128, "Measured decode steps.", within=FROM_1)
     prompt_tokens: int = setting(128, "Prompt length.", within=FROM_1)
-    runs: int = setting(2, "Number of times that each row is measured.", within=FROM_1)
+    runs: int = setting(
+        2, "Number of times that each row of the tables is measured.", within=FROM_1
+    )
     threads: int | None = setting(None, "Compute threads.", within=FROM_1, shown="the cores")
-    seed: int = setting(0, "Seed of the weights and of the tokens.", within=FROM_0)
+    seed: int = setting(0, "Seed of the random weights and of the decoded tokens.", within=FROM_0)
     quick: bool = setting(
         False, "Test the benchmark with a tiny model in seconds. Its figures are not meaningful."
     )
@@ -91,7 +94,8 @@ class BenchOptions(Settings):
     )
     rows: tuple[str, ...] = setting(
         (),
-        "Measure only rows whose names contain one of these words, such as lru,upstream.",
+        "Measure only the rows of the tables whose names contain one of these words, such as "
+        "lru,upstream.",
         notation=WORDS,
         shown="all",
     )

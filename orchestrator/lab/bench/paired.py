@@ -110,19 +110,21 @@ class PairedOptions(BenchOptions):
 
     model: Path | None = setting(None, "A model file.", shown="one of --shape")
     routing: str = inherit(BenchOptions, "routing", "zipf")
-    tier: str = setting(HIGH, "Type of the experts of a random-weight model.")
+    tier: str = setting(HIGH, "Quantization type of the experts of a random-weight model.")
     ours: tuple[str, ...] = setting(
         ("policy=lru", "force_managed=true"),
-        "Settings of the first side (ours), as NAME=VALUE.",
+        "Settings of the first of the two compared engines (ours), as NAME=VALUE.",
         notation=WORDS,
     )
     theirs: tuple[str, ...] = setting(
         (UPSTREAM,),
-        "Settings of the second side (theirs), as NAME=VALUE. The word upstream selects "
-        "llama.cpp with its fastest flags.",
+        "Settings of the second of the two compared engines (theirs), as NAME=VALUE. The word "
+        "upstream selects llama.cpp with its fastest flags.",
         notation=WORDS,
     )
-    other: Path | None = setting(None, "Source checkout that runs the second side.", metavar="DIR")
+    other: Path | None = setting(
+        None, "Source checkout whose code runs the second engine (theirs).", metavar="DIR"
+    )
     python: str = setting(
         sys.executable,
         "Python interpreter that runs the checkout of --other.",
@@ -133,7 +135,10 @@ class PairedOptions(BenchOptions):
         0, "Time prompts of this many tokens. With 0, time decode steps.", within=FROM_0
     )
     runs: int = inherit(
-        BenchOptions, "runs", 12, help="Number of pairs. Each pair starts both sides."
+        BenchOptions,
+        "runs",
+        12,
+        help=("Number of measured pairs. For each pair, both engines are started and timed."),
     )
     caps: tuple[float, ...] = inherit(BenchOptions, "caps", option=False)
     tokens: int = inherit(BenchOptions, "tokens", option=False)
@@ -217,7 +222,9 @@ class Side:
             self._process.wait()
             self._errors.seek(0)
             said = self._errors.read().strip().splitlines()[-1:]
-            raise MoeEdgeError(f"the process of a side failed: {' '.join(said)}")
+            raise MoeEdgeError(
+                f"the process of one of the compared engines failed: {' '.join(said)}"
+            )
         return line
 
     def run(self, steps: int, prompt: int) -> list[float]:
@@ -294,7 +301,10 @@ class Paired:
                 row[f"{name}_ms"] = statistics.median(side.ms)
                 row[f"{name}_callback_us"] = side.callback_us
             rows.append(row | {"ratio": row["theirs_ms"] / row["ours_ms"]})
-            note(f"pair {number + 1} of {on.runs}: ratio {rows[-1]['ratio']:.4f}")
+            note(
+                f"pair {number + 1} of {on.runs}: theirs takes {rows[-1]['ratio']:.4f} times as "
+                f"long as ours"
+            )
         median, low, high = median_interval([row["ratio"] for row in rows])
         footnote = (
             f"median ratio {median:.4f}, 95 % interval {low:.4f} to {high:.4f}; a ratio above 1 "
@@ -302,5 +312,5 @@ class Paired:
         )
         what = f"a prompt of {on.prompt} tokens" if on.prompt else "a decoded token"
         table = Table(f"{what}, medians of each start", COLUMNS, rows, [footnote])
-        compared = f"ours: {', '.join(on.ours)}; theirs: {', '.join(on.theirs)}"
+        compared = f"settings of ours: {', '.join(on.ours)}; of theirs: {', '.join(on.theirs)}"
         return Report([f"{model.name}; {compared}"], [table], [])

@@ -212,8 +212,8 @@ def _bound_note(row: Result) -> str:
     if "probe_bytes_per_s" in row:
         probes = row["probe_bytes_per_s"]
         line += (
-            f"; reads reached {row['read_bytes_per_s'] / 1e9:.2f} GB/s, disk probes "
-            f"{min(probes) / 1e9:.2f} "
-            f"to {max(probes) / 1e9:.2f} GB/s"
+            f"; reads of this row reached {row['read_bytes_per_s'] / 1000000000.0:.2f} GB/s, and "
+            f"probes of the disk {min(probes) / 1000000000.0:.2f} to "
+            f"{max(probes) / 1000000000.0:.2f} GB/s"
         )
     return line

@@ -145,7 +145,9 @@ def read_calibration(
     .xz file is decompressed. Raises ConfigError if the text cannot be read or is too short.
     """
     if path.exists() and not path.is_file():
-        raise ConfigError(f"{path} is not a regular file, which is needed to store its checksum")
+        raise ConfigError(
+            f"{path} is not a regular file: give a regular file, because its checksum is stored"
+        )
     documents = read_documents(path, needed_tokens(limit, window))
     cut = windows_of(tokenize, documents, window, limit)
     found = Calibration(path.name, sha256_of(path), [each.tokens for each in cut])
@@ -283,9 +285,10 @@ class Capture(Closing):
             self._inputs, self._missing, self._number = {}, set(layers), number
             self._observer.read(window)
             if self._missing:
+                layer = self.layer_ids[min(self._missing)]
                 raise NativeError(
-                    f"layer {self.layer_ids[min(self._missing)]}: the model's graph does not show"
-                    " the inputs of its experts as expected"
+                    f"layer {layer}: the model's graph does not show the inputs of its experts as "
+                    "expected"
                 )
             progress((number + 1) / len(windows))
 

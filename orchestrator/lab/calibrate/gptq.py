@@ -91,9 +91,10 @@ class Gptq:
             return None
         total = sum(len(counts) for counts, _ in self._seen)
         return (
-            f"{few} of {total} experts saw fewer tokens than their matrices have columns ({none}"
-            " saw none), so their layer's tokens were used as well. More text improves them"
-            " (--calib, --calib-tokens)."
+            f"{few} of {total} experts got fewer tokens of the text than their matrices have "
+            f"columns, and {none} of them got no token. For these experts, the other tokens of "
+            f"their layer were used as well. More text improves the result (--calib, "
+            f"--calib-tokens)."
         )
 
     def _at(self, layer: int) -> _Layer:
@@ -106,7 +107,10 @@ class Gptq:
                 self._current = _Layer(seen, self._device, self._threads, self._turns)
                 self._seen.append((seen.counts(), len(self._current.shared)))
             if self._current is None or self._current.number != layer:
-                raise QuantizeError(f"layer {layer} was requested out of order")
+                raise QuantizeError(
+                    f"layer {layer} was requested out of order: request the layers in ascending "
+                    f"order"
+                )
             return self._current
 
 

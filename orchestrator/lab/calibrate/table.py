@@ -196,7 +196,8 @@ def fitted(tiers: Sequence[str], found: dict[str, Moved], text: str, weights: np
         tells = (of_part > 0) & (foreseen > 0)
         if not (tells.any() and (found[ALL].kl > 0).all()):
             raise ConfigError(
-                "the losses do not change the model's output, or the text is too short"
+                "the measured losses have no effect on the model's output, or the text is too "
+                "short: try a longer text"
             )
         # If the text is too short to measure a part, the part gets the common factor.
         usual = of_part[tells].sum() / foreseen[tells].sum()
@@ -211,7 +212,10 @@ def fitted(tiers: Sequence[str], found: dict[str, Moved], text: str, weights: np
     # file.
     scales = {tiers[0]: next(iter(scales.values()), 1.0), **scales, SKIP_TIER: 1.0}
     if not all(0 < each < np.inf for each in (*factors, *scales.values())):
-        raise ConfigError("the losses do not change the model's output, or the text is too short")
+        raise ConfigError(
+            "the measured losses have no effect on the model's output, or the text is too short: "
+            "try a longer text"
+        )
     of_windows = found[ALL].kl / (every @ factors)
     low, high = np.quantile(of_windows, _TEXTS).tolist()
     surprise, margin = found[ALL].surprise, found[ALL].surprise.std()
@@ -510,7 +514,8 @@ class _Run:
     ) -> Moved:
         estimate = table.estimate([best] if tier is None else [best, tier])
         if estimate is None:
-            raise ConfigError(f"the loss table lacks {best if tier is None else tier}")
+            missing = best if tier is None else tier
+            raise ConfigError(f"the loss table lacks the precision {missing}")
         costs = estimate.nats[..., -1 if tier is None else 1]
         known = list(self._kept.arrays("scored").values())
         windows, ram = self._text.windows, self._method.ram

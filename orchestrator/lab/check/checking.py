@@ -232,7 +232,9 @@ class _Check:
                 export(subject.path, source, subject.tier)
             config = plain(self.config, source, self.machine)
         except MoeEdgeError as error:
-            self._problem(f"{subject.tier}: llama.cpp cannot compute it for comparison: {error}")
+            self._problem(
+                f"llama.cpp cannot compute the precision {subject.tier} for comparison: {error}"
+            )
             return found
         job = CheckJob(
             settings_of(config),
@@ -428,13 +430,16 @@ def describe_difference(found: Result, layer: tuple[int, float | None] | None) -
     where = "after the prompt" if row == 0 else f"after token {row} of the answer"
     first, most = amount(found["first_error"]), amount(found["most"])
     text = (
-        f"the logits differ from llama.cpp's {where} by {first}, at most by {most}; the most "
-        f"likely token differs in {found['choices']} of {found['rows']} rows"
+        f"the logits first differ from llama.cpp's {where}, by {first}. The largest difference is "
+        f"{most}. The most likely token differs at {found['choices']} of {found['rows']} positions"
     )
     if layer is None:
-        return f"{text}; in one batch, the experts of all layers give equal results"
+        return (
+            f"{text}. If the tokens are computed in one batch, the experts of all layers give "
+            f"equal results"
+        )
     number, error = layer[0], amount(layer[1])
-    return f"{text}; the first layer whose experts differ is layer {number}, by {error}"
+    return f"{text}. The first layer whose experts differ is layer {number}, by {error}"
 
 
 def describe_machine(machine: Machine) -> dict[str, Any]:

@@ -115,7 +115,10 @@ def read_and_render(runtime: Runtime) -> dict[str, Any]:
         if back not in (sample, f" {sample}"):  # SentencePiece puts a space before a text
             lost.append(name)
     if lost:
-        problems.append(f"the tokenizer does not reproduce these texts: {', '.join(lost)}")
+        problems.append(
+            f"the tokenizer does not encode and decode these texts without a change: "
+            f"{', '.join(lost)}"
+        )
     if not vocabulary.eos():
         notes.append("the model has no end token, so answers end only at their maximum length")
     own = "tokenizer.chat_template" in runtime.model.metadata

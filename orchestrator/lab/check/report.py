@@ -106,9 +106,9 @@ def _words(words: dict[str, Any] | None) -> list[str]:
     kept = words["samples"] - len(words["lost"])
     own = "the file's own" if words["template"] else "ChatML (the file has none)"
     rendered = words["rendered"]
-    does = "fails" if rendered is None else f"renders a conversation to {rendered} tokens"
+    does = "fails" if rendered is None else f"a rendered conversation has {rendered} tokens"
     return [
-        f"tokenizer: reproduces {kept} of {words['samples']} texts",
+        f"tokenizer: encodes and decodes {kept} of {words['samples']} texts without a change",
         f"chat template: {own}, {does}",
     ]
 
@@ -130,7 +130,7 @@ def _tier(tier: dict[str, Any]) -> list[str]:
         return [f"{tier['tier']}: no run worked"]
     title = (
         f"{tier['tier']}: a prompt of {len(read['prompt'])} tokens and {len(read['answer'])} "
-        f"decoded ones; speeds in tokens/s"
+        f"decoded tokens; speeds in tokens/s"
     )
     return [title, *(f"  {line}" for line in aligned(rows))]
 

@@ -350,7 +350,9 @@ def score_choices(
             whole = judge.evaluator.tokenize(question.prompt + space + choice)
             context, tokens = whole[:n], whole[n:]
             if not context or not tokens:
-                raise ConfigError(f"question {number}: '{choice}' adds no token to the prompt")
+                raise ConfigError(
+                    f"question {number}: the choice '{choice}' adds no token to the prompt"
+                )
             logp.append(float(judge.continuation(context, tokens)[0].sum()))
         lengths = [len(choice) for choice in question.choices]
         right.append(np.argmax(logp) == question.answer)

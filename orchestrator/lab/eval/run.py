@@ -132,9 +132,10 @@ class EvalOptions:
         scored = sum(window.n_scored for window in windows)
         if scored < LEAST_TOKENS:
             after = f" after prompts of {prompt} tokens" if prompt else ""
+            remedy = "use more text, or a smaller --prompt-tokens" if prompt else "use more text"
             raise ConfigError(
                 f"{self.text}: {scored} tokens{after} are too few, the minimum is "
-                f"{LEAST_TOKENS}: use more text{', or a smaller --prompt-tokens' if prompt else ''}"
+                f"{LEAST_TOKENS}: {remedy}"
             )
         return windows
 
@@ -327,7 +328,7 @@ def render(result: dict[str, Any]) -> str:
         if (lost := usage["kl_estimate"]) is not None:
             add("KL estimated", f"{usage['kl_low']:.5f} to {lost:.5f}", "from the loss table")
         if usage["limit_halved"]:
-            note = "the text differs from those of the loss table"
+            note = "the text differs from the texts of the loss table"
             percent = 100 * usage["limit_halved"]
             add("limit halved", f"{percent:.0f} % of the tokens", note)
         asked = {key: usage[key] for key in ("high", "low", "skip") if usage[key] is not None}
@@ -340,7 +341,11 @@ def render(result: dict[str, Any]) -> str:
             )
             add("time a token", f"{virtual['tpot_ms_mean']:.2f} ms", note)
         if usage["computed_low"] is not None:
-            how = "exact tiers" if result["exact_tiers"] else "high copies in memory are reused"
+            how = (
+                "exact tiers"
+                if result["exact_tiers"]
+                else ("a high-precision copy in memory replaces a low one")
+            )
             add("computed low", f"{100 * usage['computed_low']:.1f} %", how)
         reads = format_size(usage["bytes_read"])
         if usage["hit_rate"] is not None:

@@ -53,9 +53,10 @@ def table_3(on: Measured) -> Made:
     half = max((row["hot"] for row in rows), default=0)
     averages = {3.0: ("69.71", "69.90"), 2.0: ("63.48", "66.68")}
     why = (
-        "another model, and KL in place of accuracy: the weights of Mixtral-8x7B were not "
-        "available. One loss per expert and width, so the paper's form chooses almost nothing; "
-        "ours weights losses by use"
+        "We use another model and measure KL divergence instead of accuracy, because the weights "
+        "of Mixtral-8x7B were not available. Our loss table has one loss per expert and bit "
+        "width. Choosing bits by losses alone, as the paper does, therefore changes little. We "
+        "weight losses with usage"
     )
     names = {
         UNIFORM: "equal bits",
@@ -72,13 +73,14 @@ def table_3(on: Measured) -> Made:
         }
         here = "KL: " + ", ".join(f"{name} {value:.4f}" for name, value in kl.items())
         if names[UNIFORM] not in kl:
-            here += f"; the file has no tier of {bits:g} bits for equal bits"
-        title = f"{bits:g} bits, half of the experts hot"
+            here += f". Equal bits are not measured, because the file has no tier of {bits:g} bits"
+        title = f"{bits:g} bits per weight for the half of the experts that is not hot"
         compared.append(
             Compared(
                 title,
-                f"accuracy {without} without the selector, {chosen} with it; 70.03 in 16 bits",
-                here if kl else "the file has no tier of so few bits",
+                f"Accuracy is {without} without the paper's choice of bits, {chosen} with it, and "
+                f"70.03 in 16 bits",
+                here if kl else "not measured, because the file has no tier of so few bits",
                 why,
             )
         )
@@ -113,7 +115,8 @@ def figure_2(on: Measured) -> Made:
         for il, each in zip(layer_ids, shares, strict=True)
     ]
     n = counts.shape[1]
-    title = f"Uses of each expert, {sum(len(each.ids) for each in routes)} tokens"
+    n_tokens = sum(len(each.ids) for each in routes)
+    title = f"How often {n_tokens} tokens use each expert"
     columns = (
         Column("layer", "layer"),
         Column("most used", "most", share),
@@ -121,14 +124,22 @@ def figure_2(on: Measured) -> Made:
     )
     compared = [
         Compared(
-            "use of the experts of a layer",
-            "far from uniform, a few often and some rarely; no number in the text",
-            f"most used {share(by_rank[0])}, least {share(by_rank[-1])}, uniform {share(1 / n)} "
-            f"(means over layers)",
-            "another model and text (the paper: Mixtral-8x7B on WikiText-2)",
+            "how evenly a layer's experts are used",
+            "Usage is far from uniform: a few experts are used often and some rarely. The paper's "
+            "text states no number",
+            f"Mean over layers: the most used expert gets {share(by_rank[0])} of the uses, and "
+            f"the least used expert gets {share(by_rank[-1])}. With uniform usage each would get "
+            f"{share(1 / n)}",
+            "We use another model and text. The paper uses Mixtral-8x7B on WikiText-2",
         )
     ]
-    panel = Panel("rank of the expert", "share of its layer's uses, %", drawn, title, percent=True)
+    panel = Panel(
+        "rank of the expert",
+        "share of the layer's expert uses, %",
+        drawn,
+        title,
+        percent=True,
+    )
     return Made(compared, [Table(title, columns, rows)], [panel])
 
 
@@ -165,6 +176,7 @@ def figure_3(on: Measured) -> Made:
         Column("if uniform", "uniform", share),
     )
     first = rows[0]
+    kept, by_use, by_chance = (share(first[key]) for key in ("kept", "by_use", "uniform"))
     drawn = [
         Line(
             name, [r["lag"] for r in rows if r["text"] == name], exact(values), dashed=name != "all"
@@ -174,15 +186,16 @@ def figure_3(on: Measured) -> Made:
     ]
     compared = [
         Compared(
-            "experts of a step that the next step uses too",
-            "sample 1: no similarity of adjacent steps; sample 2: more structured; no number",
-            f"{share(first['kept'])}; {share(first['by_use'])} if steps were independent with the "
-            f"sequence's frequencies, {share(first['uniform'])} if uniform",
-            "all sequences instead of two samples, another model",
+            "share of a step's experts that the next step also uses",
+            "In sample 1, adjacent steps are not similar. Sample 2 has more structure. The paper "
+            "states no number",
+            f"{kept}. If steps were independent, this share would be {by_use} with the expert "
+            f"frequencies of the sequence, and {by_chance} with uniform frequencies",
+            "We use another model, and all sequences instead of two samples",
         ),
         Compared(
-            "use of experts in different inputs",
-            "differs between two samples; no number",
+            "similarity of the expert usage of different inputs",
+            "Usage differs between the paper's two samples. The paper states no number",
             f"mean cosine {np.mean(similarities):.2f}, least {min(similarities):.2f}"
             if similarities
             else "one input",
@@ -201,18 +214,23 @@ def figure_4(on: Measured) -> Made:
     def mean(by: str, key: str) -> float:
         return float(np.mean([row[key] for row in rows if row["by"] == by]))
 
+    counted, guessed = mean(COUNTS, "cosine"), mean(EQUAL_USAGE, "cosine")
+    mass, at_random = share(mean(OWN, "mass")), share(mean(EQUAL_USAGE, "mass"))
     compared = [
         Compared(
-            "cosine of a prompt's use of experts with its answer's",
+            "cosine similarity of the expert usage of a prompt and of its answer",
             "0.89 (Mixtral-8x7B on TruthfulQA)",
-            f"{mean(COUNTS, 'cosine'):.2f} by counts; uniform {mean(EQUAL_USAGE, 'cosine'):.2f}",
-            "another model and text. A cosine says little without the uniform guess, which the "
-            "paper does not show",
+            f"The cosine similarity is {counted:.2f} if the prompt's uses are counted, and "
+            f"{guessed:.2f} for a uniform guess",
+            "We use another model and text. The cosine similarity says little without that of a "
+            "uniform guess, which the paper does not show",
         ),
         Compared(
-            "routed experts that are among the hot quarter by the prompt",
+            "share of an answer's expert uses that go to the quarter of the experts that the "
+            "prompt uses most",
             NOT_IN_TEXT,
-            f"{share(mean(OWN, 'mass'))}, at random {share(mean(EQUAL_USAGE, 'mass'))}",
+            f"This quarter of the experts gets {mass} of the uses, and a random quarter gets "
+            f"{at_random}",
         ),
     ]
     return Made(compared, found.tables, found.panels)
@@ -235,16 +253,20 @@ def near_data(on: Measured) -> list[dict[str, Any]]:
                 trace = on.trace(PROMPT, ANSWER)
                 found.append({"bits": bits, **replay_near_data(asked, trace)})
             except ConfigError as reason:
-                on.note(f"Figures 5 and 6 on generated routing only: {reason}")
+                on.note(f"Figures 5 and 6 have generated routing only: {reason}")
     return found
 
 
 GENERATED = "generated"
 _FITTED = (
-    "fitted: MoNDE is near-only plus expert migrations at a rate that the paper does not state "
-    "and that was chosen to match its speed-ups, so agreement confirms nothing"
+    "fitted: we model MoNDE as a system without experts on the GPU (near-only) that also migrates "
+    "experts to the GPU. The paper does not state the rate of migrations, so we chose the rate "
+    "that matches its speed-ups. Agreement therefore confirms nothing"
 )
-_FREE = "contains no fitted constant; HBM, link and packed arithmetic (16 / b) are our choices"
+_FREE = (
+    "This ratio contains no fitted constant. The speeds of the HBM and of the link, and the "
+    "packed arithmetic (16 / b products at once), are our choices"
+)
 
 
 def figure_5(on: Measured) -> Made:
@@ -252,10 +274,10 @@ def figure_5(on: Measured) -> Made:
     results = near_data(on)
     compared = [
         Compared(
-            "near-data time, 16 bits over 3 and over 2",
+            "speed of the near-data memory with 3 bits and with 2 bits, relative to 16 bits",
             "about 5 and about 8",
             _near_times(results),
-            f"{_FREE}; with arithmetic that does not pack, both would be 4.0",
+            f"{_FREE}. If arithmetic were not packed, both ratios would be 4.0",
         )
     ]
     paper = {
@@ -268,7 +290,12 @@ def figure_5(on: Measured) -> Made:
         mine = [each for each in results if each["shape"] == shape and each["bits"] == bits]
         for what, key, stated, why in (
             ("near-only", "over_near_only", NOT_IN_TEXT, _FREE),
-            ("MoNDE (fitted)", "over_monde", said, f"{_FITTED} ({_rate(mine)} per token)"),
+            (
+                "MoNDE (fitted)",
+                "over_monde",
+                said,
+                f"{_FITTED} ({_rate(mine)} migrations per token)",
+            ),
         ):
             here = "; ".join(
                 f"{_routing(each)}: "
@@ -276,7 +303,12 @@ def figure_5(on: Measured) -> Made:
                 for each in mine
             )
             compared.append(
-                Compared(f"{shape}, {bits:g} bits, end to end over {what}", stated, here, why)
+                Compared(
+                    f"{shape}, {bits:g} bits: end-to-end speed relative to {what}",
+                    stated,
+                    here,
+                    why,
+                )
             )
     tables = [table for each in results for table in near_tables(each)[1:]]
     shown = [each for each in results if _routing(each) == GENERATED]
@@ -287,7 +319,7 @@ def figure_5(on: Measured) -> Made:
         "",
         "end to end over near-only",
         [Line("", range(len(ratios)), exact(ratios))],
-        f"prompt {prompt}, answer {answer}, generated routing",
+        f"prompt of {prompt} tokens, answer of {answer} tokens, generated routing",
         bars=True,
         ticks=ticks,
     )
@@ -331,18 +363,21 @@ def figure_6(on: Measured) -> Made:
                 for each in mine
             )
 
-        where = f"{shape}, {bits:g} bits, decoding"
-        rate = f"{_FITTED} ({_rate(mine)} per token)"
-        compared.append(Compared(f"{where} over near-only", NOT_IN_TEXT, of(NEAR_ONLY), _FREE))
-        compared.append(Compared(f"{where} over MoNDE (fitted)", said, of(MONDE), rate))
+        where = f"{shape}, {bits:g} bits: decode speed"
+        rate = f"{_FITTED} ({_rate(mine)} migrations per token)"
+        compared += [
+            Compared(f"{where} relative to near-only", NOT_IN_TEXT, of(NEAR_ONLY), _FREE),
+            Compared(f"{where} relative to MoNDE (fitted)", said, of(MONDE), rate),
+        ]
         if bits == 2.0:
             compared.append(
                 Compared(
-                    f"{shape}: ours at 2 bits over HOBBIT",
-                    f"{hobbit[shape]} (decoding or end to end is not said)",
+                    f"{shape}: decode speed of our method at 2 bits relative to HOBBIT",
+                    f"{hobbit[shape]} times as fast. The paper does not say whether this is "
+                    f"decode speed or end-to-end speed",
                     of(HOBBIT),
-                    "nothing is prefetched for HOBBIT here, and its precisions are reduced to a "
-                    "token's first expert",
+                    "Our model of HOBBIT prefetches nothing. It loads a token's first expert in "
+                    "16 bits and the others in 4 bits",
                 )
             )
     steps = [
@@ -383,7 +418,7 @@ PAPER = Paper(
     (
         Figure("Table 3", "quality with few bits for the experts that are not hot", table_3),
         Figure("Figure 2", "how often each expert is used", figure_2),
-        Figure("Figure 3", "change of experts from step to step", figure_3),
+        Figure("Figure 3", "how many experts change from step to step", figure_3),
         Figure("Figure 4", "similarity of prompt and answer", figure_4),
         Figure("Figure 5", "end-to-end latency, and time of the near-data memory", figure_5),
         Figure("Figure 6", "decode throughput", figure_6),

@@ -27,8 +27,8 @@ from orchestrator.plan.footprint import model_shape
 from orchestrator.policy.dymoe import DyMoESettings
 
 WEIGHTS = (
-    "KL and perplexity of this model in place of accuracy: the weights of Mixtral-8x7B and "
-    "Qwen3-30B-A3B were not available"
+    "We measure KL divergence and perplexity of another model instead of accuracy, because the "
+    "weights of Mixtral-8x7B and Qwen3-30B-A3B were not available"
 )
 PREFILL, DECODE = Phase.PREFILL, Phase.DECODE
 # Decode steps of a simulated answer, and the link: reading all experts of a token takes this many
@@ -58,15 +58,17 @@ def table_1(on: Measured) -> Made:
     compared = [
         Compared(
             "Int2, Int4 and BF16",
-            "MMLU of Mixtral 0.498, 0.680, 0.689; of Qwen3 0.495, 0.771, 0.780",
+            "MMLU accuracy in Int2, Int4 and BF16: Mixtral-8x7B has 0.498, 0.680 and 0.689; "
+            "Qwen3-30B-A3B has 0.495, 0.771 and 0.780",
             f"KL from {subject.best}: {here}",
             WEIGHTS,
         ),
         Compared(
-            "is 2 bits far worse than 4",
-            "yes: 18 and 28 points of MMLU",
+            "Are 2 bits far worse than 4 bits?",
+            "Yes, 2 bits lose 18 points (Mixtral) and 28 points (Qwen3) of MMLU accuracy against "
+            "4 bits",
             _times(rows),
-            "the best precision here is the file's, not BF16",
+            "We compare with the best precision of our file, and the paper with BF16",
         ),
     ]
     return Made(compared, found.tables[:1], found.panels)
@@ -77,7 +79,10 @@ def _times(rows: Sequence[Row]) -> str:
     if not better["kl"][0]:
         return "one lower precision only"
     ratio = worst["kl"][0] / better["kl"][0]
-    return f"{worst['configuration']} loses {ratio:.0f} times as much as {better['configuration']}"
+    return (
+        f"{worst['configuration']} has {ratio:.0f} times the KL divergence of "
+        f"{better['configuration']}"
+    )
 
 
 def table_2(on: Measured) -> Made:
@@ -98,7 +103,8 @@ def table_2(on: Measured) -> Made:
                 for row in rows
                 if row["retention"] == r
             ),
-            f"{WEIGHTS}; {subject.high} and {subject.low} of the file in place of GPTQ",
+            f"{WEIGHTS}. Our file has the precisions {subject.high} and {subject.low}, and the "
+            f"paper quantizes with GPTQ",
         )
         for r, said in paper.items()
     ]
@@ -115,8 +121,9 @@ def figure_3(on: Measured) -> Made:
         compared.append(
             Compared(
                 table.title.split(" (")[0],
-                "choice by critical tokens keeps C-Eval at every ratio; no number in the text",
-                f"perplexity at r = 0.75: {here}",
+                "With experts chosen by critical tokens, accuracy on C-Eval is kept at every "
+                "retention ratio. The paper's text states no number",
+                f"change of perplexity at the retention ratio r = 0.75: {here}",
                 WEIGHTS,
             )
         )
@@ -130,7 +137,9 @@ def figure_4(on: Measured) -> Made:
     """
     found = loads(on.trace(PROMPT, 8, "dymoe"), HEAVY)
     if not found:
-        raise Unavailable("the model's graph gives no attention scores")
+        raise Unavailable(
+            "the model's graph does not expose attention scores, so heavy hitters cannot be found"
+        )
     rows = [
         {
             "layer": each.layer,
@@ -152,23 +161,24 @@ def figure_4(on: Measured) -> Made:
     mean = {key: float(np.mean([row[key] for row in rows])) for key in keys}
     compared = [
         Compared(
-            "heavy-hitter load of an expert against its load by all tokens",
-            "high statistical correlation; no number in the text",
-            f"correlation {mean['correlation']:.2f}, of as many random tokens "
-            f"{mean['random']:.2f}; {share(mean['hot'])} of the hot quarter is the same "
-            f"(means over layers)",
-            f"one prompt of {PROMPT} tokens; heavy hitters are {share(HEAVY)} of the tokens by the "
-            f"attention of the last 32 queries, because the paper gives no share; the random "
-            f"tokens are our baseline",
+            "correlation of an expert's load from heavy hitters (important tokens) with its load "
+            "from all tokens",
+            "The statistical correlation is high. The paper's text states no number",
+            f"Mean over layers: the correlation is {mean['correlation']:.2f} for heavy hitters "
+            f"and {mean['random']:.2f} for as many random tokens. Of the most used quarter of the "
+            f"experts, {share(mean['hot'])} are the same for heavy hitters and for all tokens",
+            f"We read one prompt of {PROMPT} tokens. The paper does not state how many tokens are "
+            f"heavy hitters. We take the {share(HEAVY)} of the tokens that receive the most "
+            f"attention from the last 32 queries. The random tokens are our baseline",
         ),
         Compared(
             "hot experts of different inputs",
-            "they shift from input to input; no number in the text",
+            "The most used experts differ from input to input. The paper's text states no number",
             _shift(on),
-            "hot quarter of the experts, pairs of sequences",
+            "We compare the most used quarter of each layer's experts in pairs of sequences",
         ),
     ]
-    title = f"Loads in a prompt of {PROMPT} tokens"
+    title = f"Expert loads in a prompt of {PROMPT} tokens: heavy hitters and all tokens"
     return Made(compared, [Table(title, columns, rows)], [_loads_panel(found[0])])
 
 
@@ -181,7 +191,8 @@ def _shift(on: Measured) -> str:
     counts = [each.counts() for each in on.routes[:16]]
     n_hot = max(1, counts[0].shape[1] // 4)
     same = [float(np.mean(hot_overlap(a, b, n_hot))) for a, b in pairwise(counts)]
-    return f"{share(float(np.mean(same)))} of the hot experts are the same in two inputs"
+    common = share(float(np.mean(same)))
+    return f"On average, two inputs share {common} of their most used experts"
 
 
 def _loads_panel(load: Load) -> Panel:
@@ -203,16 +214,18 @@ def figure_5(on: Measured) -> Made:
     compared = [
         Compared(
             "shallow layers are sensitive",
-            "yes; no number in the text",
-            f"layer 0 is number {first + 1} of {len(kl)} by KL ({kl[0]:.4f})",
+            "Yes, shallow layers are sensitive. The paper's text states no number",
+            f"Layer 0 in low precision has a KL divergence of {kl[0]:.4f}. This is rank "
+            f"{first + 1} of {len(kl)} layers, from the largest loss down",
             WEIGHTS,
         ),
         Compared(
             "deep layers are resilient",
-            "yes; no number in the text",
-            f"mean KL of the deepest third {deep:.4f}, of the first third {shallow:.4f}, least "
-            f"in layer {int(np.argmin(kl))}",
-            f"{len(kl)} layers, the paper's Mixtral has 32",
+            "Yes, deep layers are resilient. The paper's text states no number",
+            f"The mean KL divergence is {deep:.4f} for the deepest third of the layers and "
+            f"{shallow:.4f} for the first third. Layer {int(np.argmin(kl))} has the smallest KL "
+            f"divergence",
+            f"Our model has {len(kl)} layers, and the paper's Mixtral-8x7B has 32",
         ),
     ]
     subject = on.subject()
@@ -242,14 +255,14 @@ def figure_6(on: Measured) -> Made:
     compared = [
         Compared(
             "cosine of neighbouring layers",
-            "consistently high; no number in the text",
+            "The cosine similarity is consistently high. The paper's text states no number",
             f"{min(cosines):.2f} to {max(cosines):.2f}",
             "another model and text",
         ),
         Compared(
-            "prediction of the next layer's experts",
+            "share of the next layer's experts that are predicted (recall)",
             NOT_IN_TEXT,
-            f"recall by {named}; at random {share(ahead['random'])}",
+            f"Recall of the prediction: {named}. Random guesses reach {share(ahead['random'])}",
         ),
     ]
     return Made(compared, found.tables, found.panels)
@@ -325,13 +338,13 @@ def live(on: Measured) -> Times:
 
 
 _SIMULATED = (
-    f"virtual time: a replay in which reading all experts of a token takes {READS:g} times its "
-    f"computing, and every prompt starts with an empty cache; the paper has Mixtral-8x7B, PCIe 3.0 "
-    f"and an RTX 3090"
+    f"We measure virtual time: a replay simulates a link that needs {READS:g} times as long to "
+    f"read all experts of a token as computing the token takes. Every prompt starts with an empty "
+    f"cache. The paper measures Mixtral-8x7B on an RTX 3090 with PCIe 3.0"
 )
 _LIVE = (
-    "live times of a small model whose file fits the page cache, on a busy machine: reads cost "
-    "little, and the differences are noise"
+    "We measure the live times of a small model on a busy machine. The page cache holds its whole "
+    "file, so reads cost little and the differences are noise"
 )
 
 
@@ -341,7 +354,22 @@ def _names(times: Times) -> list[str]:
 
 def _ratios(times: Times, base: str, name: str, part: str) -> str:
     """Return how many times as fast as `base` a system is, for each cache size, as text."""
-    return ", ".join(f"{times[base, cap, part] / times[name, cap, part]:.2f}" for cap in SHARES)
+    ratios = (times[base, cap, part] / times[name, cap, part] for cap in SHARES)
+    return ", ".join(f"{ratio:.2f}" for ratio in ratios)
+
+
+def _slots() -> str:
+    return f"with cache slots for {', '.join(share(cap) for cap in SHARES)} of the experts"
+
+
+def _speedups(times: Times, base: str, name: str) -> str:
+    """Return how many times as fast as `base` a system decodes and reads a prompt, as text."""
+    tpot = _ratios(times, base, name, "decode")
+    ttft = _ratios(times, base, name, f"prompt {LENGTHS[1]}")
+    return (
+        f"Relative to '{base}', TPOT is {tpot} times as fast and TTFT {ttft} times as fast, "
+        f"{_slots()}"
+    )
 
 
 def _table(title: str, times: Times) -> Table:
@@ -364,36 +392,34 @@ def _table(title: str, times: Times) -> Table:
 def table_3(on: Measured) -> Made:
     """Make Table 3: speed with each part of DyMoE added in turn."""
     times, timed = simulated(on), live(on)
-    names, length = _names(times), f"prompt {LENGTHS[1]}"
-    said: list[str] = []
-    for (small, large), ttft in PAPER_RATIOS.values():
-        units = ("", "") if said else (" (16 GB)", " (24 GB)")
-        tpot = f"{small:.2f}{units[0]}, {large:.2f}{units[1]}"
-        said.append(f"TPOT {tpot}; TTFT {ttft[0]:.2f}, {ttft[1]:.2f}")
-    of = f"with {', '.join(share(cap) for cap in SHARES)} of the experts in slots"
+    names = _names(times)
+    said = [
+        f"Relative to loading on demand, TPOT is {tpot[0]:.2f} times as fast with 16 GB of GPU "
+        f"memory and {tpot[1]:.2f} times with 24 GB. TTFT is {ttft[0]:.2f} and {ttft[1]:.2f} times "
+        "as fast"
+        for tpot, ttft in PAPER_RATIOS.values()
+    ]
     compared = [
         Compared(
-            f"{name}, times as fast as {ON_DEMAND}",
+            f"speed of row '{name}' relative to row '{ON_DEMAND}'",
             paper,
-            f"TPOT {_ratios(times, ON_DEMAND, name, 'decode')}; "
-            f"TTFT {_ratios(times, ON_DEMAND, name, length)} {of}",
+            _speedups(times, ON_DEMAND, name),
             _SIMULATED,
         )
         for name, paper in zip(names[2:], said, strict=True)
     ]
     compared += [
         Compared(
-            "row 6 over lru, the null baseline",
+            "speed of row 6 relative to policy lru, the null baseline",
             "not compared",
-            f"TPOT {_ratios(times, names[0], names[-1], 'decode')}; "
-            f"TTFT {_ratios(times, names[0], names[-1], length)} {of}",
-            "load on demand keeps nothing from token to token; an LRU cache is the fairer base",
+            _speedups(times, names[0], names[-1]),
+            "Loading on demand keeps no expert from one token to the next, so an LRU cache is the "
+            "fairer baseline",
         ),
         Compared(
-            f"live, row 6: times as fast as {ON_DEMAND}",
+            f"live measurement: speed of row 6 relative to row '{ON_DEMAND}'",
             said[-1],
-            f"TPOT {_ratios(timed, ON_DEMAND, names[-1], 'decode')}; "
-            f"TTFT {_ratios(timed, ON_DEMAND, names[-1], length)} {of}",
+            _speedups(timed, ON_DEMAND, names[-1]),
             _LIVE,
         ),
     ]
@@ -405,7 +431,10 @@ def table_3(on: Measured) -> Made:
         )
         for name in names
     ]
-    title = f"Virtual time, 4/2 and 4/0 at r = {RETENTION}"
+    title = (
+        f"Virtual time with the retention ratio {RETENTION}; less important experts are in 2 bits "
+        f"(4/2) or skipped (4/0)"
+    )
     panel = Panel("slots, % of the experts", "decode step, ms", drawn, title, scale="log")
     second = f"Live times, medians of {ROUNDS} rounds"
     return Made(compared, [_table(title, times), _table(second, timed)], [panel])
@@ -416,25 +445,32 @@ def figure_10(on: Measured) -> Made:
     times = simulated(on)
     names = _names(times)
     lru, best = names[0], names[-1]
-    of = f"with {', '.join(share(cap) for cap in SHARES)} of the experts in slots"
     said = {
-        "TTFT": "22.7 times Fiddler (24 GB), 7.2 to 8.3 Accelerate, 4.2 to 14.58 "
-        "Mixtral-Offloading, Qwen3 3.44 Accelerate (12 GB)",
-        "TPOT": "14.58 times Fiddler (16 GB), 8.31 Accelerate, up to 2.27 Mixtral-Offloading, "
-        "Qwen3 2.86 Accelerate",
+        "TTFT": (
+            "DyMoE's first token comes 22.7 times as fast as Fiddler's (24 GB), 7.2 to 8.3 times "
+            "as fast as Accelerate's and 4.2 to 14.58 times as fast as Mixtral-Offloading's. On "
+            "Qwen3 it comes 3.44 times as fast as Accelerate's (12 GB)"
+        ),
+        "TPOT": (
+            "DyMoE decodes 14.58 times as fast as Fiddler (16 GB), 8.31 times as fast as "
+            "Accelerate and up to 2.27 times as fast as Mixtral-Offloading. On Qwen3 it decodes "
+            "2.86 times as fast as Accelerate"
+        ),
     }
     parts = {f"TTFT, prompt of {n}": f"prompt {n}" for n in LENGTHS} | {"TPOT": "decode"}
-    compared = [
-        Compared(
-            f"{what}: speed of 4/0 over other systems",
-            said[what[:4]],
-            f"over load on demand {_ratios(times, ON_DEMAND, best, part)}, over lru "
-            f"{_ratios(times, lru, best, part)} {of}",
-            f"{_SIMULATED}; Accelerate, Mixtral-Offloading, MoE-Infinity and Fiddler are not run "
-            f"here",
+    compared = []
+    for what, part in parts.items():
+        over_loading, over_lru = (_ratios(times, base, best, part) for base in (ON_DEMAND, lru))
+        compared.append(
+            Compared(
+                f"{what}: speed of DyMoE 4/0 relative to other systems",
+                said[what[:4]],
+                f"{over_loading} times as fast as loading on demand and {over_lru} times as fast "
+                f"as lru, {_slots()}",
+                f"{_SIMULATED}. We did not run Accelerate, Mixtral-Offloading, MoE-Infinity and "
+                f"Fiddler",
+            )
         )
-        for what, part in parts.items()
-    ]
     panels = [
         Panel(
             "prompt, tokens",
@@ -443,7 +479,7 @@ def figure_10(on: Measured) -> Made:
                 Line(name, LENGTHS, exact([times[name, cap, f"prompt {n}"] for n in LENGTHS]))
                 for name in (lru, ON_DEMAND, names[-2], best)
             ],
-            f"{share(cap)} of the experts in slots",
+            f"cache slots for {share(cap)} of the experts",
         )
         for cap in SHARES
     ]
@@ -458,7 +494,8 @@ def figure_11(on: Measured) -> Made:
     compared = [
         Compared(
             name,
-            "smooth; GSM8K drops at r = 0.75 and recovers near 0.9",
+            "Accuracy changes smoothly with the retention ratio r. On GSM8K it drops at r = 0.75 "
+            "and recovers near r = 0.9",
             ", ".join(
                 f"r = {row['retention']:g}: KL {row['kl'][0]:.4f}"
                 for row in rows
@@ -478,8 +515,10 @@ PAPER = Paper(
         Figure("Table 1", "accuracy of each precision alone", table_1),
         Figure("Table 2", "accuracy of mixes", table_2),
         Figure("Table 3", "speed with each part of DyMoE added in turn", table_3),
-        Figure("Figure 3", "critical experts by importance and at random", figure_3),
-        Figure("Figure 4", "load of heavy hitters and of all tokens", figure_4),
+        Figure(
+            "Figure 3", "quality with critical experts chosen by importance or at random", figure_3
+        ),
+        Figure("Figure 4", "expert load from heavy hitters and from all tokens", figure_4),
         Figure("Figure 5", "sensitivity of each layer", figure_5),
         Figure("Figure 6", "similarity of neighbouring layers", figure_6),
         Figure("Figure 10", "end-to-end latency", figure_10),

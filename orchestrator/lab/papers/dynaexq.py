@@ -49,7 +49,10 @@ HIGH, HOT_SHARE = 0.25, 0.1
 # takes this many times as long as computing it.
 HELD, READS = 0.5, (4.0, 32.0)
 
-OTHER = "another model: E = {} and k = {}, where Qwen3-30B-A3B has 128 and 8"
+OTHER = (
+    "Our model has {} experts per layer, and a token uses {} of them. Qwen3-30B-A3B has 128, and "
+    "a token uses 8"
+)
 
 
 def _other(on: Measured) -> str:
@@ -90,7 +93,12 @@ def _activated(on: Measured, rows: list[Row], said: str, what: str) -> Made:
         for length in groups
     ]
     panel = Panel(
-        "sequences", "experts of a layer in use, %", drawn, what, percent=True, ticks=BATCHES
+        "sequences",
+        "share of a layer's experts in use, %",
+        drawn,
+        what,
+        percent=True,
+        ticks=BATCHES,
     )
     return Made(compared, [Table(what, columns, rows)], [panel])
 
@@ -101,7 +109,10 @@ def table_1(on: Measured) -> Made:
         {"batch": batch, "length": None, "active": active_in_decode(on.routes, batch)}
         for batch in BATCHES
     ]
-    said = "Qwen3-30B-A3B 6.3, 11.6, 20.1, 31.9, 46.5, 62.0 % (batch 1 to 32)"
+    said = (
+        "Qwen3-30B-A3B uses 6.3, 11.6, 20.1, 31.9, 46.5 and 62.0 % of a layer's experts with "
+        "batches of 1, 2, 4, 8, 16 and 32 sequences"
+    )
     return _activated(on, rows, said, "activated experts in decode")
 
 
@@ -115,7 +126,11 @@ def table_2(on: Measured) -> Made:
         for n in (4, 16, 64)
         for batch in BATCHES
     ]
-    said = "Qwen3-30B-A3B 46.9, 60.0, 73.4, 84.4, 92.8, 96.6 % (prompt length not in the text)"
+    said = (
+        "Qwen3-30B-A3B uses 46.9, 60.0, 73.4, 84.4, 92.8 and 96.6 % of a layer's experts with "
+        "batches of 1, 2, 4, 8, 16 and 32 prompts. The paper's text does not state the prompt "
+        "length"
+    )
     return _activated(on, rows, said, "activated experts in prefill")
 
 
@@ -130,21 +145,27 @@ def table_4(on: Measured) -> Made:
     quarter = next(row for row in rows)
     compared = [
         Compared(
-            "recovered from all low to all high",
-            "Qwen3-30B 31 % of the drop from FP16 to Int4 (63.98, 64.38, 65.29), Qwen3-80B 89 % "
-            "of Int4 to Int2, Phi 39 %; the number of high experts is not stated",
+            "share of the quality between all-low and all-high precision that a hot set recovers",
+            "Qwen3-30B recovers 31 % of the accuracy between Int4 and FP16 (Int4 63.98, DynaExq "
+            "64.38, FP16 65.29). Qwen3-80B recovers 89 % of that between Int2 and Int4, and "
+            "Phi-3.5-MoE recovers 39 %. The paper does not state how many experts have the high "
+            "precision",
             "; ".join(
-                f"{share(row['high'])} of the experts high: {share(row['won_back'][0])} of the KL"
+                f"with {share(row['high'])} of the experts in high precision, "
+                f"{share(row['won_back'][0])} of the KL divergence is recovered"
                 for row in rows
                 if row["won_back"]
             ),
-            "KL of this model in place of five accuracy tasks, whose models were not available",
+            "We measure the KL divergence of our model instead of accuracy on five tasks, because "
+            "the paper's models were not available",
         ),
         Compared(
-            "does a hot set recover more than its share",
-            "not tested: no random set and no smaller uniform type of the same size",
-            f"ratio {quarter['ratio']:.2f} with {share(quarter['high'])} high; uniform types of "
-            f"the same memory are in the tables",
+            "Does a hot set recover more of the quality than its share of the experts?",
+            "The paper does not test this. It compares DynaExq with no random set of experts and "
+            "with no smaller uniform type of the same size",
+            f"With {share(quarter['high'])} of the experts in high precision, a hot set recovers "
+            f"{quarter['ratio']:.2f} times its share. The tables also have uniform types of the "
+            f"same size",
             "the null baselines are ours",
         ),
     ]
@@ -178,17 +199,18 @@ def figure_1(on: Measured) -> Made:
     )
     compared = [
         Compared(
-            f"stall by prompt length, reading all experts of a token takes {reads:g} times its "
-            f"computing",
-            "grows with the prompt (ExpertFlow); no number in the text",
+            f"time that a prompt waits for experts if reading a token's experts takes {reads:g} "
+            f"times as long as computing the token",
+            "ExpertFlow's wait grows with the prompt. The paper's text states no number",
             ", ".join(
                 f"{row['n']}: {row['stall_ms']:.0f} ms ({share(row['of_it'])})"
                 for row in rows
                 if row["name"] == prefetching.name and row["reads"] == reads
             ),
-            f"virtual time, slots for {HELD:.0%} of the experts; firm stands in for ExpertFlow. On "
-            f"a CPU the computing of a prompt grows with each token and hides the reads, and after "
-            f"all experts are read once, waits stop growing",
+            f"We measure virtual time with cache slots for {HELD:.0%} of the experts, and firm "
+            f"stands in for ExpertFlow. On a CPU, the compute time grows with each token of a "
+            f"prompt and hides the reads. After all experts have been read once, waits stop "
+            f"growing",
         )
         for reads in READS
     ]
@@ -210,7 +232,7 @@ def figure_1(on: Measured) -> Made:
                 )
                 for part in listed
             ],
-            f"reading takes {reads:g} times the computing of a token",
+            f"reading a token's experts takes {reads:g} times as long as computing the token",
         )
         for reads in READS
     ]
@@ -239,21 +261,25 @@ def figure_2(on: Measured) -> Made:
     compared = [
         Compared(
             "cumulative use",
-            "heavy-tailed: a small hot set has a large part; no number in the text",
-            f"the most used {n_hot} of {n_expert} experts of a layer have {share(skew['all'])} of "
-            f"the uses, uniform {share(n_hot / n_expert)}",
+            "Usage is heavy-tailed: a small hot set gets a large part of the uses. The paper's "
+            "text states no number",
+            f"The {n_hot} most used of a layer's {n_expert} experts get {share(skew['all'])} of "
+            f"the uses. With uniform usage they would get {share(n_hot / n_expert)}",
             _other(on),
         ),
         Compared(
             "hot sets of different workloads",
-            "the ten most used experts of text, math and code can be disjoint in a layer",
+            "In some layers, the ten most used experts of text, of math and of code are disjoint",
             "; ".join(
-                f"{row['one']} and {row['other']}: {share(row['same'])} the same, disjoint in "
-                f"{row['disjoint']} of {n_layers} layers"
+                f"{row['one']} and {row['other']} share {share(row['same'])} of their hot "
+                f"experts, and have none in common in {row['disjoint']} of {n_layers} layers"
                 for row in overlaps
             )
-            or "one domain only: give --data with several files",
-            f"{_other(on)}; a hot set of {n_hot}",
+            or (
+                "not measured, because the text has only one domain: give --data a folder with "
+                "several files"
+            ),
+            f"{_other(on)}. Our hot sets have {n_hot} experts",
         ),
     ]
     drawn = [
@@ -263,10 +289,10 @@ def figure_2(on: Measured) -> Made:
     columns = (
         Column("text", "one", left=True),
         Column("text", "other", left=True),
-        Column("hot experts that are the same", "same", share),
+        Column("hot experts that both texts share", "same", share),
         Column("layers without a common one", "disjoint"),
     )
-    panel = Panel("rank of the expert", "share of its layer's uses, %", drawn, percent=True)
+    panel = Panel("rank of the expert", "share of the layer's expert uses, %", drawn, percent=True)
     tables = [Table(f"Hot sets of {n_hot} experts", columns, overlaps)] if overlaps else []
     return Made(compared, tables, [panel])
 
@@ -279,10 +305,12 @@ def figure_3(on: Measured) -> Made:
     mine = {row["order"]: row for row in rows if row["demoted"] == half}
     compared = [
         Compared(
-            f"perplexity with {half} of {2 * half} experts demoted",
-            "smooth growth if cold experts are demoted; no number in the text",
+            f"change of perplexity if {half} of {2 * half} experts per layer are demoted",
+            "Perplexity grows smoothly if the least used experts are demoted first. The paper's "
+            "text states no number",
             "; ".join(f"{order} {show_change(row['change'])}" for order, row in mine.items()),
-            f"{_other(on)}; the order at random and hot first are ours, as baselines",
+            f"{_other(on)}. The random order and the order with the most used experts first are "
+            f"our baselines",
         )
     ]
     return Made(compared, found.tables, found.panels)
@@ -312,7 +340,7 @@ def systems(on: Measured) -> list[System]:
     offloading = {"policy": "dymoe", "retention": 1.0, "prefetch": "on", **high}
     return [
         System(f"static {subject.low}", low),
-        System("offloading and prefetch (dymoe, r = 1)", offloading),
+        System("offloading with prefetch (policy dymoe, r = 1)", offloading),
         System("dynaexq", {name: each for name, each in dynaexq.items() if each is not None}),
     ]
 
@@ -370,8 +398,9 @@ def timed_batches(on: Measured) -> list[Row]:
 
 
 _LIVE = (
-    "live times on two cores, where the paper has an A6000; offloading is dymoe with one precision "
-    "in place of ExpertFlow; prompts of a batch are read one after another"
+    "We measure live times on two cores, and the paper measures on an A6000 GPU. The policy dymoe "
+    "with one precision stands in for ExpertFlow. The prompts of a batch are read one after "
+    "another"
 )
 _COLUMNS = (
     Column("", "name", left=True),
@@ -410,7 +439,7 @@ def _batches(
     ]
     drawn = [
         Line(
-            f"{name}{', P99' if each == tail else ''}",
+            f"{name}, P99" if each == tail else name,
             range(len(BATCHES)),
             exact(values),
             each == tail,
@@ -422,26 +451,44 @@ def _batches(
         if (values := [at[name, batch][each] for batch in BATCHES])
     ]
     panel = Panel("sequences", what, drawn, on.config.model.name, scale="log", ticks=BATCHES)
-    return Made(compared, [Table("Batches with a prompt of its own each", _COLUMNS, rows)], [panel])
+    return Made(
+        compared,
+        [Table("Batches in which each sequence has its own prompt", _COLUMNS, rows)],
+        [panel],
+    )
 
 
 def figure_6(on: Measured) -> Made:
     """Make Figure 6: the time to the first token by batch size."""
-    said = "static lowest, DynaExq near it, ExpertFlow grows sharply; no number in the text"
+    said = (
+        "The static low precision has the lowest TTFT, and DynaExq is near it. ExpertFlow's TTFT "
+        "grows sharply with the batch. The paper's text states no number"
+    )
     return _batches(on, "TTFT, ms, mean (P99)", said, "ttft", "ttft_p99", "{:.1f}".format)
 
 
 def figure_7(on: Measured) -> Made:
     """Make Figure 7: the time of decode steps by batch size."""
-    said = "DynaExq close to static, ExpertFlow higher with a wider tail; no number in the text"
+    said = (
+        "DynaExq's TPOT is close to that of the static low precision. ExpertFlow's TPOT is higher "
+        "and has a wider tail. The paper's text states no number"
+    )
     return _batches(on, "TPOT, ms, mean (P99)", said, "tpot", "tpot_p99", "{:.2f}".format)
 
 
 def figure_9(on: Measured) -> Made:
     """Make Figure 9: the time of whole requests, and throughput, by batch size."""
-    said = "static lowest, ExpertFlow highest, DynaExq between; no number in the text"
-    made = _batches(on, f"end to end, {STEPS} steps, ms", said, "total", None, "{:.0f}".format)
-    said = "DynaExq above ExpertFlow, and more so with larger batches; the ratio is not in the text"
+    said = (
+        "The static low precision takes the least time, ExpertFlow the most, and DynaExq is "
+        "between them. The paper's text states no number"
+    )
+    made = _batches(
+        on, f"time of a prompt and {STEPS} decode steps, ms", said, "total", None, "{:.0f}".format
+    )
+    said = (
+        "DynaExq has a higher throughput than ExpertFlow, and the difference grows with the "
+        "batch. The paper's text does not state the ratio"
+    )
     speed = _batches(on, "throughput, tokens/s", said, "speed", None, "{:.0f}".format)
     return Made(made.compared + speed.compared, made.tables, made.panels + speed.panels)
 
@@ -473,15 +520,17 @@ def figure_10(on: Measured) -> Made:
     compared = [
         Compared(
             name,
-            "grows to a few hundred tokens, then flat; Qwen3-30B: ExpertFlow about 10 s (P99 high "
-            "teens), DynaExq mid-single digits, static lowest",
+            "TTFT grows up to a few hundred tokens and then stays flat. On Qwen3-30B, ExpertFlow "
+            "takes about 10 s (P99 in the high teens) and DynaExq a mid-single-digit number of "
+            "seconds. The static low precision takes the least time",
             ", ".join(
                 f"{row['n']}: {row['ttft']:.1f} ({row['ttft_p99']:.1f})"
                 for row in rows
                 if row["name"] == name
             )
             + " ms, mean (P99)",
-            f"{_LIVE}; on a CPU computing grows with every token, so there is no plateau",
+            f"{_LIVE}. On a CPU, the compute time grows with every token of the prompt, so TTFT "
+            f"reaches no plateau",
         )
         for name in names
     ]
@@ -497,11 +546,23 @@ PAPER = Paper(
     "dynaexq",
     "DynaExq",
     (
-        Figure("Table 1", "activated experts in decode, by batch size", table_1),
-        Figure("Table 2", "activated experts in prefill, by batch size", table_2),
-        Figure("Table 4", "quality of a hot set against uniform precision", table_4),
+        Figure(
+            "Table 1",
+            "share of a layer's experts that a decode step activates, by batch size",
+            table_1,
+        ),
+        Figure(
+            "Table 2", "share of a layer's experts that prompts activate, by batch size", table_2
+        ),
+        Figure(
+            "Table 4",
+            "quality with a hot set in high precision, compared with uniform precisions",
+            table_4,
+        ),
         Figure("Figure 1", "stall by prompt length", figure_1),
-        Figure("Figure 2", "skew of use, and hot sets by workload", figure_2),
+        Figure(
+            "Figure 2", "skew of expert usage, and overlap of the hot sets of workloads", figure_2
+        ),
         Figure("Figure 3", "perplexity over demoted experts", figure_3),
         Figure("Figure 6", "time to first token by batch size", figure_6),
         Figure("Figure 7", "time per output token by batch size", figure_7),
@@ -509,8 +570,10 @@ PAPER = Paper(
             "Figure 8",
             "not in the text",
             paper=NOT_IN_TEXT,
-            why="the paper's text has no Figure 8 and does not refer to one. Its throughput figure "
-            "has no number; it stands with Figure 9",
+            why=(
+                "The paper's text neither has nor mentions a Figure 8. Its throughput figure has "
+                "no number and is compared together with Figure 9 here"
+            ),
         ),
         Figure("Figure 9", "end-to-end latency and throughput by batch size", figure_9),
         Figure("Figure 10", "time to first token by prompt length", figure_10),

@@ -43,9 +43,9 @@ LOGITS, CACHED = 768, 0.5
 
 slots = percent(0, " %")
 _MACHINE = (
-    f"virtual time; reading all experts of a token takes {SLOW:g} times its computing, where the "
-    f"paper has PCIe 4.0 and an RTX 3090; slots are divided evenly among the layers, where the "
-    f"paper has one LRU cache"
+    f"We measure virtual time: reading all experts of a token takes {SLOW:g} times as long as "
+    f"computing the token, and every layer has the same number of slots. The paper measures on an "
+    f"RTX 3090 with PCIe 4.0 and has one LRU cache for all layers"
 )
 
 
@@ -71,21 +71,23 @@ def table_1(on: Measured) -> Made:
         played_parts(played(on, reads=reads), BASE, SHARES) for reads in (SLOW, FAST)
     )
     paper = {
-        "+ FG: gates alone": "1.32, 1.31, 1.24, 1.41 times as fast (128, 256, 512, 768 experts)",
+        "+ FG: gates alone": "1.32, 1.31, 1.24, 1.41",
         "+ MoL": "1.21, 1.22, 1.21, 1.27",
         "+ FG + MoL": "1.43, 1.43, 1.19, 1.43",
         "all: tuned": "1.65, 1.62, 1.29, 1.54",
     }
-    compared = [
-        Compared(
-            f"{name}, speed over the paper's baseline",
-            said,
-            f"{_by_share(table.rows, name, 'speedup')}; on a link {SLOW / FAST:g} times as fast "
-            f"{_by_share(other.rows, name, 'speedup')}",
-            _MACHINE,
+    compared = []
+    for name, ratios in paper.items():
+        slow, fast = (_by_share(each.rows, name, "speedup") for each in (table, other))
+        compared.append(
+            Compared(
+                f"speed of '{name}' relative to the paper's baseline",
+                f"{ratios} times as fast, with 128, 256, 512 and 768 cached experts",
+                f"This variant is {slow}. With a link that is {SLOW / FAST:g} times as fast, it "
+                f"is {fast}",
+                _MACHINE,
+            )
         )
-        for name, said in paper.items()
-    ]
     return Made(compared, [table, other], [panel])
 
 
@@ -93,7 +95,8 @@ def _by_share(rows: Sequence[Row], name: str, key: str, digits: int = 2) -> str:
     """Return one system's values for each share of experts that have slots, as text."""
     mine = [row for row in rows if row["name"] == name]
     values = ", ".join(f"{row[key]:.{digits}f}" for row in mine)
-    return f"{values} ({', '.join(slots(row['held']) for row in mine)} of the experts)"
+    shares = ", ".join(slots(row["held"]) for row in mine)
+    return f"{values} times as fast, with cache slots for {shares} of the experts"
 
 
 def table_2(on: Measured) -> Made:
@@ -129,10 +132,11 @@ def table_2(on: Measured) -> Made:
         compared.append(
             Compared(
                 f"fastest n, {world}",
-                "n = 1 for OLMoE (5.31 against 4.76 tok/s at 256 experts); n = 2 for Qwen1.5 (3.75 "
-                "against 3.51 at 128); no n = 3",
+                "With 256 cached experts, OLMoE is fastest if one matrix per expert is "
+                "prefetched, n = 1 (5.31 against 4.76 tokens/s). With 128, Qwen1.5 is fastest "
+                "with n = 2 (3.75 against 3.51 tokens/s). The paper does not measure n = 3",
                 here,
-                f"{_MACHINE}; n = 3 is ours",
+                f"{_MACHINE}. We also prefetch all three matrices (n = 3)",
             )
         )
     drawn = lines(
@@ -156,18 +160,22 @@ def figure_4(on: Measured) -> Made:
         shown, lambda row: 100 * row["held"], lambda row: [row["tpot_ms_mean"], None], "name"
     )
     panel = Panel("slots, % of the experts", "mean decode step, ms", drawn, on.config.model.name)
+    mol = _by_share(table.rows, "firm, mol, n=1", "speedup")
     compared = [
         Compared(
-            "speed of MoL with n = 1",
-            "up to 1.8 over the paper's baseline at 128 experts of Qwen1.5-MoE, 1.6 at 768",
-            f"over no prefetch: {_by_share(table.rows, 'firm, mol, n=1', 'speedup')}",
-            f"{_MACHINE}; the paper's baseline is in Table 1",
+            "speed of MoL if one matrix per expert is prefetched (n = 1)",
+            "up to 1.8 times as fast as the paper's baseline with 128 cached experts of "
+            "Qwen1.5-MoE, and 1.6 times with 768",
+            f"Relative to no prefetch, MoL is {mol}",
+            f"{_MACHINE}. Table 1 compares with the paper's baseline",
         ),
         Compared(
             "slowdown with a small cache",
-            "less than 30 % from 768 to 128 experts (2.85 times less memory)",
+            "With 128 instead of 768 cached experts (2.85 times less memory), decoding is less "
+            "than 30 % slower",
             _slowdown(table.rows),
-            "the share of missed bytes decides: with little computing, time follows misses",
+            "Time depends on the share of bytes that are missed, because computing takes little "
+            "time here",
         ),
     ]
     return Made(compared, [table], [panel])
@@ -177,7 +185,10 @@ def _slowdown(rows: Sequence[Row]) -> str:
     mine = [row for row in rows if row["name"] == "firm, mol, n=1"]
     first, last = mine[0], mine[-1]
     ratio = first["tpot_ms_mean"] / last["tpot_ms_mean"]
-    return f"{ratio:.2f} times as slow with {slots(first['held'])} as with {slots(last['held'])}"
+    return (
+        f"decoding takes {ratio:.2f} times as long with cache slots for {slots(first['held'])} of "
+        f"the experts as with slots for {slots(last['held'])}"
+    )
 
 
 def figure_5(on: Measured) -> Made:
@@ -230,15 +241,15 @@ def figure_5(on: Measured) -> Made:
             f"mean of {len(base)} pairs",
             "1.31 times Fiddler and llama.cpp",
             "over lru: " + ", ".join(f"{name} {ratio:.2f}" for name, ratio in means.items()),
-            f"{_MACHINE}; the baseline is lru, Fiddler is not run here; the paper's lengths are "
-            f"not in the text; tokens/s follow the load of the machine at each recording, ratios "
-            f"do not",
+            f"{_MACHINE}. Our baseline is lru, because we did not run Fiddler. The paper's text "
+            f"does not state its prompt and answer lengths. Our tokens/s depend on the load of "
+            f"the machine during each recording, and our ratios do not",
         )
     ]
-    title = f"Speed with the prompt, {HELD:.0%} of the experts in slots"
+    title = f"Speed including the prompt, with cache slots for {HELD:.0%} of the experts"
     ticks = [f"{prompt} + {answer}" for prompt, answer in base]
     panel = Panel(
-        "tokens of the prompt + of the answer", "speed over lru", drawn, title, ticks=ticks
+        "tokens of the prompt + tokens of the answer", "speed over lru", drawn, title, ticks=ticks
     )
     return Made(compared, [Table(title, columns, rows)], [panel])
 
@@ -253,7 +264,7 @@ def figure_6(on: Measured) -> Made:
     k, n_expert = subject.n_expert_used, subject.n_expert
     routers = routers_of(subject)
     if all(router is None for router in routers[1:]):
-        raise Unavailable("the file has no routers, which the votes are computed with")
+        raise Unavailable("the file has no routers, and the votes are computed with routers")
     losses = heop.Losses(subject.n_layers, n_expert, k, max(k, round(CACHED * n_expert)))
     for _, read in read_windows(subject, subject.windows):
         losses.count(read, subject.layer_ids, routers)
@@ -280,7 +291,10 @@ def figure_6(on: Measured) -> Made:
         Column("K, P", "votes", lambda votes: f"{votes[0]}, {votes[1]}"),
         Column("x smallest loss", "ratio", fixed(3)),
     )
-    title = f"Pairs found by each search: {subject.basis}, a cache of {CACHED:.0%} of the experts"
+    title = (
+        f"K and P found by each search, with a cache for {CACHED:.0%} of the experts: "
+        f"{subject.basis}"
+    )
     tables = [Table(title, columns, rows)]
     run = played(on)
     cached = replace(run.options, expert_ram=int(CACHED * expert_bytes(run.trace)))
@@ -290,25 +304,31 @@ def figure_6(on: Measured) -> Made:
     compared = [
         Compared(
             "best K, P by group",
-            "shallow 4, 3; middle and deep 8, 3 (OLMoE, k = 8, 256 experts)",
+            "On OLMoE (8 experts per token, 256 cached): K = 4 and P = 3 for shallow layers, K = "
+            "8 and P = 3 for middle and deep layers",
             "; ".join(f"{name} {n}, {p}" for name, (n, p, _) in best.items()),
-            "another model; at equal K, votes of more layers name fewer experts",
+            "We use another model. If every layer votes for K experts, more voting layers agree "
+            "on fewer of them",
         ),
         Compared(
             "K > k",
             "K <= k = 8",
             "; ".join(
-                f"{name}: the best with K <= k loses {ratio:.3f} times the best of all"
+                f"{name} layers: the smallest loss with at most k candidates (K <= k) is "
+                f"{ratio:.3f} times the smallest loss of all"
                 for name, (_, _, ratio) in best.items()
             ),
-            "the look-ahead of a run has k candidates; these come from the router's logits",
+            "In a run, the look-ahead predicts only as many experts as a token uses (k). Here, "
+            "candidates come from the router's logits",
         ),
         Compared(
             "Algorithm 1",
-            "no gap to the smallest loss is stated",
-            f"as printed {min(printed):.2f} to {max(printed):.2f} times the smallest loss over "
-            f"four starts; our climb {min(ours):.2f} to {max(ours):.2f}",
-            "as printed the history is never cleared, and its mean mixes the pairs visited",
+            "The paper does not state how far its loss is from the smallest loss",
+            f"Over four starts, Algorithm 1 as printed ends at {min(printed):.2f} to "
+            f"{max(printed):.2f} times the smallest loss. Our hill climbing ends at "
+            f"{min(ours):.2f} to {max(ours):.2f} times",
+            "Algorithm 1 as printed never clears its history, so its mean mixes the pairs (K, P) "
+            "that were visited",
         ),
     ]
     return Made(compared, tables, panels)
@@ -320,9 +340,14 @@ def figure_7(on: Measured) -> Made:
     k = on.subject().n_expert_used
     rows = {row["strategy"]: row for row in found.tables[0].rows}
     paper = {
-        f"MoL K={k} P=3": "90.5 % utilisation, 59.8 % accuracy (K not stated for this figure)",
+        f"MoL K={k} P=3": (
+            "90.5 % utilisation and 59.8 % accuracy. The paper does not state K for this figure"
+        ),
         f"top {k}": "78.8 % utilisation",
-        "weighted >= 3.0": "matches MoL (1.5 + 1.0 + 0.5 = 3.0, so it is the intersection)",
+        "weighted >= 3.0": (
+            "The same values as MoL, because a score of 3.0 (1.5 + 1.0 + 0.5) requires the votes "
+            "of all three layers"
+        ),
     }
     compared = [
         Compared(name, said, _of_strategy(rows[name]), "another model and text")
@@ -340,14 +365,25 @@ def figure_7(on: Measured) -> Made:
         if name.startswith("MoL") and int(name.split("=")[1].split()[0]) > k and row.get("cut")
     ]
     if above:
-        here = f"{100 * min(above):+.1f} to {100 * max(above):+.1f} points at equal size"
-        here += f"; with K > k {100 * min(more):+.1f} to {100 * max(more):+.1f}" if more else ""
+        here = (
+            f"At an equal number of experts, MoL's utilisation differs by {100 * min(above):+.1f} "
+            f"to {100 * max(above):+.1f} points"
+        )
+        here += (
+            (
+                f". With more than k candidates (K > k), it differs by {100 * min(more):+.1f} to "
+                f"{100 * max(more):+.1f} points"
+            )
+            if more
+            else ""
+        )
         compared.append(
             Compared(
-                "MoL against fewer candidates of the nearest layer",
-                "not compared at equal size (2.64 experts against 4)",
+                "MoL compared with as many candidates of the nearest layer alone",
+                "The paper compares sets of different sizes: 2.64 experts of MoL with 4 experts "
+                "of the nearest layer",
                 here,
-                "a layer's routing follows from the layer right before it",
+                "A layer's routing depends mostly on the layer directly before it",
             )
         )
     return Made(compared, found.tables, found.panels)
@@ -355,8 +391,17 @@ def figure_7(on: Measured) -> Made:
 
 def _of_strategy(row: Row) -> str:
     used, named = 100 * row["utilisation"][0], 100 * row["accuracy"][0]
-    cut = f", the nearest layer cut to this size {100 * row['cut']:.1f} %" if row.get("cut") else ""
-    return f"{used:.1f} % utilisation, {named:.1f} % accuracy, {row['size']:.2f} experts{cut}"
+    cut = (
+        (
+            f". As many experts of the nearest layer alone have a utilisation of "
+            f"{100 * row['cut']:.1f} %"
+        )
+        if row.get("cut")
+        else ""
+    )
+    return (
+        f"{used:.1f} % utilisation and {named:.1f} % accuracy with {row['size']:.2f} experts{cut}"
+    )
 
 
 PAPER = Paper(
@@ -364,10 +409,14 @@ PAPER = Paper(
     "FIRM-MoE",
     (
         Figure("Table 1", "speed with each part of FIRM-MoE", table_1),
-        Figure("Table 2", "how many matrices of an expert are prefetched", table_2),
+        Figure("Table 2", "speed by the number of prefetched matrices per expert", table_2),
         Figure("Figure 4", "latency by the size of the expert cache", figure_4),
         Figure("Figure 5", "tokens per second by prompt and answer length", figure_5),
-        Figure("Figure 6", "the loss over candidates K and voting layers P", figure_6),
+        Figure(
+            "Figure 6",
+            "prefetch loss by the number of candidates K and of voting layers P",
+            figure_6,
+        ),
         Figure("Figure 7", "utilisation and accuracy of strategies", figure_7),
     ),
     least_tiers=1,

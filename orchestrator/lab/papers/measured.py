@@ -66,7 +66,10 @@ def read_data(folder: Path) -> list[list[Document]]:
     """
     paths = sorted(path for path in folder.glob("*") if path.name.endswith(_TEXTS))
     if not paths:
-        raise ConfigError(f"--data {folder} has no texts: it needs .jsonl or .txt files, or .xz")
+        raise ConfigError(
+            f"--data {folder} has no texts: give a folder with .jsonl or .txt files, which may be "
+            f"compressed (.xz)"
+        )
     domains: dict[str, list[Document]] = {}
     for path in paths:
         for each in read_documents(path, _MOST):
@@ -201,7 +204,7 @@ class Measured(AbstractContextManager["Measured"]):
             try:
                 return read_trace(path)
             except TraceError as error:
-                raise ConfigError(f"{error}: delete it to record it again") from error
+                raise ConfigError(f"{error}. Delete the file to record it again") from error
         forms: dict[str, dict[str, Any]] = {
             FIRM.name: {"agree": MOL, "n_ahead": MAX_AHEAD, "prefetch": "on"},
             "dymoe": {"retention": 0.75, "low_tier": "skip"},

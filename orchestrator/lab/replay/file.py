@@ -91,21 +91,25 @@ def _load(path: Path) -> dict[str, np.ndarray]:
     )
     with open_file(path) as file:
         if file.read(4) != b"PK\x03\x04":
-            raise _Wrong("not a trace: a trace is a .npz file written by `moe-edge trace`")
+            raise _Wrong(
+                "this file is not a trace: a trace is a .npz file written by `moe-edge trace`"
+            )
         file.seek(0)
         try:
             with np.load(file, allow_pickle=False) as npz:
                 names = set(npz.files)
                 if "header" not in names:
-                    raise _Wrong("a .npz file, but not a trace: it has no header")
+                    raise _Wrong("this .npz file is not a trace: it has no header")
                 unpacked = sum(member.file_size for member in npz.zip.infolist())
                 if unpacked > _UNPACKED_LEAST + _UNPACKED_MOST * path.stat().st_size:
-                    raise _Wrong(f"damaged: its unpacked size of {unpacked} bytes is implausible")
+                    raise _Wrong(
+                        f"the file is damaged: its unpacked size of {unpacked} bytes is implausible"
+                    )
                 for member in npz.zip.infolist():
                     _check_size(npz.zip, member)
                 return {name: npz[name] for name in sorted(names)}
         except damaged as error:
-            raise _Wrong(f"damaged: {error}") from error
+            raise _Wrong(f"the file is damaged: {error}") from error
 
 
 def _check_size(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
@@ -120,11 +124,11 @@ def _check_size(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
             (2, 0): np.lib.format.read_array_header_2_0,
         }.get(version)
         if read is None:
-            raise _Wrong(f"damaged: {member.filename} has an unknown .npy version")
+            raise _Wrong(f"the file is damaged: {member.filename} has an unknown .npy version")
         shape, _, dtype = read(file)
         nbytes = math.prod(shape) * dtype.itemsize
         if not dtype.hasobject and nbytes != member.file_size - file.tell():
-            raise _Wrong(f"damaged: {member.filename} does not have its declared size")
+            raise _Wrong(f"the file is damaged: {member.filename} does not have its declared size")
 
 
 def _header(array: np.ndarray) -> Header:
@@ -133,21 +137,21 @@ def _header(array: np.ndarray) -> Header:
     except (ValueError, TypeError, RecursionError) as error:
         raise _Wrong(f"the header is damaged: {error}") from error
     if not isinstance(raw, dict) or raw.pop("format", None) != FORMAT:
-        raise _Wrong("a .npz file, but not a trace: its header has another format")
+        raise _Wrong("this .npz file is not a trace: its header has another format")
     if raw.get("version") not in (8, VERSION):
         raise _Wrong(
-            f"trace version {raw.get('version')} is not supported, only 8 and {VERSION}: record it "
-            f"again"
+            f"trace version {raw.get('version')} is not supported, only versions 8 and {VERSION} "
+            f"are: record the trace again"
         )
     known = {field.name for field in fields(Header)}
     if set(raw) != known:
         odd = one_line(", ".join(sorted(set(raw) ^ known)))
-        raise _Wrong(f"the header is damaged: fields missing or unknown: {odd}")
+        raise _Wrong(f"the header is damaged: it lacks fields or has unknown fields: {odd}")
     for name, hint in get_type_hints(Header).items():
         if name != "version" and not _fits(name, raw[name], hint):
-            raise _Wrong(f"the header is damaged: {name} is {raw[name]!r}")
+            raise _Wrong(f"the header is damaged: the field {name} is {raw[name]!r}")
     if [tier for tier in raw["tiers"] if tier in raw["in_use"]] != raw["in_use"]:
-        raise _Wrong(f"the header is damaged: in_use is {raw['in_use']!r}")
+        raise _Wrong(f"the header is damaged: the field in_use is {raw['in_use']!r}")
     _check_settings(raw["policy"], raw["settings"])
     raw["model"] = one_line(raw["model"])
     for name in ("layer_ids", "tiers", "files", "in_use", "dense_share"):
@@ -162,7 +166,7 @@ def _check_settings(policy: str, settings: dict[str, Any]) -> None:
         wanted = declared().as_dict()
         if set(settings) != set(wanted):
             odd = one_line(", ".join(sorted(set(settings) ^ set(wanted))))
-            raise _Wrong(f"the header is damaged: settings missing or unknown: {odd}")
+            raise _Wrong(f"the header is damaged: it lacks settings or has unknown settings: {odd}")
         declared(**settings)
     except (PolicyError, SettingError) as error:
         raise _Wrong(f"the header is damaged: {error}") from error
@@ -210,7 +214,10 @@ def _check(trace: Trace) -> None:
     """Raise _Wrong if arrays of a trace have wrong types or shapes, or contradict each other."""
     a, header = trace.arrays, trace.header
     if set(a) != set(ARRAYS):
-        raise _Wrong(f"arrays missing or unknown: {', '.join(sorted(set(a) ^ set(ARRAYS)))}")
+        raise _Wrong(
+            f"the file is damaged: it lacks arrays or has unknown arrays: "
+            f"{', '.join(sorted(set(a) ^ set(ARRAYS)))}"
+        )
     for name, (kind, shape) in ARRAYS.items():
         if a[name].dtype != kind or a[name].ndim != len(shape):
             raise _Wrong(
@@ -219,7 +226,8 @@ def _check(trace: Trace) -> None:
             )
     if header.n_expert_used > header.n_expert:
         raise _Wrong(
-            f"{header.n_expert_used} experts per token, but only {header.n_expert} experts"
+            f"the file is damaged: a token uses {header.n_expert_used} experts, but a layer has "
+            f"only {header.n_expert}"
         )
     for name in ("event_ahead", "event_scored"):  # other arrays' lengths depend on these
         _check_shape(name, a[name], {"E": len(a["event_tokens"])})
@@ -243,7 +251,7 @@ def _check(trace: Trace) -> None:
 def _check_shape(name: str, array: np.ndarray, lengths: Mapping[str, int]) -> None:
     shape = tuple(lengths[n] if isinstance(n, str) else n for n in ARRAYS[name][1])
     if array.shape != shape:
-        raise _Wrong(f"{name} has the shape {array.shape}, not {shape}")
+        raise _Wrong(f"the array {name} has the shape {array.shape}, not {shape}")
 
 
 _FINITE, _FINITE_32 = (float(np.finfo(kind).max) for kind in (np.float64, np.float32))
@@ -286,7 +294,7 @@ def _check_ranges(trace: Trace) -> None:
         for number, (part, (low, high)) in enumerate(zip(parts, columns, strict=True)):
             if not ((part >= low) & (part <= high)).all():  # NaN fails this test too
                 column = f", column {number}," if len(columns) > 1 else ""
-                raise _Wrong(f"{name}{column} has a value that is not {low} to {high}")
+                raise _Wrong(f"the array {name}{column} has a value that is not {low} to {high}")
 
 
 def _check_slices(trace: Trace) -> None:
@@ -295,9 +303,9 @@ def _check_slices(trace: Trace) -> None:
     kinds = np.all(there, axis=2, keepdims=True)
     few = kinds.sum(axis=1) < 2
     if (there != kinds).any() or not there[:, DOWN].all() or few.any():
-        raise _Wrong("slices: a layer lacks a matrix or one of its tiers")
+        raise _Wrong("the array slices is damaged: a layer lacks a matrix or one of its tiers")
     if (slices[..., 2][there] < 1).any() or not np.isin(slices[..., 3], list(GGMLType)).all():
-        raise _Wrong("slices: a matrix has no bytes or an unknown type")
+        raise _Wrong("the array slices is damaged: a matrix has no bytes or an unknown type")
 
 
 def _check_events(trace: Trace) -> None:
@@ -308,13 +316,13 @@ def _check_events(trace: Trace) -> None:
         not np.array_equal(np.unique(step), np.arange(len(a["step_phase"])))
         or ((np.diff(step) < 0) | (np.diff(step) == 0) & (np.diff(layer) <= 0)).any()
     ):
-        raise _Wrong("its events are not sorted by step and layer")
+        raise _Wrong("the events of the trace are not sorted by step and layer")
     if (a["event_ahead"] > np.minimum(MAX_AHEAD, trace.n_layers - 1 - layer)).any():
-        raise _Wrong("an event looks ahead beyond the last layer")
+        raise _Wrong("an event of the trace predicts experts beyond the last layer")
     if (a["event_tokens"] > a["step_tokens"][step]).any():
-        raise _Wrong("an event has more tokens than its step")
+        raise _Wrong("an event of the trace has more tokens than its step")
     if (a["phases"] < np.repeat(a["step_phase"][step], a["event_tokens"])).any():
-        raise _Wrong("phases: a decode step has a prefill token")
+        raise _Wrong("the array phases is damaged: a decode step has a prefill token")
     for name, scores in (("ids", "weights"), ("ahead_ids", "ahead_scores")):
         # If an event has fewer than k experts per token, the rest of a row repeats the first expert
         # with score 0.

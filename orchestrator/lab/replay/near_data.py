@@ -189,10 +189,15 @@ class NearData(PlacementSettings):
     """
 
     shape: str = setting(
-        "mixtral-8x7b", f"The model's shape: {' or '.join(SHAPES)}.", choices=tuple(SHAPES)
+        "mixtral-8x7b",
+        f"Shape of the simulated model: {' or '.join(SHAPES)}.",
+        choices=tuple(SHAPES),
     )
     hot: int | None = setting(
-        None, "Hot experts per layer, on the GPU.", within=(0, 65535), shown="as in the paper"
+        None,
+        "Number of hot experts per layer. The GPU computes them.",
+        within=(0, 65535),
+        shown="as in the paper",
     )
 
     def __post_init__(self) -> None:
@@ -351,9 +356,9 @@ def from_trace(shape: PaperModel, trace: Trace) -> Routing:
     fold, rest = divmod(trace.n_expert, shape.n_expert)
     if rest or trace.n_expert_used < shape.n_expert_used:
         raise ConfigError(
-            f"the trace routes to {trace.n_expert_used} of {trace.n_expert} experts, which cannot "
-            f"be mapped to {shape.n_expert_used} of {shape.n_expert} of {shape.name}: leave the "
-            f"trace out to generate the routing"
+            f"the trace routes each token to {trace.n_expert_used} of {trace.n_expert} experts, "
+            f"which cannot be mapped to the {shape.n_expert_used} of {shape.n_expert} experts of "
+            f"{shape.name}: leave the trace out to generate the routing"
         )
     tiled = np.arange(shape.n_layers) % trace.n_layers
     sequences = []

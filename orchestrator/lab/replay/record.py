@@ -50,16 +50,16 @@ class Recorder:
                 f"the model runs without an expert store, so its routing cannot be recorded: use "
                 f"--policy {' or '.join(POLICIES)}"
             )
-        policy, again = inside.policy, "load the model again to record it"
+        policy, advice = inside.policy, "load the model again to record it"
         if policy.wants.learns and inside.driver.steps:
             raise ConfigError(
                 f"the policy {policy.name} has already made decisions, which a replay cannot "
-                f"reproduce: {again}"
+                f"reproduce: {advice}"
             )
         if inside.driver.prefetched:
             raise ConfigError(
                 f"experts were prefetched between two answers, which a replay cannot reproduce: "
-                f"{again}"
+                f"{advice}"
             )
         self._inside = inside
         self._policy = policy

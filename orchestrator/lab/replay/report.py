@@ -57,13 +57,16 @@ class ReplayOptions(Settings):
         shown="as recorded",
     )
     expert_ram: int | None = setting(
-        None, "Cap on the memory for experts (expert slots).", unit=SIZE, shown="as recorded"
+        None, "Memory limit for the experts (expert slots).", unit=SIZE, shown="as recorded"
     )
     high_tier: str | None = setting(
         None, "High precision, such as q4_k.", metavar="TIER", shown="as recorded"
     )
     low_tier: str | None = setting(
-        None, "Low precision, such as q2_k, or skip.", metavar="TIER", shown="as recorded"
+        None,
+        "Low precision, such as q2_k. With skip, less important experts are not computed.",
+        metavar="TIER",
+        shown="as recorded",
     )
     bandwidth: int | None = setting(
         None,
@@ -91,9 +94,9 @@ class ReplayOptions(Settings):
     )
     link: str = setting(
         SHARED,
-        "How reads share the disk: shared serves demand reads first and cancels outdated "
-        "prefetches, as the store does; rigid has one queue for demand reads and prefetches, "
-        "without overtaking or cancelling.",
+        "Order of reads from the simulated disk. shared: demand reads come first, and outdated "
+        "prefetches are cancelled, as in the store. rigid: demand reads and prefetches share one "
+        "queue, without overtaking or cancelling.",
         choices=LINKS,
         group=MORE,
     )

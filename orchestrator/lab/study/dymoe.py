@@ -70,14 +70,15 @@ class Accuracy(ScoredStudy):
         alone, mixed, base = found.by_size(), found.of(MIXED), found.tier(on.high)
         answers = ANSWERS if on.questions else ()
         note = (
-            f"KL (nats) and same top token: relative to {on.best}. Every token is a decode step of "
-            f"its own, and every expert is computed in the tier that the policy chose."
+            f"The columns KL (nats) and same top token compare with {on.best}. Every token is a "
+            f"decode step of its own. Every expert is computed in the precision that the policy "
+            f"chose."
         )
         tables = [
             found.table(title, (LABEL, *columns), several, base, on.high, answers, note)
             for title, columns, several, note in (
                 ("Uniform precision (Table 1)", SIZE, alone, ""),
-                ("High / low and skip (Table 2)", DONE, mixed, note),
+                ("Less important experts in low precision or skipped (Table 2)", DONE, mixed, note),
             )
         ]
         labels = [case.label for case, _ in alone]
@@ -101,7 +102,7 @@ class Retention(ScoredStudy):
 
     def show(self, found: Scores, on: Subject) -> Findings:
         answers = ANSWERS if on.questions else ()
-        title = "Quality over the retention ratio (Figure 11)"
+        title = "Quality by retention ratio (Figure 11 of DyMoE)"
         table = found.table(
             title, (LABEL, *DONE), found.scored, found.one(on.high), on.high, answers
         )
@@ -114,7 +115,7 @@ class Retention(ScoredStudy):
             x = "realised share of critical experts"
             return Panel(x, y, drawn, on.basis, levels, percent=True)
 
-        panels = [panel(f"perplexity relative to {on.high}, %", "change")]
+        panels = [panel(f"change of perplexity from {on.high}, %", "change")]
         if on.questions:
             panels.append(panel("multiple choice, acc, %", "acc"))
         return Findings([table], panels)
@@ -162,10 +163,13 @@ class Critical(ScoredStudy):
 
     def show(self, found: Scores, on: Subject) -> Findings:
         shown = Findings([], [], rows=2)
-        note = f"random: each token's values are means of {len(SEEDS)} seeds."
+        note = (
+            f"Rows with random critical experts show, for each token, the mean of {len(SEEDS)} "
+            f"random choices."
+        )
         for form, low in product(FORMS.values(), (SKIP, on.low)):
             group, base = f"{form}, {on.high} / {low}", found.one(form)
-            title = f"Critical experts of {group} (Figure 3)"
+            title = f"Quality by the choice of critical experts, {group} (Figure 3)"
             table = found.table(title, (LABEL, *DONE), found.of(group), base, on.high, note=note)
             shown.tables.append(table)
             drawn = lines(
@@ -177,8 +181,8 @@ class Critical(ScoredStudy):
             )
             shown.panels.append(
                 Panel(
-                    "share of routed experts in high",
-                    f"perplexity relative to {on.high}, %",
+                    "share of routed experts in the high precision",
+                    f"change of perplexity from {on.high}, %",
                     drawn,
                     group,
                     {"": 0.0},
@@ -216,7 +220,7 @@ class Depth(ScoredStudy):
         changes = [row["change"] for row in table.rows]
         panel = Panel(
             f"the layer in {on.low}",
-            f"perplexity relative to all {on.best}, %",
+            f"change of perplexity from all experts in {on.best}, %",
             [Line("", range(len(changes)), changes)],
             on.basis,
             percent=True,
@@ -231,7 +235,7 @@ AHEAD, OFTEN = "next layer's router", "most used"
 WAYS = {
     OUTPUT: "after the layer",
     FFN_INPUT: "before the experts",
-    AHEAD: "by its router, from the layer before",
+    AHEAD: "predicted by the layer's router from the layer before",
     OFTEN: "most used experts",
 }
 
@@ -269,7 +273,7 @@ class Similarity(Study):
         }
         tables = [
             Table(
-                f"Hidden state of neighbouring layers (Figure 6): {on.basis}",
+                f"Similarity of the hidden states of neighbouring layers (Figure 6): {on.basis}",
                 (
                     Column("layers", "layers"),
                     Column("cosine after the layer (l_out)", OUTPUT, with_error),
@@ -278,7 +282,7 @@ class Similarity(Study):
                 similar,
             ),
             Table(
-                f"Experts of a layer predicted from the one before (eq. 6): {on.basis}",
+                f"Prediction of a layer's experts from the layer before (eq. 6): {on.basis}",
                 (
                     Column("layer", "layer"),
                     Column("recall by the router", AHEAD, share_with_error),
@@ -287,8 +291,9 @@ class Similarity(Study):
                 ),
                 ahead,
                 [
-                    "By the router: the layer's router is applied to the router input of the layer "
-                    "before. Most used: always the experts that this text uses most in the layer."
+                    "Recall by the router: the layer's router is applied to the router input of "
+                    "the layer before. Recall, most used: the prediction is always the experts "
+                    "that this text uses most in the layer."
                 ],
                 [{"layer": "mean", "random": chance, **overall}],
             ),
@@ -309,7 +314,7 @@ class Similarity(Study):
                 ),
                 Panel(
                     "layer",
-                    "recall of the layer's experts, %",
+                    "share of the layer's experts that are predicted, %",
                     right,
                     levels={"random": chance},
                     percent=True,

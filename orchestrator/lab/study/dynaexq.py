@@ -152,19 +152,22 @@ class Demotion(ScoredStudy):
             Column("routed to high", "routed_high", share),
         )
         note = (
-            f"Hotness: tokens routed to each expert in {on.n_tokens - scored.n_tokens} other "
-            f"tokens of the same text, every expert in {scored.high}. Residency does not change "
-            f"while the text is read. {RANDOM}: each token's values are means of {len(SEEDS)} "
-            f"seeds."
+            f"Experts are ordered by how often {on.n_tokens - scored.n_tokens} other tokens of "
+            f"the same text use them, with every expert in {scored.high}. Precisions do not "
+            f"change while the text is read. With the order '{RANDOM}', each token's values are "
+            f"means of {len(SEEDS)} random orders."
         )
-        title = f"Demoted experts of each layer, {scored.high} to {scored.low} (Figure 3)"
+        title = (
+            f"Quality by the number of experts per layer that are demoted from {scored.high} to "
+            f"{scored.low} (Figure 3)"
+        )
         table = found.table(title, columns, curves, base, f"all {scored.high}", note=note)
         for row in table.rows:
             row["routed_high"] = row["usage"]["high"]
         drawn = lines(table.rows, "demoted", "change")
         panel = Panel(
-            f"experts of each layer in {scored.low}, of {n}",
-            f"perplexity relative to all {scored.high}, %",
+            f"number of a layer's {n} experts in {scored.low}",
+            f"change of perplexity from all experts in {scored.high}, %",
             drawn,
             scored.basis,
             percent=True,
@@ -176,11 +179,14 @@ HELD = (0.25, 0.5, 0.75)  # fractions of the experts in the high tier
 GOAL = 1.3
 EMPTY, STARTED, FIXED, NULL = (
     "dynaexq, cold start",
-    "dynaexq, started with the first half's hotness",
-    "dynaexq, the same, never adapting",
-    "dynaexq, random hot set, never adapting",
+    "dynaexq, started with the expert usage of the text's first half",
+    "dynaexq, the same, but hot experts never change",
+    "dynaexq, random hot experts that never change",
 )
-PLACED, PLACED_EMPTY = "context, with the first half's hotness", "context, cold start"
+PLACED, PLACED_EMPTY = (
+    "context, started with the expert usage of the text's first half",
+    "context, cold start",
+)
 HOT = "hot"
 # Number of reference cases: the best, the high and the low tier. The recovered KL is relative to
 # the difference between high and low.
@@ -260,7 +266,8 @@ class HotMemory(ScoredStudy):
                 rows.append(_row(row, score, won, on, whole))
             shown.tables.append(
                 Table(
-                    f"The same memory, {part.name} (Table 4): {on.on(part.second).basis}",
+                    f"Quality in the same memory, {part.name} (Table 4): "
+                    f"{on.on(part.second).basis}",
                     columns,
                     rows,
                 )
@@ -269,12 +276,14 @@ class HotMemory(ScoredStudy):
         steps = DynaExqSettings.of(on.config.of_policies).update_steps
         shown.tables[-1].footnotes.append(
             f"Each text is read token by token, and the hot sets are updated every {steps} steps. "
-            f"The first half's hotness: the routing of {on.n_tokens - found.on.n_tokens} other "
-            f"tokens of the same text or domain. recovered: share of the KL difference between all "
-            f"{on.low} and all {on.high}; ratio: recovered / experts high. The memory of a uniform "
-            f"type is that of its file; tiers of the model use slots of whole pages. Swaps take "
-            f"time, so adaptive rows vary slightly between runs. The policy context needs a text "
-            f"with prompts (--prompt-tokens), because it places experts after each prompt."
+            f"The expert usage of the first half is the routing of "
+            f"{on.n_tokens - found.on.n_tokens} other tokens of the same text or domain. "
+            f"Recovered: share of the KL difference between all experts in {on.low} and all in "
+            f"{on.high}. Ratio: the recovered share divided by the share of experts in high "
+            f"precision. A uniform type takes the memory of its file, and tiers of the model take "
+            f"slots of whole pages. Changes of precision take time, so rows that adapt vary "
+            f"slightly between runs. The policy context needs a text with prompts "
+            f"(--prompt-tokens), because it places experts after each prompt."
         )
         return shown
 
@@ -319,7 +328,7 @@ def _panel(on: Subject, part: Part, hot: list[Scored], rows: list[Row]) -> Panel
     ]
     return Panel(
         f"experts in {on.high}, %",
-        f"KL recovered from {on.low} to {on.high}, %",
+        f"share of the KL between {on.low} and {on.high} that is recovered, %",
         drawn,
         f"{part.name}, {scored.n_tokens} tokens",
         percent=True,
@@ -366,11 +375,12 @@ class EqualMemory(ScoredStudy):
             for row, (_, score) in zip(tables[-1].rows, several, strict=True):
                 row["above"] = above(score, mix[1])
         tables[-1].footnotes.append(
-            f"uniform: the type with the smallest KL of those that fit whole, for each method. "
-            f"dynaexq: every expert in memory, in {on.high} or {on.low}, started with the routing "
-            f"of {on.n_tokens - scored.n_tokens} other tokens of the same text. KL above "
-            f"dynaexq's: paired; below 0 is better. The memory of a uniform type is that of its "
-            f"file; a mix uses slots of whole pages."
+            f"uniform: for each quantization method, the type with the smallest KL among those "
+            f"that fit the memory. dynaexq: every expert is in memory, in {on.high} or {on.low}. "
+            f"It starts with the routing of {on.n_tokens - scored.n_tokens} other tokens of the "
+            f"same text. KL above dynaexq's: mean difference on the same tokens; below 0 is "
+            f"better. A uniform type takes the memory of its file, and a mix takes slots of whole "
+            f"pages."
         )
         drawn = lines(
             [*tables[0].rows, *found.rows(found.of(MIX), base)],

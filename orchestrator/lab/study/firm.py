@@ -28,14 +28,18 @@ from orchestrator.policy import policy_class
 from orchestrator.policy.firm import ALL, CLIMB, FIRM, GROUPS, MOL, RANK, Tuner, Votes, depth_of
 
 NO_PREFETCH, BASE = "no prefetch", "BB: top-k, whole experts"
-WORLDS = {NO_PREFETCH: "as the store reads", BASE: "rigid link, as in the paper"}
+WORLDS = {
+    NO_PREFETCH: "as the store reads",
+    BASE: ("rigid link (one queue of reads), as in the paper"),
+}
 # Decode steps that are ignored while the slots fill.
 WARM_UP = 16
 
 _NEVER = 2**24
 _BASIS = (
-    "Off-policy: one run prefetches by the best pair so far, and every pair is scored against the "
-    "residency of that run. In-sample: a pair is scored on the tokens by which it was chosen."
+    "Losses are off-policy: one run prefetches with the best pair (K, P) so far, and every pair "
+    "is scored on the experts that this run has in memory. Losses are also in-sample: a pair is "
+    "scored on the tokens by which it was chosen."
 )
 
 # Losses of a group, indexed by [P - 1][K - 1].
@@ -177,19 +181,26 @@ def played_parts(on: Played, base: str, shares: Sequence[float]) -> tuple[Table,
                 row["bytes_ratio"] = row["bytes_per_token"] / other["bytes_per_token"]
         rows += same
     if not rows:
-        raise ConfigError(f"no share of {', '.join(left_out)} holds the experts of one token")
-    title = f"The parts of FIRM-MoE, {world}: {on.trace.header.model}"
+        raise ConfigError(
+            f"cache slots for {', '.join(left_out)} of the experts cannot hold the experts of one "
+            f"token"
+        )
+    title = f"Speed with the parts of FIRM-MoE, {world}: {on.trace.header.model}"
     table = Table(title, _PARTS, rows, [_NOTE.format(base=base)])
     if left_out:
-        table.footnotes.append(f"Too few slots for a policy: {', '.join(left_out)}.")
+        table.footnotes.append(
+            f"Left out, because a policy needs more slots: slots for {', '.join(left_out)} of the "
+            f"experts."
+        )
     drawn = lines(rows, lambda row: 100 * row["held"], lambda row: [row["speedup"], None], "name")
     return table, Panel("slots, % of the experts", f"x {base}", drawn, world)
 
 
 _NOTE = (
-    f"Virtual time, decode steps after the first {WARM_UP}. n: prefetched matrices per expert; "
-    "rank, mol: the vote, with K and P tuned; x base: mean step time relative to {base}; answer "
-    "tok/s: includes the time of the prompt; x none: bytes relative to the base."
+    f"Times are virtual and leave out the first {WARM_UP} decode steps. n: prefetched matrices "
+    f"per expert. rank, mol: how predictions are combined, with tuned K and P. x base: times as "
+    f"fast as the row '{{base}}'. answer tok/s: speed including the prompt. x none: bytes read, "
+    f"relative to the row '{{base}}'."
 )
 _PARTS = (
     Column("slots", "held", share),
@@ -243,13 +254,15 @@ def measure_votes(on: Played) -> Findings:
         name: counted.means(group) for group, name in enumerate(GROUPS) if group in there
     }
     if not any(loss for rows in losses.values() for row in rows for loss in row):
-        raise ConfigError("all experts were in memory: play it with fewer slots")
+        raise ConfigError(
+            "all experts were in memory, so every loss is zero: replay the trace with fewer slots"
+        )
     tuned = {way: _tuner(on, {**asked, "tune": way})[0] for way in (ALL, CLIMB)}
     tokens = min(min(each.tokens, each.until) for each in tuned.values())
     title = (
-        f"Loss of eq. 11 per layer and token over K, P (Figure 6 of FIRM-MoE): "
-        f"{on.trace.header.model}, slots for {100 * held:.0f} % of the experts; tuned in "
-        f"{tokens} tokens"
+        f"Loss per layer and token (eq. 11) by K and P (Figure 6 of FIRM-MoE): "
+        f"{on.trace.header.model}, slots for {100 * held:.0f} % of the experts, tuned in {tokens} "
+        f"tokens"
     )
     rows, panels = [], []
     for group, grid in losses.items():
@@ -265,7 +278,7 @@ def measure_votes(on: Played) -> Findings:
             Line(f"P = {p}", range(1, len(each) + 1), exact(each)) for p, each in enumerate(grid, 1)
         ]
         drawn += [
-            Line(f"{name}: K, P = {k}, {p}", [k], exact([at[k, p]]))
+            Line(f"{name}: K = {k}, P = {p}", [k], exact([at[k, p]]))
             for name, (k, p) in {"least": best, **chosen}.items()
         ]
         panels.append(Panel("candidates K", "loss per layer and token", drawn, f"{group} layers"))

@@ -143,14 +143,17 @@ def searches(losses: np.ndarray) -> list[Search]:
         return Search(way, votes, loss / smallest if smallest else 1.0)
 
     printed = [
-        found(f"Algorithm 1 as printed, start {name} {delta:+d}", as_printed(losses, axis, delta))
+        found(
+            f"Algorithm 1 as printed, first step {delta:+d} of {name}",
+            as_printed(losses, axis, delta),
+        )
         for (axis, name), delta in product(enumerate("KP"), (1, -1))
     ]
     pairs = [*product(range(1, means.shape[1] + 1), range(1, means.shape[0] + 1))]
     return [
         *printed,
         found("our climb", climbed(losses)),
-        found("all pairs on the same tokens", least(means.tolist(), pairs)),
+        found("best of all pairs on the same tokens", least(means.tolist(), pairs)),
     ]
 
 

@@ -64,7 +64,7 @@ RIGHT, WRONG, EQUAL_USAGE, ORACLE = "others", "other domains", "uniform", "answe
 USUAL_PRIOR = int(PlacementSettings().prior_tokens)
 # The predictions that are shown per layer, with their column titles.
 BY_LAYER = {
-    COUNTS: "cosine of the answer's usage with the prompt's P",
+    COUNTS: "cosine of the answer's usage with the prompt's uses (P)",
     OWN: "with the prompt's S",
     RIGHT: "with others",
     EQUAL_USAGE: "with uniform usage",
@@ -168,23 +168,28 @@ class PromptContext(Study):
         basis = f"{len(usages)} prompts and answers; {on.basis}"
         tables = [
             Table(
-                f"Experts of an answer by the knowledge before it (Figure 4): {basis}",
+                f"Prediction of an answer's experts before it begins (Figure 4): {basis}",
                 (
                     Column("text", "domain", left=True),
                     Column("chosen by", "by", left=True),
                     Column("cosine", "cosine", fixed(3)),
-                    Column(f"routed to the hot {n_hot} of {on.n_expert} experts", "mass", share),
+                    Column(
+                        f"share of uses of the {n_hot} hottest of {on.n_expert} experts",
+                        "mass",
+                        share,
+                    ),
                 ),
                 list(domain_rows(usages, every, n_hot)),
                 [
-                    "P: number of uses of each expert by the prompt, as in the paper's Figure 4; "
-                    "S: importance, half P and half summed gate weights. Others: the other prompts "
-                    "and answers of the same domain; other domains: a wrong profile. Prompt + n: S "
-                    "with the profile counted as n more tokens."
+                    "P: how often the prompt uses each expert, as in the paper's Figure 4. S: "
+                    "importance, half P and half summed gate weights. Others: usage of the other "
+                    "prompts and answers of the same domain. Other domains: usage of a wrong "
+                    "domain. Prompt + n: S, with the usage of others counted as n more prompt "
+                    "tokens."
                 ],
             ),
             Table(
-                f"Layers (Figure 2, in part): {basis}",
+                f"Expert usage and its prediction by layer (Figure 2, in part): {basis}",
                 (
                     Column("layer", "layer"),
                     Column("most used expert", "most", share),
@@ -345,7 +350,7 @@ HOT = (0.25, 0.5)  # fractions of a layer's experts; the paper uses one half
 PAPER, OURS = "prompt, losses alone (the paper)", "prompt and profile"
 STATIC, RANDOM = "profile alone", "random"
 UNIFORM = "prompt and profile, uniform bits"
-FIXED = "prompt and profile, fixed number of experts per width"
+FIXED = "prompt and profile, fixed number of experts per bit width"
 JUDGED, ASKED = "judged", "asked"
 _SEED = 1
 
@@ -428,14 +433,20 @@ class NearBits(ScoredStudy):
             Column("KL above uniform bits", "above", four_digits),
         )
         note = (
-            f"Hot experts are in {on.best}. Each domain is scored on its second half; the profile "
-            f"is its first half. {STATIC} and {RANDOM}: placed once, before the first prompt. Near "
-            f"experts share slots of the widest tier, so each prompt can have other bits; with a "
-            f"fixed number per width, each width has its own slots. KL above uniform bits: paired, "
-            f"with the same hot experts; below 0 is better."
+            f"Hot experts are in {on.best}. Each domain is scored on its second half, and its "
+            f"first half is the profile. {STATIC} and {RANDOM}: experts are placed once, before "
+            f"the first prompt. Experts that are not hot share slots as large as the widest "
+            f"precision needs, so each prompt can have other bits. With a fixed number per bit "
+            f"width, each width has its own slots. KL above uniform bits: mean difference on the "
+            f"same tokens with the same hot experts; below 0 is better."
         )
         tables = [
-            Table(f"Near experts in few bits (Table 3): {scored.basis}", columns, rows, [note])
+            Table(
+                f"Quality with few bits for the experts that are not hot (Table 3): {scored.basis}",
+                columns,
+                rows,
+                [note],
+            )
         ]
         if asked := found.of(ASKED):
             title = f"Multiple choice (Table 3): {scored.basis}"
@@ -449,7 +460,7 @@ class NearBits(ScoredStudy):
                 "kl",
                 lambda row: f"{row['configuration']}, {row['hot']} hot",
             )
-            x, y = "nominal bits of the near experts", f"KL from {on.best}, nats"
+            x, y = "nominal bits of the experts that are not hot", f"KL from {on.best}, nats"
             panels.append(Panel(x, y, drawn, f"{name}: {scored.basis}"))
         return Findings(tables, panels)
 

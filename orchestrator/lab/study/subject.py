@@ -131,7 +131,7 @@ class Passes:
     def expect(self, total: int, n_tokens: int) -> None:
         """Announce the number of passes, and the maximum number of tokens of each."""
         self.total = total
-        self._note(f"{total} passes over up to {n_tokens} tokens of the text")
+        self._note(f"The text is read {total} times, at most {n_tokens} tokens each time")
 
     def begin(self, label: str) -> Callable[[float], None]:
         """Begin a pass. Returns a function that reports the pass's completed fraction."""
@@ -158,7 +158,8 @@ def duration(seconds: float) -> str:
     if seconds < 100:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
+    hours, rest = divmod(minutes, 60)
+    return f"{minutes} min" if minutes < 100 else f"{hours} h {rest} min"
 
 
 @dataclass(frozen=True, slots=True)
@@ -434,8 +435,8 @@ def halves(windows: Sequence[Window]) -> tuple[list[Window], list[Window]]:
         if window is most[domain] and domain not in seen:
             named = f"the domain '{domain}'" if domain else "the text"
             raise ConfigError(
-                f"{named} has only one window, but a study needs one for hotness and one to score: "
-                f"use more text of this kind, or more tokens of the text"
+                f"{named} has only one window, but a study needs one to measure expert usage and "
+                f"one to score: use more text of this kind, or more tokens of the text"
             )
         # the last window is always scored, the first one never
         first = window is not most[domain] and (

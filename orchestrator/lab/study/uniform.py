@@ -93,9 +93,9 @@ class UniformTypes:
             return None
         types = ", ".join(each.tier_name for each in self._kinds)
         return (
-            f"{self._n_weights / 1e6:,.0f} million weights are quantized {len(self._kinds)} times "
-            f"({types}), one file at a time of at most {format_size(self._largest)} in "
-            f"{spill_folder()}"
+            f"To compare with {types}, {self._n_weights / 1000000.0:,.0f} million weights are "
+            f"quantized {len(self._kinds)} times. One file at a time is in {spill_folder()}, with "
+            f"at most {format_size(self._largest)}"
         )
 
     def files(self, report: Progress) -> Iterator[UniformFile]:

@@ -203,7 +203,7 @@ class VotesStudy(Study):
                     Column("utilisation", "utilisation", share_with_error),
                     Column("accuracy", "accuracy", share_with_error),
                     Column("mean size", "size", fixed(2)),
-                    Column("nearest layer cut to this size", "cut", share),
+                    Column("utilisation of as many experts of the nearest layer", "cut", share),
                 ),
                 rows,
                 [
@@ -214,7 +214,8 @@ class VotesStudy(Study):
                 ],
             ),
             Table(
-                f"Recall of the top {found.k} by distance of the predicting layer: {on.basis}",
+                f"Recall of the top {found.k} experts by the distance between the predicting and "
+                f"the predicted layer: {on.basis}",
                 (Column("layers before", "before"), Column("recall", "recall", share_with_error)),
                 recalls,
             ),
@@ -228,6 +229,6 @@ class VotesStudy(Study):
             )
             x, y = zip(*mine, strict=True) if mine else ((), ())
             drawn.append(Line(label, x, exact(y), dashed=way != RANK))
-        title = "utilisation, % of them in use"
+        title = "share of the named experts that are used, %"
         panel = Panel("mean number of experts named", title, drawn, on.basis, percent=True)
         return Findings(tables, [panel])

@@ -118,7 +118,7 @@ def test_an_expert_without_a_token_has_no_loss(table):
     share = table.counts[layer] / table.counts[layer].sum()
     mean = np.nansum(table.loss[layer] * share[:, None], axis=0)
     assert np.allclose(filled[layer, expert], mean)
-    assert "saw no token" in table.render()
+    assert "got no token" in table.render()
 
 
 def test_the_best_tier_is_the_default_reference(files, text, tmp_path):
@@ -183,7 +183,9 @@ def test_factors_and_scales_fit_exact_measurements():
     assert twice.error == pytest.approx(once.error)
     for moved in (0.0, np.array([1e-9, -1e-9])):  # rounding may have either sign
         still = {name: each._replace(kl=moved + 0 * each.kl) for name, each in found.items()}
-        with pytest.raises(ConfigError, match="the losses do not change the model's output"):
+        with pytest.raises(
+            ConfigError, match="the measured losses have no effect on the model's output"
+        ):
             tables.fitted(["q8_0", "q3_k"], still, "text", weights)
 
 

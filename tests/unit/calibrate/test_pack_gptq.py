@@ -72,7 +72,7 @@ def test_pack_by_a_text(packed, small, words, ggml, tmp_path):
     """For every expert with enough tokens, the output error of each matrix is below 0.7 times
     ggml's."""
     (out, said), plain = packed, tmp_path / "plain.gguf"
-    assert "experts saw fewer tokens than their matrices have columns" in said
+    assert "experts got fewer tokens of the text than their matrices have columns" in said
     pack(small, plain, TIERS, ggml=ggml)
     ratios = []
     with (
@@ -164,7 +164,7 @@ def test_an_expert_without_tokens(packed, small, words, ggml):
             for seen in capture.layers(windows)
             for expert in np.flatnonzero(seen.counts() == 0)
         ]
-    assert unseen and f"({len(unseen)} saw none)" in packed[1].replace("\n", " ")
+    assert unseen and f"{len(unseen)} of them got no token" in packed[1].replace("\n", " ")
     with ExpertModel.open(small) as source, ExpertModel.open(packed[0]) as out:
         for layer, expert in unseen:
             for kind in (DOWN, GATE):

@@ -104,8 +104,8 @@ def test_a_wrong_precision_is_reported(model, monkeypatch):
     assert 0 < found["first_error"] <= found["most"]
     assert found["layer"][1] > 0
     (said,) = report["problems"]
-    assert "the logits differ from llama.cpp's after the prompt" in said
-    assert "the first layer whose experts differ is layer 0, by" in said
+    assert "the logits first differ from llama.cpp's after the prompt" in said
+    assert "The first layer whose experts differ is layer 0, by" in said
     assert "differ from 0" in render(report)
 
 

@@ -89,7 +89,9 @@ def test_wrong_command_lines_are_refused(words, said):
 
 
 def test_a_folder_is_no_model(tmp_path):
-    assert "name a GGUF file in it" in refused("chat", "-m", str(tmp_path), "-p", "x")
+    assert "give the path of a GGUF file in this folder" in refused(
+        "chat", "-m", str(tmp_path), "-p", "x"
+    )
     (tmp_path / "config.json").touch()
     assert "moe-edge convert" in refused("chat", "-m", str(tmp_path), "-p", "x")
 

@@ -176,7 +176,7 @@ PLAIN["mode"] = "llama.cpp's own path: everything fits (0.05 of 12.0 GiB)"
     (PLAIN, ["first word 12 ms", "memory 300 MiB of 1 GiB"]),
     ({"finish": "end", "ttft_ms": 61234.0}, ["first word 61.2 s"]),
     ({"finish": "length"}, ["cut at --max-tokens"]),
-    ({"finish": "context"}, ["cut, because the context (--ctx) is full"]),
+    ({"finish": "context"}, ["answer cut: the context (--ctx) is full"]),
     ({"finish": "cancelled"}, ["stopped"]),
     (
         {"kl_estimate": 0.0098, "hit_rate": None},

@@ -15,7 +15,7 @@ from orchestrator.chat.console import WordWrap
 
 def test_a_conversation(start):
     terminal = start()
-    assert "fake: 8 layers of 16 experts, 4 a token, in q4_k q2_k\n" in terminal.greeting
+    assert "fake: 8 layers of 16 experts, 4 used per token, in q4_k q2_k\n" in terminal.greeting
     assert "managed: dymoe 4/2" in terminal.greeting
     answer = terminal.ask("hello")
     line = "first word 12 ms · 48.9 tok/s · experts 93 % in memory · memory 300 MiB of 1 GiB\n"
@@ -51,8 +51,8 @@ def test_ctrl_c_while_loading_exits(tmp_path):
 def test_a_narrow_terminal_breaks_between_words(start):
     terminal = start(columns=40)
     lines = terminal.greeting.splitlines()
-    lines = lines[lines.index("fake: 8 layers of 16 experts, 4 a token,") :]
-    assert lines[:2] == ["fake: 8 layers of 16 experts, 4 a token,", "  in q4_k q2_k"]
+    lines = lines[lines.index("fake: 8 layers of 16 experts, 4 used per") :]
+    assert lines[:2] == ["fake: 8 layers of 16 experts, 4 used per", "  token, in q4_k q2_k"]
     assert lines[2:4] == [
         "managed: dymoe 4/2 (q4_k/q2_k) r=0.75,",
         "  64 MiB of expert slots, direct I/O",
@@ -140,7 +140,7 @@ def test_keys(start, name):
 def test_the_history_may_be_unwritable(start, tmp_path):
     (tmp_path / "state").write_text("a file, not a folder")
     terminal = start(XDG_STATE_HOME=str(tmp_path / "state"), columns=400)
-    assert "History is not kept: " in terminal.greeting
+    assert "The history of typed lines is not kept: " in terminal.greeting
     assert "Hi there!" in terminal.ask("hello")
 
 
@@ -179,7 +179,10 @@ COMMANDS = [
     ("/set temp hot", ["Error: the setting 'temp' must be a number from 0 to 100, not 'hot'"]),
     ("/set temp 101", ["must be 0.0 to 100.0, not 101.0"]),
     ("/set temp -", ["must be a number from 0 to 100, not '-'"]),
-    ("/set tmp 1", ["Error: no setting tmp can be changed here: did you mean temp?"]),
+    (
+        "/set tmp 1",
+        ["Error: tmp is not a setting that can be changed during a chat: did you mean temp?"],
+    ),
     ("/set stop 'a", ["has an unmatched quotation mark"]),
     ("/model", ["x.gguf", "fake: 8 layers"]),
     ("/model nowhere.gguf", ["Error: ", "nowhere.gguf"]),
@@ -238,7 +241,7 @@ def test_save_replaces_only_its_own_file(start, tmp_path):
     other = tmp_path / "other.txt"
     other.write_text("mine")
     terminal.ask("hello")
-    wrong = "exists, and holds something else: choose another name"
+    wrong = "exists and is not an earlier part of this conversation: choose another name"
     assert wrong in terminal.ask(f"/save {other}")
     assert other.read_text() == "mine"
     assert "2 messages written" in terminal.ask("/save ~/talk.jsonl")

@@ -97,7 +97,10 @@ def test_the_user_cache_is_listed_and_cleared(tmp_path, monkeypatch):
     assert "models that `moe-edge bench` made" in run("cache").stdout
     result = run("cache", "--clear", "bench", "--clear", "benhc")
     assert result.exit_code == 1
-    assert "--clear benhc: the cache holds bench, tuned, unknown" in result.stderr
+    assert (
+        "--clear benhc: the cache has no folder of this name. It has bench, tuned, unknown"
+        in result.stderr
+    )
     assert (tmp_path / "moe-edge/bench/a").exists()
     assert "bench: " in run("cache", "--clear", "bench").stdout
     assert run("cache", "--clear", "bench").stdout.startswith("nothing: ")

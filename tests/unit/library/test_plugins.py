@@ -63,7 +63,7 @@ def test_a_broken_policy_is_named_once_and_left_out(installed, moe_edge, module,
     folder = installed(value, broken=module)
     done = moe_edge(folder, "chat", "--help-all")
     assert done.returncode == 0 and said in done.stderr and "broken" in done.stderr
-    assert done.stderr.count("Note:") == 1 and done.stderr.endswith("It is left out.\n")
+    assert done.stderr.count("Note:") == 1 and done.stderr.endswith("This policy is left out.\n")
     assert "--retention" in done.stdout
     done = moe_edge(folder, "--help")
     assert (done.returncode, done.stderr) == (0, "")
@@ -83,7 +83,7 @@ def test_damaged_metadata_breaks_no_command(installed, moe_edge, points, said):
 def test_a_fault_of_many_lines_is_one_sentence(installed, moe_edge):
     folder = installed(broken="raise RuntimeError('one\\ntwo')")
     done = moe_edge(folder, "chat", "--help-all")
-    assert "(RuntimeError: one two). It is left out.\n" in done.stderr
+    assert "(RuntimeError: one two). This policy is left out.\n" in done.stderr
 
 
 def test_an_llm_notes_a_broken_policy(library, installed):

@@ -109,7 +109,7 @@ def test_as_many_are_hot_as_fit_the_budget():
         "no precision q3_k below q8_0. The precisions below it are q4_k, q2_k",
     ),
     ({"near_tiers": "q8_0"}, "no precision q8_0 below q8_0"),
-    ({"near_bits": 1.5}, "--near-bits 1.5 is too small: q2_k has 2 bits"),
+    ({"near_bits": 1.5}, "--near-bits 1.5 is too small: the lowest precision q2_k has 2 bits"),
     ({"near_bits": 3.0, "near_tiers": "q4_k"}, "q4_k has 4 bits"),
 )
 def test_tiers_and_bits_that_the_file_lacks_are_refused(options, message):

@@ -263,7 +263,7 @@ def test_given_or_recalled_votes_are_not_saved():
         {"votes": None, "n_ahead": 0, "tune": "climb"},
         "'tune' is climb, which has no effect, because nothing is prefetched",
     ),
-    ({"votes": "5,1"}, "have 5 candidates, and this model's routers choose 4 experts"),
+    ({"votes": "5,1"}, "ask for 5 experts per layer, but this model's routers choose only 4"),
 )
 def test_settings_without_effect_are_refused(settings, said):
     with pytest.raises((SettingError, PolicyError), match=said):

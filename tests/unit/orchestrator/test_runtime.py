@@ -89,7 +89,9 @@ def test_an_answer_ends_at_its_limit_or_the_context(runtime, n_prompt, max_token
 
 
 def test_prompts_that_cannot_be_answered_are_refused(runtime):
-    with pytest.raises(ConfigError, match=r"256: shorten the prompt, or raise --ctx$"):
+    with pytest.raises(
+        ConfigError, match=r"256: shorten the prompt, or increase the context with --ctx$"
+    ):
         answered(runtime, [9] * N_CTX)
     with pytest.raises(ConfigError):
         answered(runtime, [9], grammar="root ::= (")
@@ -100,7 +102,7 @@ def test_a_prompt_for_which_no_context_is_long_enough(config):
     longer = config.with_changes(ctx=10**6)
     with Runtime.open(longer, answering=Answering()) as runtime:
         n = runtime.about.n_ctx
-        with pytest.raises(ConfigError, match=f"{n}: shorten the prompt, because the model"):
+        with pytest.raises(ConfigError, match=f"{n}: shorten the prompt: the model"):
             answered(runtime, [9] * n)
 
 

@@ -79,12 +79,12 @@ def test_not_a_trace(tmp_path):
         read_trace(tmp_path)
     model = tmp_path / "model.gguf"
     model.write_bytes(b"GGUF" + bytes(100))
-    with pytest.raises(TraceError, match=r"model\.gguf: not a trace"):
+    with pytest.raises(TraceError, match=r"model\.gguf: this file is not a trace"):
         read_trace(model)
     np.savez(tmp_path / "other.npz", a=np.zeros(3))
-    with pytest.raises(TraceError, match=r"other\.npz: a \.npz file, but not a trace"):
+    with pytest.raises(TraceError, match=r"other\.npz: this \.npz file is not a trace"):
         read_trace(tmp_path / "other.npz")
-    with pytest.raises(TraceError, match="but not a trace: its header has another format"):
+    with pytest.raises(TraceError, match="file is not a trace: its header has another format"):
         read_trace(written(tmp_path / "foreign.npz", {}, {"format": "another"}))
 
 
@@ -97,7 +97,7 @@ def test_no_pickle_is_loaded(tmp_path):
     odd = np.empty(1, object)
     odd[0] = Bad()
     path = written(tmp_path / "t.npz", trace.arrays | {"ids": odd}, header_of(trace))
-    with pytest.raises(TraceError, match="damaged: Object arrays"):
+    with pytest.raises(TraceError, match="the file is damaged: Object arrays"):
         read_trace(path)
 
 
@@ -137,11 +137,11 @@ def test_a_flipped_byte_is_an_error_or_does_no_harm(tmp_path):
         (
             "version",
             VERSION + 1,
-            f"version {VERSION + 1} is not supported, only 8 and {VERSION}: record it again",
+            f"version {VERSION + 1} is not supported, only versions 8 and {VERSION} are: ",
         ),
         ("n_expert", 0, "n_expert is 0"),
         ("n_expert", True, "n_expert is True"),
-        ("n_expert_used", 9, "9 experts per token, but only 8 experts"),
+        ("n_expert_used", 9, "a token uses 9 experts, but a layer has only 8"),
         ("layer_ids", [], "layer_ids is []"),
         ("layer_ids", [0, 1, 2, 3], "slices has the shape"),
         ("tiers", ["a"] * (MAX_TIERS + 1), "tiers is "),
@@ -150,12 +150,12 @@ def test_a_flipped_byte_is_an_error_or_does_no_harm(tmp_path):
         ("in_use", ["q3_k"], "in_use is ['q3_k']"),
         ("rules", {"skip": 1}, "rules is {'skip': 1}"),
         ("settings", [], "settings is []"),
-        ("settings", {"retention": 1.0}, "settings missing or unknown: retention"),
+        ("settings", {"retention": 1.0}, "it lacks settings or has unknown settings: retention"),
         ("expert_bytes", -1, "expert_bytes is -1"),
         ("read_latency_us", 0.5, "read_latency_us is 0.5"),
         ("dense_share", [0.5], "dense_share is [0.5]"),
-        ("surplus", 1, "fields missing or unknown: surplus"),
-        ("a\nb\x1b", 1, "fields missing or unknown: a b"),
+        ("surplus", 1, "it lacks fields or has unknown fields: surplus"),
+        ("a\nb\x1b", 1, "it lacks fields or has unknown fields: a b"),
     ],
 )
 def test_a_wrong_header(tmp_path, field, value, said):
@@ -180,7 +180,7 @@ def test_the_version_before_is_read(tmp_path):
     arrays = trace.arrays | {name: np.zeros(3) for name in EARLIER}
     found = read_trace(written(tmp_path / "t.npz", arrays, header_of(trace) | {"version": 8}))
     assert found.header == trace.header and found.arrays.keys() == trace.arrays.keys()
-    with pytest.raises(TraceError, match="arrays missing or unknown: ahead_held, "):
+    with pytest.raises(TraceError, match="it lacks arrays or has unknown arrays: ahead_held, "):
         read_trace(written(tmp_path / "u.npz", arrays, header_of(trace)))
 
 
@@ -213,8 +213,8 @@ def changed(name, index, value):
 
 
 WRONG = [
-    (lambda a: a.pop("ids"), "arrays missing or unknown: ids"),
-    (lambda a: a.update(more=np.zeros(1)), "arrays missing or unknown: more"),
+    (lambda a: a.pop("ids"), "it lacks arrays or has unknown arrays: ids"),
+    (lambda a: a.update(more=np.zeros(1)), "it lacks arrays or has unknown arrays: more"),
     (
         lambda a: a.update(ids=a["ids"].astype(np.int64)),
         "the array ids has the wrong type or number of dimensions: int64, 2",
@@ -255,10 +255,10 @@ WRONG = [
     (changed("event_layer", 1, 0), "not sorted by step and layer"),
     (changed("step_tokens", 0, 2), "more tokens than its step"),
     (changed("phases", 0, 2), "phases has a value"),
-    (changed("phases", -1, 0), "phases: a decode step has a prefill token"),
+    (changed("phases", -1, 0), "array phases is damaged: a decode step has a prefill token"),
     (changed("slices", (0, 3, 0, 0), -1), "a layer lacks a matrix"),
     (changed("slices", (0, 3, 0, 0), 1), "slices, column 0, has a value"),
-    (changed("slices", (0, 3, 0, 2), 0), "slices: a matrix has no bytes"),
+    (changed("slices", (0, 3, 0, 2), 0), "array slices is damaged: a matrix has no bytes"),
     (changed("slices", (0, 3, 0, 2), 2**61), "slices, column 2, has a value"),
     (changed("slices", (0, 3, 0, 1), -4096), "slices, column 1, has a value"),
     (changed("slices", (0, 3, 0, 3), -1), "slices, column 3, has a value"),
@@ -281,7 +281,7 @@ def test_an_event_beyond_the_last_layer(tmp_path):
     ahead = trace.arrays["event_ahead"].copy()
     ahead[1], ahead[2] = 0, 1  # layers 1 and 2 of 3, with the same sum
     path = written(tmp_path / "t.npz", trace.arrays | {"event_ahead": ahead}, header_of(trace))
-    with pytest.raises(TraceError, match="looks ahead beyond the last layer"):
+    with pytest.raises(TraceError, match="predicts experts beyond the last layer"):
         read_trace(path)
 
 
@@ -298,7 +298,8 @@ def test_a_file_that_would_unpack_to_far_more_is_refused(tmp_path):
     arrays = trace.arrays | {"step_phase": np.zeros(1 << 22, np.int64)}
     path = written(tmp_path / "t.npz", arrays, header_of(trace))
     assert path.stat().st_size < 1 << 17
-    with pytest.raises(TraceError, match=r"t\.npz: damaged: its unpacked size of 33\d{6} bytes"):
+    said = r"t\.npz: the file is damaged: its unpacked size of 33\d{6} bytes"
+    with pytest.raises(TraceError, match=said):
         read_trace(path)
 
 

@@ -94,10 +94,10 @@ LOST = {
         of(p={**TEXT, "minLength": 3, "maxLength": 2}),
         "s.properties.p.minLength: ",
     ),
-    "a long minimum": ({**TEXT, "maxLength": 5000}, "s.maxLength: limits above 2000"),
+    "a long minimum": ({**TEXT, "maxLength": 5000}, "s.maxLength: a limit above 2000"),
     "numbers": (
         {"type": "number", "maximum": 1},
-        "s.maximum: limits of numbers are enforced for integers",
+        "s.maximum: minimum, maximum and multipleOf are enforced for integers",
     ),
     "multiples": ({**WHOLE, "multipleOf": 5}, "s.multipleOf: "),
     "not": (of(p={"not": TEXT}), "s.properties.p.not: "),

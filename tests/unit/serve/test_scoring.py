@@ -200,7 +200,7 @@ def test_scored_tokens_are_limited_by_the_plan():
     served = ScoringServed()
     served.most_scored = 3
     asked = ASK | {"prompt": ["ab", "cd"]}
-    assert_refused(app_for(served), PATH, asked, "the limit with echo is 3")
+    assert_refused(app_for(served), PATH, asked, "the limit with the field echo is 3")
 
 
 @cases(

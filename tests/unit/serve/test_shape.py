@@ -93,13 +93,13 @@ def test_probabilities_of_all_prompts_have_one_bound(path, data, most):
 
 @cases(
     "path, data, says",
-    (COMPLETIONS, FIVE | {"max_tokens": 427}, "no memory for 427 tokens"),
+    (COMPLETIONS, FIVE | {"max_tokens": 427}, "not enough memory for an answer of 427 tokens"),
     (COMPLETIONS, FIVE | {"prompt": ["a", "b"], "max_tokens": 214}, "at most 213 tokens"),
-    (NATIVE, {"prompt": "a", "n_probs": 2560}, "the memory of an answer allows at most 2559"),
+    (NATIVE, {"prompt": "a", "n_probs": 2560}, "the memory for an answer allows at most 2559"),
     (
         NATIVE,
         {"prompt": ["a"] * 64, "n_probs": 40},
-        "the memory of each of 64 answers allows at most 39",
+        "the memory for each of 64 answers allows at most 39",
     ),
 )
 def test_more_probabilities_are_refused(path, data, says):

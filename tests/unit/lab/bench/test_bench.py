@@ -202,7 +202,7 @@ def test_a_full_disk_is_reported_before_writing(monkeypatch, tmp_path):
     notes = []
     with pytest.raises(MoeEdgeError, match=r"needs 25\.12 GiB, and .* has 18\.63 GiB"):
         models.build_models(options, ("q4_k", "q2_k"), notes.append)
-    assert "writing 25.12 GiB" in notes[0]
+    assert "writing model files of 25.12 GiB" in notes[0]
     assert not list(tmp_path.rglob("*.gguf"))
 
 

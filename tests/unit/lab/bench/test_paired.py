@@ -86,7 +86,9 @@ def test_a_side_that_cannot_run_is_reported(real_engine, tmp_path):
 
     parsed = {"model": str(tmp_path / "no.gguf"), "policy": "lru"}
     with (
-        pytest.raises(MoeEdgeError, match=r"the process of a side failed: .*no\.gguf"),
+        pytest.raises(
+            MoeEdgeError, match=r"the process of one of the compared engines failed: .*no\.gguf"
+        ),
         Side.started(HERE, sys.executable, parsed),
     ):
         pass

@@ -237,7 +237,7 @@ def one_tier(folder):
             ("--only", "Table 9"),
             "--only 'Table 9' is not in this paper: choose from",
         ),
-        (None, ("--data", "EMPTY"), "has no texts: it needs .jsonl or .txt files"),
+        (None, ("--data", "EMPTY"), "has no texts: give a folder with .jsonl or .txt files"),
     ],
 )
 def test_what_cannot_be_used_is_refused(model, tmp_path, calls, make, more, message):

@@ -160,7 +160,8 @@ def test_a_study_runs_and_its_figures_are_possible(found, name):
     if made.passes.total:
         assert made.passes.begun == made.passes.total
         assert (
-            f"{made.passes.total} passes over up to {made.tokens} tokens of the text" in made.said
+            f"The text is read {made.passes.total} times, at most {made.tokens} tokens each time"
+            in made.said
         )
     else:
         assert made.passes.begun <= 1

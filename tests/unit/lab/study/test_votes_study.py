@@ -76,7 +76,8 @@ def test_the_parts_over_a_trace(library, trace):
     for base in (NO_PREFETCH, BASE):
         table, panel = played_parts(on, base, (0.1, 0.5, 0.8))
         assert len(panel.lines) == len(parts(2)[base])
-        assert table.footnotes[-1] == "Too few slots for a policy: 10%."
+        said = "Left out, because a policy needs more slots: slots for 10% of the experts."
+        assert table.footnotes[-1] == said
         for held in (0.5, 0.8):
             rows = {row["name"]: row for row in table.rows if row["held"] == held}
             assert rows[base]["speedup"] == 1.0 and 0 < rows[base]["hit_rate"] < 1
@@ -91,7 +92,7 @@ def test_the_parts_over_a_trace(library, trace):
                 assert rows[base]["votes"] == rows["lru"]["votes"] == ""
     took_ms = on.answer(parts(2)[NO_PREFETCH][0], int(0.5 * expert_bytes(trace)))
     assert len(took_ms) == 40 and (np.diff(took_ms) >= 2.0 - 1e-3).all()
-    with pytest.raises(ConfigError, match="no share of 10% holds"):
+    with pytest.raises(ConfigError, match="slots for 10% of the experts cannot hold"):
         played_parts(on, BASE, (0.1,))
 
 
@@ -99,9 +100,9 @@ def test_the_loss_of_a_trace(library, trace):
     """The best vote uses one layer, and tuning finds it."""
     found = measure_votes(Played(library, trace, ReplayOptions()))
     (table,) = found.tables
-    assert "Off-policy: " in table.footnotes[0] and "In-sample: " in table.footnotes[0]
+    assert "off-policy: " in table.footnotes[0] and "in-sample: " in table.footnotes[0]
     deep = next(row for row in table.rows if row["group"] == "deep")
     losses = deep["losses"]
     assert losses[0][1] == 0.0 < losses[0][0] < losses[1][1]
     assert deep["all"] == (2, 1)
-    assert table.title.startswith("Loss of eq. 11")
+    assert table.title.startswith("Loss per layer and token (eq. 11)")
