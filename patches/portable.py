@@ -311,7 +311,7 @@ def our_files() -> dict[str, bytes]:
         path
         for package in ("gguf_tools", "orchestrator")
         for path in (REPO / package).rglob("*")
-        if path.suffix in (".py", ".typed", ".html", ".json", ".txt")
+        if path.suffix in (".py", ".typed", ".html", ".css", ".js", ".json", ".txt")
     ]
     entries = {str(path.relative_to(REPO)): path.read_bytes() for path in found}
     for path in (REPO / "models" / "demo").glob("*"):

@@ -18,8 +18,9 @@ from orchestrator.runtime.runtime import Runtime
 from orchestrator.serve.served import Served
 from orchestrator.serve.state import State
 
-# A single file that needs no other server.
-PAGE = Path(__file__).with_name("page.html")
+PAGE = Path(__file__).with_name("page")
+# All scripts of the page are one script element, so that they share their constants.
+SCRIPTS = ("base.js", "markdown.js", "store.js", "chat.js", "experts.js")
 PREFIX = "moe_edge_"
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? ", re.MULTILINE)
 Labels = Mapping[str, str]
@@ -29,9 +30,9 @@ def page_response() -> Response:
     """Return the server's web page, with a Content Security Policy against foreign scripts.
 
     The policy allows only the page's own script and style, and connections to this server. HTML in
-    an answer therefore cannot run scripts.
+    an answer therefore cannot run scripts. The page is a single text that loads nothing else.
     """
-    text = PAGE.read_text(encoding="utf-8")
+    text = _page()
     may = (
         "default-src 'none'",
         f"style-src '{_digest(text, 'style')}'",
@@ -46,9 +47,20 @@ def page_response() -> Response:
         "content-security-policy": "; ".join(may),
         "x-content-type-options": "nosniff",
         "referrer-policy": "no-referrer",
+        # Browsers otherwise look up the host names of links before a click.
+        "x-dns-prefetch-control": "off",
         "cache-control": "no-cache",
     }
     return Response(text, headers=headers, media_type="text/html")
+
+
+def _page() -> str:
+    """Return the text of the page, with its style and its scripts."""
+    read = {name: (PAGE / name).read_text(encoding="utf-8") for name in ("page.css", *SCRIPTS)}
+    script = "".join(read[name] for name in SCRIPTS)
+    page = (PAGE / "page.html").read_text(encoding="utf-8")
+    page = page.replace("<style></style>", f"<style>\n{read['page.css']}</style>")
+    return page.replace("<script></script>", f"<script>\n{script}</script>")
 
 
 def _digest(text: str, tag: str) -> str:

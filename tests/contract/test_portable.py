@@ -9,6 +9,7 @@ import pytest
 from tables import cases
 
 from gguf_tools import built
+from orchestrator.serve.views import SCRIPTS
 from patches import portable, wheel
 from patches.upstream import BuildError, read_upstream
 
@@ -24,7 +25,9 @@ def test_wheel_contains_only_our_packages_and_the_demo():
     names = portable.our_files()
     assert {name.split("/")[0] for name in names} == {"gguf_tools", "orchestrator"}
     assert "orchestrator/models/demo/moe-edge-demo.gguf" in names
-    assert {"orchestrator/serve/page.html", "gguf_tools/known/models.json"} <= set(names)
+    assert "gguf_tools/known/models.json" in names
+    for part in ("page.html", "page.css", *SCRIPTS):
+        assert f"orchestrator/serve/page/{part}" in names
     assert "orchestrator/lab/calibrate/text/prose.txt" in names
 
 

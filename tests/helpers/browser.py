@@ -99,12 +99,23 @@ class Browser:
 
 
 class Tab:
-    """A page in its own window, isolated from other windows."""
+    """A page in its own window.
 
-    def __init__(self, browser):
+    It shares no stored data with other windows, unless `beside` is a tab that it shares them with.
+    `lasting`: it uses the data in the browser's profile, which later browsers use too.
+    """
+
+    def __init__(self, browser, beside=None, lasting=False):
         self._browser = browser
-        context = browser.call("Target.createBrowserContext")["browserContextId"]
-        new = {"url": "about:blank", "browserContextId": context, "width": 1200}
+        new = {"url": "about:blank", "width": 1200, "newWindow": True}
+        if beside:
+            self._context = beside._context
+        elif lasting:
+            self._context = None
+        else:
+            self._context = browser.call("Target.createBrowserContext")["browserContextId"]
+        if self._context:
+            new["browserContextId"] = self._context
         target = browser.call("Target.createTarget", **new)["targetId"]
         attached = browser.call("Target.attachToTarget", targetId=target, flatten=True)
         self._session = attached["sessionId"]
