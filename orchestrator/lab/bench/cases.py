@@ -148,9 +148,8 @@ def foreign_policies(cap: float, more: str | None) -> list[Case]:
 # Names of the rows of Table 3 of the DyMoE paper.
 ON_DEMAND = "1 load on demand"
 CACHE, CACHE_AHEAD = "2 cache", "3 cache + prefetch"
-MIXED = "4 cache, experts in 4 or 2 bits"
-MIXED_AHEAD = "5 cache, experts in 4 or 2 bits, prefetch"
-SKIP_AHEAD = "6 cache, experts in 4 bits or skipped, prefetch"
+MIXED, MIXED_AHEAD = "4 cache + 4/2", "5 cache + 4/2 + prefetch"
+SKIP_AHEAD = "6 cache + 4/0 + prefetch"
 
 
 class PaperRatios(NamedTuple):
