@@ -29,9 +29,8 @@ Count = Callable[[list[Message], bool], int | None]
 MOST_FREE, LEAST_FREE = 4, 16
 # How many lengths of parts are remembered. Each takes about 200 bytes.
 MOST_LENGTHS = 4096
-# Stands next to a part whose tokens are counted, because templates begin a conversation with a
-# user's message and write earlier answers in another way than the last one.
 _FILLER = {"type": "message", "role": "user", "content": "."}
+_FILLER_ANSWER = {**_FILLER, "role": "assistant"}
 
 
 class Author(Enum):
@@ -82,18 +81,20 @@ class Part(NamedTuple):
         """Whether the part begins with a message of the model, which answered a request."""
         return self.type in (PartType.CALLS, PartType.ANSWER)
 
-    def length(self, count: Count, n_filler: int) -> int | None:
+    def length(self, count: Count) -> int | None:
         """Return the number of tokens that the part adds to a prompt, or None if not known.
 
-        n_filler: length of the prompt that consists of the filler alone.
+        The part is counted among fillers, because templates want a user's message first and write
+        an answer in another way if a question follows.
         """
-        said = self.messages
-        if self.type is not PartType.QUESTION:
-            said = [*said, _FILLER] if self.type is PartType.SYSTEM else [_FILLER, *said]
-        if self.type is PartType.ANSWER:
-            said = [*said, _FILLER]
-        n = count(said, False)
-        return None if n is None else n - n_filler
+        if self.type is PartType.SYSTEM:
+            before, after = [_FILLER, _FILLER_ANSWER], [_FILLER]
+        else:
+            before = [_FILLER] if self.is_generated else []
+            after = [_FILLER] if self.type is PartType.ANSWER else []
+        n = count([*before, *self.messages, *after], False)
+        n_fillers = count([*before, *after] if self.type is PartType.SYSTEM else [_FILLER], False)
+        return None if n is None or n_fillers is None else n - n_fillers
 
 
 def parts_of(messages: Sequence[Message]) -> list[Part]:
@@ -163,17 +164,22 @@ def shortened(
     parts = parts_of(said[len(head) :])
     if n_bytes <= n_ctx // 2 or sum(part.type is PartType.QUESTION for part in parts) < 2:
         return said
-    n_filler, n_head = count([_FILLER], False), count([*head, _FILLER], True)
-    if n_filler is None or n_head is None:
+    lengths = [count([*head, _FILLER], True), *(part.length(count) for part in parts)]
+    known = [each for each in lengths if each is not None]
+    if len(known) < len(lengths):
         return said
-    lengths = []
-    for part in parts:
-        length = part.length(count, n_filler)
-        if length is None:
-            return said
-        lengths.append(length)
-    first = len(head) + first_kept(parts, lengths, n_head, n_ctx, n_answer)
-    return [each for at, each in enumerate(said) if at >= first or _is_system(each)]
+
+    def rest(n_more: int) -> list[Message]:
+        """Return what stays of the conversation if each prompt has n_more further tokens."""
+        first = len(head) + first_kept(parts, known[1:], known[0] + n_more, n_ctx, n_answer)
+        return [each for at, each in enumerate(said) if at >= first or _is_system(each)]
+
+    kept = rest(0)
+    n_tokens = count(kept, True)
+    if n_tokens is None or n_tokens < n_ctx:
+        return kept
+    # A few templates write the latest messages at greater length than the earlier ones.
+    return rest(n_tokens - n_ctx + n_ctx // LEAST_FREE)
 
 
 class PromptLengths:
