@@ -29,8 +29,9 @@ Count = Callable[[list[Message], bool], int | None]
 MOST_FREE, LEAST_FREE = 4, 16
 # How many lengths of parts are remembered. Each takes about 200 bytes.
 MOST_LENGTHS = 4096
-_FILLER = {"type": "message", "role": "user", "content": "."}
-_FILLER_ANSWER = {**_FILLER, "role": "assistant"}
+# A message of the user that stands next to a part whose tokens are counted, and one of the model.
+FILLER = {"type": "message", "role": "user", "content": "."}
+_ANSWER = {**FILLER, "role": "assistant"}
 
 
 class Author(Enum):
@@ -88,12 +89,12 @@ class Part(NamedTuple):
         an answer in another way if a question follows.
         """
         if self.type is PartType.SYSTEM:
-            before, after = [_FILLER, _FILLER_ANSWER], [_FILLER]
+            before, after = [FILLER, _ANSWER], [FILLER]
         else:
-            before = [_FILLER] if self.is_generated else []
-            after = [_FILLER] if self.type is PartType.ANSWER else []
+            before = [FILLER] if self.is_generated else []
+            after = [FILLER] if self.type is PartType.ANSWER else []
         n = count([*before, *self.messages, *after], False)
-        n_fillers = count([*before, *after] if self.type is PartType.SYSTEM else [_FILLER], False)
+        n_fillers = count([*before, *after] if self.type is PartType.SYSTEM else [FILLER], False)
         return None if n is None or n_fillers is None else n - n_fillers
 
 
@@ -164,7 +165,7 @@ def shortened(
     parts = parts_of(said[len(head) :])
     if n_bytes <= n_ctx // 2 or sum(part.type is PartType.QUESTION for part in parts) < 2:
         return said
-    lengths = [count([*head, _FILLER], True), *(part.length(count) for part in parts)]
+    lengths = [count([*head, FILLER], True), *(part.length(count) for part in parts)]
     known = [each for each in lengths if each is not None]
     if len(known) < len(lengths):
         return said

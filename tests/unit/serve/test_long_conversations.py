@@ -128,18 +128,23 @@ def test_a_conversation_is_refused(served, client, more, setting):
     assert openai(app_with(served, overflow="drop"), messages[:-1])[3] > 0
 
 
+def events_of(parts):
+    """Return the JSON of the events of a stream."""
+    lines = b"".join(parts).split(b"\n")
+    return [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
+
+
 def test_a_stream_reports_dropped_messages(served):
     messages = [said("word " * 300), {"role": "assistant", "content": "So."}, said("word " * 300)]
     asked = {"messages": messages, "max_tokens": 4, "stream": True, **DROPPING}
     parts = ask(app_with(served), CHAT, {**asked, "stream_options": {"include_usage": True}}).parts
-    events = [json.loads(line[6:]) for line in b"".join(parts).split(b"\n") if line[6:7] == b"{"]
-    assert events[-1]["usage"]["dropped_messages"] == 2
-    parts = ask(app_with(served), MESSAGES, asked).parts
-    usages = [
-        event.get("usage") or event.get("message", {}).get("usage")
-        for event in (json.loads(x[6:]) for x in b"".join(parts).split(b"\n") if x[6:7] == b"{")
-    ]
+    assert events_of(parts)[-1]["usage"]["dropped_messages"] == 2
+    found = events_of(ask(app_with(served), MESSAGES, asked).parts)
+    usages = [event.get("usage") or event.get("message", {}).get("usage") for event in found]
     assert [usage["dropped_messages"] for usage in usages if usage] == [2, 2]
+    asked = {"input": messages, "max_output_tokens": 4, "stream": True, "truncation": "auto"}
+    last = events_of(ask(app_with(served), RESPONSES, asked).parts)[-1]
+    assert last["response"]["usage"]["dropped_messages"] == 2
     asked = {"messages": messages, "options": {"num_predict": 4}}
     last = b"".join(ask(app_with(served), OLLAMA, asked).parts).splitlines()[-1]
     assert json.loads(last)["dropped_messages"] == 2
