@@ -86,7 +86,8 @@ class Part(NamedTuple):
         """Return the number of tokens that the part adds to a prompt, or None if not known.
 
         The part is counted among fillers, because templates want a user's message first and write
-        an answer in another way if a question follows.
+        an answer in another way if a question follows. The length of one filler is missing in that
+        of a question, and is part of that of an answer, so the sums are right.
         """
         if self.type is PartType.SYSTEM:
             before, after = [FILLER, _ANSWER], [FILLER]
