@@ -20,15 +20,13 @@ from gguf_tools.file.opening import open_file
 from orchestrator.cache.files import write_whole
 from orchestrator.config import Config, Sampling
 from orchestrator.errors import ConfigError, NativeError
+from orchestrator.runtime.overflow import Message, PromptLengths, shortened
 from orchestrator.settings import Setting
 
 if TYPE_CHECKING:
     from orchestrator.events import GenerationStats
     from orchestrator.runtime.answer import Answer
     from orchestrator.runtime.runtime import Runtime
-
-
-Message = dict[str, str]
 
 CHAT = "/v1/chat/completions"
 # The name of the model's reasoning in messages and events.
@@ -161,6 +159,7 @@ class Session(Closing):
         # The file for `--resume`. A conversation that cannot be written there goes on without it.
         self.kept: Path | None = None
         self._answer: Answer | None = None
+        self._lengths = PromptLengths()
         self.reset()
 
     @property
@@ -278,10 +277,14 @@ class Session(Closing):
             "max_tokens": config.max_tokens or -1,
             **sampling.fields(),
             **self._constraint,
+            **self._template_fields(),
         }
-        if config.think is not None:
-            data["chat_template_kwargs"] = {"enable_thinking": config.think == "on"}
         return json.dumps(data).encode()
+
+    def _template_fields(self) -> dict[str, Any]:
+        """Return the fields of a request that change how the chat template writes messages."""
+        think = self._config.think
+        return {} if think is None else {"chat_template_kwargs": {"enable_thinking": think == "on"}}
 
     def _keep(self) -> None:
         """Write the messages to the file for `--resume`, if there is one."""
@@ -312,7 +315,7 @@ class Session(Closing):
         return self._answer_again(on_prefill)
 
     def _answer_again(self, on_prefill: Prefill | None) -> Iterator[Piece]:
-        last, left_out = self.messages[-2:], self.left_out
+        last = self.messages[-2:]
         del self.messages[-2:]
         length = len(self.messages)
         try:
@@ -320,40 +323,42 @@ class Session(Closing):
         finally:
             if len(self.messages) == length:
                 self.messages += last
-                self.left_out = left_out
 
     def _visible(self) -> list[Message]:
-        """Return the messages that the model gets, without the oldest if all would be too long.
+        """Return the messages that the model gets, and set left_out to the number of the others."""
+        seen = shortened(
+            self.messages,
+            len(self._request(self.messages)),
+            self._n_tokens,
+            self.n_ctx,
+            self.max_tokens,
+        )
+        self.left_out = len(self.messages) - len(seen)
+        return seen
 
-        If something must be left out, the rest takes at most half of the context, so that the next
-        turns need not leave out more. Each time that messages are left out, the prefix changes and
-        all tokens are evaluated again. The system prompt and the latest message always stay.
+    def _n_tokens(self, messages: list[Message], is_head: bool) -> int | None:
+        """Return the number of tokens of a prompt, or None if the chat template refuses it.
+
+        If is_head is True, the fields that constrain an answer are added to the request, because
+        some templates write them into the prompt.
         """
-        head = self.messages[: 1 if self.system else 0]
-        context = self.n_ctx
-        limit = context - min(self.max_tokens, context // 4)
-        while True:
-            rest = self.messages[len(head) + self.left_out :]
-            if len(rest) < 3 or self._n_tokens(head + rest) <= limit:
-                return head + rest
-            self.left_out += 2
-            limit = context // 2
+        fields = {**self._template_fields(), **(self._constraint if is_head else {})}
 
-    def _n_tokens(self, messages: list[Message]) -> int:
-        """Return the number of tokens of the messages in the model's chat template."""
-        query = self.runtime.query(f"{CHAT}/input_tokens", self._request(messages))
-        status, text = query.whole()
-        found = json.loads(text)
-        if status != 200:
-            raise ConfigError(str(found["error"]["message"]))
-        return int(found["input_tokens"])
+        def count(request: bytes) -> int | None:
+            status, text = self.runtime.query(f"{CHAT}/input_tokens", request).whole()
+            return int(json.loads(text)["input_tokens"]) if status == 200 else None
+
+        return self._lengths.of(json.dumps({"messages": messages, **fields}).encode(), count)
 
     def change_model(self, path: Path) -> None:
         """Continue the conversation with the model at `path`, with the same settings.
 
         Raises the error of Runtime.set if the model cannot be loaded. The old model then stays.
         """
-        self.runtime.set(model=path, low=None)
+        try:
+            self.runtime.set(model=path, low=None)
+        finally:
+            self._lengths = PromptLengths()
 
     def close(self) -> None:
         """Close the runtime, and free the model."""

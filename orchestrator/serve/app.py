@@ -21,6 +21,7 @@ from orchestrator.serve.admission import CLIENT, Body, client_left, conversation
 from orchestrator.serve.answer import Exchange, until_left
 from orchestrator.serve.door import Door, error_response
 from orchestrator.serve.ollama import VERSION, Lines, OllamaRequest, listed, running, shown
+from orchestrator.serve.overflow import drop_oldest
 from orchestrator.serve.requests import settle_length, settle_probs, settle_request
 from orchestrator.serve.schemas import (
     COUNTING,
@@ -99,21 +100,23 @@ class Endpoints:
         request that cannot be served.
         """
         state, parallel = self._state, self._state.settings.parallel
-        data, outlet = read_object(body.data), None
+        data, of_ollama = read_object(body.data), None
         if route in (OLLAMA_CHAT, OLLAMA_GENERATE):
-            asked_so = OllamaRequest(route, data, served.about.n_ctx)
-            if not asked_so.has_prompt:
-                return JSONResponse(asked_so.loaded())
-            route, data = asked_so.route, asked_so.data
-            outlet = partial(Lines, request=asked_so)
+            of_ollama = OllamaRequest(route, data, served.about.n_ctx)
+            if not of_ollama.has_prompt:
+                return JSONResponse(of_ollama.loaded())
+            route, data = of_ollama.route, of_ollama.data
         changes = settle_request(route, data, len(body.data), served)
         exchange = Exchange(state, served, route, body, data.get("stream") is True)
-        exchange.settings, exchange.outlet = served.settings_for(changes), outlet
+        exchange.settings = served.settings_for(changes)
+        n_dropped = drop_oldest(route, data, served, body, state.settings.overflow)
+        if of_ollama is not None:
+            exchange.outlet = partial(Lines, request=of_ollama, n_dropped=n_dropped)
         if wants_scores(route, data):
             exchange.places = parallel  # scoring needs the whole context
             exchange.compute = partial(score, state, served, body)
         else:
-            exchange.shape = settle_probs(route, data, served.about.n_ctx)
+            exchange.shape = settle_probs(route, data, served.about.n_ctx, n_dropped)
             n = data.get("n_cmpl", data.get("n", 1))  # llama.cpp prefers n_cmpl, too
             if n > parallel:
                 raise Refusal(

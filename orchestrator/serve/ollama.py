@@ -17,9 +17,11 @@ from orchestrator.serve.answer import STREAM, Outlet
 from orchestrator.serve.requests import settle_fields
 from orchestrator.serve.schemas import JSON, LINES, OLLAMA
 from orchestrator.serve.served import Served
+from orchestrator.serve.settings import DROP, REFUSE
 from orchestrator.serve.wire import (
     CHAT,
     COMPLETIONS,
+    DROPPED,
     OLLAMA_CHAT,
     Refusal,
     message_of,
@@ -61,6 +63,7 @@ class OllamaRequest:
                 said = [{"role": "system", "content": system}] if system else []
                 said.append({"role": "user", "content": data.get("prompt", "")})
             self.data["messages"] = list(_translated(said))
+            self.data["overflow"] = DROP if data.get("truncate", True) else REFUSE
             think = data.get("think")
             if isinstance(think, bool):
                 self.data["chat_template_kwargs"] = {"enable_thinking": think}
@@ -144,9 +147,11 @@ def _line(data: dict[str, Any]) -> bytes:
 class Lines(Outlet):
     """Converts an answer from OpenAI's format to Ollama's lines of JSON, and sends it."""
 
-    def __init__(self, send: Send, request: OllamaRequest) -> None:
+    def __init__(self, send: Send, request: OllamaRequest, n_dropped: int) -> None:
+        """Prepare the answer to a request from which n_dropped messages were dropped."""
         super().__init__(send, request.route)
         self._request, self._began_ns = request, monotonic_ns()
+        self._n_dropped = n_dropped
         self._is_stream = False
         self._rest = b""
         self._calls: dict[int, dict[str, str]] = {}
@@ -255,6 +260,7 @@ class Lines(Outlet):
             "prompt_eval_duration": int(1e6 * timings.get("prompt_ms", 0)),
             "eval_count": timings.get("predicted_n", 0),
             "eval_duration": int(1e6 * timings.get("predicted_ms", 0)),
+            **({DROPPED: self._n_dropped} if self._n_dropped else {}),
             "timings": timings,
         }
         reason = "length" if self._reason == "length" else "stop"

@@ -16,6 +16,7 @@ from orchestrator.serve.constraints import rewritten, rewritten_arguments
 from orchestrator.serve.messages import settle_messages
 from orchestrator.serve.schemas import (
     COMMON,
+    COUNTED_BY,
     COUNTING,
     GENERATING,
     INNER,
@@ -736,15 +737,21 @@ def _check_schemas(name: str, asked: Any) -> None:
         _refuse_above(f"an object in {name}", n, MOST_PROPERTIES, "properties")
 
 
-def settle_probs(route: str, data: dict[str, Any], most_tokens: int) -> Shaping | None:
+def settle_probs(
+    route: str, data: dict[str, Any], most_tokens: int, n_dropped: int = 0
+) -> Shaping | None:
     """Translate a request's fields for token probabilities, and limit the memory that they take.
 
     Returns the Shaping that converts llama.cpp's answer to the format of the path, or None if no
-    conversion is needed. `most_tokens` is the longest possible answer. If the request sets no limit
-    of tokens, it gets a limit with which the probabilities fit in PROBS_BYTES. Raises Refusal (an
-    error response) if the limit of the request is too large.
+    conversion is needed. `most_tokens` is the longest possible answer, and n_dropped the number of
+    messages that were dropped. If the request sets no limit of tokens, it gets a limit with which
+    the probabilities fit in memory. Raises Refusal (an error response) if the limit of the request
+    is too large.
+
+    The memory is PROBS_BYTES for each answer to one prompt. The answers to several prompts share
+    it, because llama.cpp keeps them until the last one is complete.
     """
-    shaping = Shaping(route, data)  # before the fields change
+    shaping = Shaping(route, data, n_dropped)  # before the fields change
     name = {CHAT: "top_logprobs", COMPLETIONS: "logprobs"}.get(route, "n_probs")
     if route == CHAT and data.get("logprobs") and not data.get(name):
         data[name] = 1  # without alternatives llama.cpp does not report the chosen token either
@@ -844,7 +851,7 @@ def check_length(route: str, body: bytes, served: Served, asker: Body) -> int | 
     will refuse. Call this on a thread, because it waits for llama.cpp. Raises Refusal (an error
     response) if the prompt does not fit in the context or the chat template fails.
     """
-    counting = next((each for each, form in COUNTING.items() if form == route), None)
+    counting = COUNTED_BY.get(route)
     prompt = json.loads(body).get("prompt")
     n_tokens: int | None = None
     if counting is not None:

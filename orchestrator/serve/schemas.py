@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from orchestrator.serve.settings import DROP, REFUSE
 from orchestrator.serve.wire import (
     ANTHROPIC,
     CHAT,
@@ -206,6 +207,11 @@ TEMPLATE: dict[str, Schema] = {
     "thinking_budget_tokens": FROM_MINUS_1,
     "reasoning_budget_message": STRING,
 }
+OVERFLOW: Schema = {
+    "enum": [DROP, REFUSE],
+    "description": "Whether the oldest exchanges of a conversation are dropped if it outgrows the "
+    "context. --overflow overrides this field.",
+}
 ANSWERS: Schema = {**FROM_1, "description": "At most --parallel."}
 SEVERAL: dict[str, Schema] = {"n": ANSWERS, "n_cmpl": ANSWERS}
 TOKENS = listed(COUNT)
@@ -263,6 +269,7 @@ REQUESTS: dict[str, Schema] = {
         logprobs=FLAG,
         top_logprobs=integer(0, 20),
         echo=flag("Return the continued assistant message at the start of the answer."),
+        overflow=OVERFLOW,
     ),
     "CompletionRequest": record(
         "prompt",
@@ -292,6 +299,10 @@ REQUESTS: dict[str, Schema] = {
         previous_response_id=STRING,
         text=record(format=OBJECT),
         reasoning=record(effort=STRING),
+        truncation={
+            "enum": ["auto", "disabled"],
+            "description": "OpenAI's form of overflow: auto means drop.",
+        },
         tools=TOOLS,
         tool_choice=TEMPLATE["tool_choice"],
     ),
@@ -316,6 +327,7 @@ REQUESTS: dict[str, Schema] = {
             "", effort={"enum": ["low", "medium", "high", "xhigh", "max"]}, format=OBJECT
         ),
         output_format=OBJECT,
+        overflow=OVERFLOW,
     ),
     "OllamaChatRequest": record(
         "",
@@ -339,6 +351,7 @@ REQUESTS: dict[str, Schema] = {
             maxItems=MOST_MESSAGES,
         ),
         tools=TEMPLATE["tools"],
+        truncate=flag("Ollama's form of overflow: true means drop.", default=True),
     ),
     "OllamaGenerateRequest": record("", OLLAMA, prompt=STRING, system=STRING, raw=FLAG),
     "TokenizeRequest": record(
@@ -624,6 +637,7 @@ COUNTING = {
     f"{RESPONSES}/input_tokens": RESPONSES,
     f"{ANTHROPIC}/count_tokens": ANTHROPIC,
 }
+COUNTED_BY = {answered: path for path, answered in COUNTING.items()}
 
 
 def paths(path: str) -> tuple[str, ...]:

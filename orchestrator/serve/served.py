@@ -10,6 +10,7 @@ from orchestrator.config import Config
 from orchestrator.errors import ConfigError
 from orchestrator.policy import policy_settings
 from orchestrator.runtime.answering import Answering
+from orchestrator.runtime.overflow import PromptLengths
 from orchestrator.runtime.runtime import Runtime
 from orchestrator.serve.admission import PROBS_BYTES, UNREAD_BYTES, bodies_bytes
 from orchestrator.serve.bodies import Words
@@ -68,7 +69,8 @@ class Served:
 
     `runtime` computes the answers, and `about` describes the model. `max_tokens` is the length of
     an answer if the request sets no limit. `most_body_bytes` is the longest allowed body.
-    `most_scored` limits the prompt tokens whose log-probabilities a request may ask for.
+    `most_scored` limits the prompt tokens whose log-probabilities a request may ask for. `lengths`
+    remembers the lengths of messages.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class Served:
         self.most_body_bytes = settings.most_body_bytes(config.ctx)
         self.body_factor = words.body_factor
         self.most_scored = most_scored(config)
+        self.lengths = PromptLengths()
         self._words, self._note = words, note
         self._noted: set[str] = set()
 

@@ -19,6 +19,9 @@ from orchestrator.settings import FROM_0, FROM_1, MORE, SIZE, Setting, Settings,
 # has four to five bytes per token. BODY_FACTOR is the memory for reading a body.
 BODY_BYTES, LEAST_BODY_BYTES = 16, 2**17
 
+# Values of --overflow.
+DROP, REFUSE = "drop", "refuse"
+
 _MOST_KEY_BYTES = 1 << 20
 # The native server refuses longer templates.
 _MOST_TEMPLATE_BYTES = 512 << 10
@@ -94,6 +97,14 @@ class ServeSettings(Settings):
         "Maximum size of a request.",
         unit=SIZE,
         shown="128KiB, or 16 bytes for each token of --ctx",
+        group=MORE,
+    )
+    overflow: str | None = setting(
+        None,
+        "What happens to a conversation that outgrows the context: drop (its oldest exchanges "
+        "leave the prompt) or refuse (status 400).",
+        choices=(DROP, REFUSE),
+        shown="drop on the page and in Ollama's API, or as a request says",
         group=MORE,
     )
     patience: int = setting(

@@ -54,6 +54,8 @@ CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/r
 OLLAMA_CHAT, OLLAMA_GENERATE = "/api/chat", "/api/generate"
 # Names of the limit on generated tokens, in llama.cpp's order of precedence.
 LIMITS = ("n_predict", "max_completion_tokens", "max_tokens")
+# Field of an answer's usage, or of Ollama's last line: the number of dropped messages.
+DROPPED = "dropped_messages"
 # Anthropic's event with the usage of an answer. llama.cpp sends it without `timings`.
 _SUMMARY = "message_delta"
 _SUMMARY_TYPE = re.compile(rb'"type": ?"message_delta"')
@@ -385,12 +387,13 @@ def limit_of(data: dict[str, Any]) -> int | None:
 class Shaping:
     """Converts llama.cpp's answers to the format that the client of one request expects."""
 
-    def __init__(self, route: str, data: dict[str, Any]) -> None:
+    def __init__(self, route: str, data: dict[str, Any], n_dropped: int = 0) -> None:
         """Choose the conversion for a request.
 
-        `data` holds the fields of the request as the client sent them.
+        `data` holds the fields of the request as the client sent them. n_dropped is the number of
+        messages that were dropped from it (--overflow), which the usage of the answer reports.
         """
-        self._route = route
+        self._route, self._n_dropped = route, n_dropped
         self._stops = data.get("stop_sequences") or ()
         asked = data.get("logprobs")
         self._only_chosen = route == CHAT and bool(asked) and not data.get("top_logprobs")
@@ -402,6 +405,7 @@ class Shaping:
             or self._only_chosen
             or self._n_logprobs is not None
             or self.has_no_tokens
+            or n_dropped > 0
         )
 
     def shape(self, part: bytes, is_stream: bool) -> bytes:
@@ -418,6 +422,8 @@ class Shaping:
                 continue
             if self.has_no_tokens:
                 _empty(answer)
+            if self._n_dropped:
+                _add_dropped(answer, self._n_dropped)
             for choice in answer.get("choices") or ():
                 self._change_choice(choice)
             if self._route == ANTHROPIC:
@@ -481,6 +487,16 @@ def _empty(answer: dict[str, Any]) -> None:
     usage = answer.get("usage")
     if isinstance(usage, dict):
         usage["completion_tokens"], usage["total_tokens"] = 0, usage.get("prompt_tokens", 0)
+
+
+def _add_dropped(answer: dict[str, Any], n_dropped: int) -> None:
+    """Add the number of dropped messages to the usage in an answer or in an event of a stream.
+
+    Some events contain the answer in the field `message` (Anthropic) or `response` (responses).
+    """
+    for each in (answer, answer.get("message"), answer.get("response")):
+        if isinstance(each, dict) and isinstance(each.get("usage"), dict):
+            each["usage"][DROPPED] = n_dropped
 
 
 def _stopped(answer: Any, stops: Any) -> None:

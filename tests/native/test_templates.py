@@ -15,6 +15,7 @@ from templates import (
     RESULT,
     RESULTS,
     RIGHT,
+    SYSTEM,
     TABLE,
     TOOL,
     USER,
@@ -24,6 +25,8 @@ from templates import (
     outcomes,
     upstream_templates,
 )
+
+from orchestrator.runtime.overflow import FILLER, PromptLengths, parts_of
 
 ROWS = json.loads(TABLE.read_text())
 GENERATION = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -357,3 +360,22 @@ def test_most_templates_are_right():
     cells = [cell for row in ROWS.values() for cell in row["outcomes"].values()]
     assert all(cell == RIGHT or cell.startswith("known: ") for cell in cells)
     assert sum(cell == RIGHT for cell in cells) >= 481
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_prompt_is_as_long_as_its_parts(name):
+    """The lengths of the parts decide which of them leave a long conversation."""
+    template, answer = upstream_templates()[name], {"role": "assistant", "content": "It rains."}
+    messages = [SYSTEM, USER, answer, {**USER, "content": "And tomorrow?"}, answer, USER]
+
+    prompts = PromptLengths()
+
+    def length_of(request):
+        (found,) = library().try_template(template, [{"request": json.loads(request)}])
+        return len(found["prompt"])
+
+    def count(messages, _is_head):
+        return prompts.of(json.dumps({"messages": messages}).encode(), length_of)
+
+    lengths = [part.length(count) for part in parts_of(messages[1:])]
+    assert count([SYSTEM, FILLER], True) + sum(lengths) == count(messages, True)

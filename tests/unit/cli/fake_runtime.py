@@ -53,6 +53,11 @@ def mark(event):
             file.write(event + "\n")
 
 
+def n_tokens(message):
+    """Count two tokens for a message and one for each of its words."""
+    return 2 + len(message["content"].split())
+
+
 class FakeAnswer:
     """The events of a scripted answer."""
 
@@ -198,9 +203,8 @@ class FakeRuntime:
         return FakeAnswer(self, self.seen[-1], self.about.n_ctx if most < 0 else most)
 
     def query(self, route, body):
-        """Count two tokens for each message and one for each word."""
         assert route == "/v1/chat/completions/input_tokens"
-        n = sum(2 + len(each["content"].split()) for each in json.loads(body)["messages"])
+        n = sum(map(n_tokens, json.loads(body)["messages"]))
         answer = 200, json.dumps({"input_tokens": n}).encode()
         return types.SimpleNamespace(whole=lambda: answer)
 

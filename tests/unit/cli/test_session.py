@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fake_runtime import STATS, FakeRuntime
+from fake_runtime import STATS, FakeRuntime, n_tokens
 from tables import cases
 
 from gguf_tools import interrupts
@@ -127,7 +127,7 @@ def test_the_oldest_messages_are_left_out_of_a_full_context():
         pairs = len(seen) // 2 - 1
         assert [each["role"] for each in seen[1:]] == ["user", "assistant"] * pairs + ["user"]
         assert seen[-1]["content"] == f"message number {number} of forty"
-        assert session._n_tokens(seen) <= 120
+        assert sum(map(n_tokens, seen)) <= 120
     assert len(session.messages) == 81
     assert session.left_out > 0
     # Messages are dropped down to half of the context at once, so that most turns keep their

@@ -11,6 +11,7 @@ from asgi import ask
 
 from orchestrator.errors import ConfigError, PolicyError
 from orchestrator.runtime.answer import Answer
+from orchestrator.runtime.overflow import PromptLengths
 from orchestrator.runtime.runtime import Stats
 from orchestrator.serve.admission import BODY_FACTOR
 from orchestrator.serve.app import application
@@ -105,6 +106,7 @@ class FakeServed:
             name="m", architecture="qwen3moe", digest="ab" * 32, modified_s=1e9
         )
         self.about.n_ctx, self.about.n_cells, self.about.n_vocab = 512, 1000, 4096
+        self.lengths = PromptLengths()
         self.requests = list(requests)
         self.asked: list[tuple[str, bytes]] = []
         self.sequences: list[list[int]] = []

@@ -153,7 +153,9 @@ def test_arguments_may_be_a_text(arguments, text):
 
 def translated(messages):
     served = FakeServed(streaming(b"data: [DONE]\n\n"))
-    assert ask(app_for(served), "/api/chat", {"messages": messages}).status == 200
+    assert (
+        ask(app_for(served), "/api/chat", {"messages": messages, "truncate": False}).status == 200
+    )
     return json.loads(served.asked[0][1])["messages"]
 
 
