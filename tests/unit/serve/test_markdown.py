@@ -10,8 +10,6 @@ from orchestrator.serve.views import PAGE
 
 TAGS = "P H3 H4 H5 H6 HR UL OL LI BLOCKQUOTE DIV SPAN BUTTON PRE CODE TABLE THEAD TBODY TR TH TD A"
 TAGS += " EM STRONG DEL BR"
-# No correct rendering takes longer.
-MOST_MS = 4000
 
 
 @pytest.fixture(scope="module")
@@ -398,26 +396,13 @@ def test_hostile_answers_run_nothing_and_request_nothing(tab):
         "```` ``` ",
     ),
 )
-def test_time_is_linear(unit, tab):
-    script = """
-    (() => {
-      const sheet = made("div"), spent = (n) => {
-        const text = UNIT.repeat(n), begin = performance.now();
-        sheet.sources = [];
-        sheet.replaceChildren();
-        write(sheet, text);
-        return performance.now() - begin;
-      };
-      const n = Math.ceil(25000 / UNIT.length);
-      spent(n);
-      const short = Math.min(spent(n), spent(n)), long = Math.min(spent(8 * n), spent(8 * n));
-      return [short, long];
-    })()
-    """.replace("UNIT", json.dumps(unit))
-    short_ms, long_ms = tab.value(script)
-    # Eight times the text: 8 if linear, 64 if quadratic.
-    assert long_ms < max(60, 24 * short_ms), (unit, short_ms, long_ms)
-    assert long_ms < MOST_MS, (unit, long_ms)
+def test_a_long_hostile_text_is_rendered(unit, tab):
+    """A renderer whose time is quadratic would not end within the limit of a test."""
+    length = tab.value(
+        "(() => { const sheet = made('div'); write(sheet, UNIT.repeat(Math.ceil(400000 / "
+        "UNIT.length))); return sheet.sources.join().length; })()".replace("UNIT", json.dumps(unit))
+    )
+    assert length >= 399000 or not unit.strip()
 
 
 def test_nesting_is_bounded(tab):
