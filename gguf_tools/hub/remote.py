@@ -281,7 +281,7 @@ class _Reader:
                     raise
             if self._like is not None and len(have) == len(piece):
                 with suppress(GGUFError):
-                    spliced = self._spliced(url, have, self._like)
+                    spliced = self._spliced(url, have, size, self._like)
                     if spliced is not None:
                         return self._parsed(name, spliced, size), size
             wanted = len(have)
@@ -298,20 +298,22 @@ class _Reader:
                 self.vocabulary = _Vocabulary.of(header, parsed)
         return header
 
-    def _spliced(self, url: str, have: bytes, like: _Vocabulary) -> bytes | None:
+    def _spliced(self, url: str, have: bytes, size: int, like: _Vocabulary) -> bytes | None:
         """Return the beginning of a file whose vocabulary is taken from another file.
 
         Only what follows the vocabulary is downloaded. have: the beginning of the file, which ends
-        inside the vocabulary. The result is None unless both files have the same bytes at the start
-        and at the end of the part that is taken.
+        inside the vocabulary. size: the size of the file. The result is None unless both files have
+        the same bytes at the start and at the end of the part that is taken.
         """
         mark = have[-_MARK_BYTES:]
         start = like.header.find(mark) + len(mark)
         if start < len(mark) or like.header.find(mark, start - len(mark) + 1) >= 0:
             return None
         end = max(start, like.end)
-        wanted = len(like.header) - end + _MORE_BYTES
-        piece, _ = self._range(url, len(have) + end - start, wanted)
+        at = len(have) + end - start
+        if at >= size:
+            return None
+        piece, _ = self._range(url, at, len(like.header) - end + _MORE_BYTES)
         if piece[:_MARK_BYTES] != like.header[end : end + _MARK_BYTES]:
             return None
         return have + like.header[start:end] + piece

@@ -206,12 +206,15 @@ def _refuse_several(
         click.echo(json.dumps(found.as_dict()))
     else:
         note(f"{render_compared(found)}\n")
-    several = f"{repo} contains {len(found.rows) + found.left_out} models"
-    if found.best is None:
-        raise HubError(f"{several}, but none of them would run on this machine")
-    more = f" --revision {shlex.quote(revision)}" if revision else ""
-    command = f"moe-edge pull {shlex.quote(f'{repo}/{found.best}')}{more}"
-    raise HubError(f"{several}: choose one. The best for this machine: `{command}`")
+    best = "None of them would run on this machine"
+    if found.best is not None:
+        more = f" --revision {shlex.quote(revision)}" if revision else ""
+        command = f"moe-edge pull {shlex.quote(f'{repo}/{found.best}')}{more}"
+        best = f"The best for this machine: `{command}`"
+    raise HubError(
+        f"{repo} contains {len(found.rows) + found.left_out} models: choose one as {repo}/FILE, or "
+        f"several with --include PATTERN. {best}"
+    )
 
 
 @click.command("list", cls=Command)
