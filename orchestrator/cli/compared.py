@@ -77,8 +77,8 @@ def render_compared(found: Quantizations) -> str:
         f"experts are read from disk as needed, '{NOT}' if even that needs more memory, and "
         f"'{NO_ROOM}' if the download is larger than the free disk space. The column 'first' has "
         f"the seconds until the answer to a first prompt of {found.first_tokens} tokens starts. "
-        f"Speeds of models that stream assume uniform expert usage, the slowest case; the upper "
-        "end of a range assumes that few experts get most of the tokens."
+        "Speeds of models that stream assume uniform expert usage, the slowest case; the upper end "
+        "of a range assumes that few experts get most of the tokens."
     )
     problems = [f"{each.file}: {each.why}" for each in found.rows if each.why]
     left_out = f"{found.left_out} smaller models were not examined." if found.left_out else ""
@@ -99,7 +99,8 @@ def render_compared(found: Quantizations) -> str:
             *([left_out] if left_out else []),
             *([""] if problems or left_out else []),
             *wrap(legend, COLUMNS),
-            f"Headers only were downloaded: {format_size(found.header_bytes)}.",
+            f"`moe-edge plan hf:{found.repo}/FILE` plans one of them more exactly.",
+            f"Only headers were downloaded: {format_size(found.header_bytes)}.",
             *wrap(found.disturbed, COLUMNS),
         ]
     )
