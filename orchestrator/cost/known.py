@@ -169,7 +169,7 @@ def _find(
     begins("Measuring the processor", None)
     rows: list[Row] = []
     models = known_models()
-    with Speeds(Bindings.load(), threads, rough=True) as speeds:
+    with Speeds(Bindings.load(), threads, rough=True, steady=False) as speeds:
         for number, each in enumerate(models):
             for precision in each.precisions:
                 with ExpertModel.of_parts(each.parts(precision)) as model:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -95,10 +95,13 @@ class Quantizations:
         return _here(row, self.free_bytes)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the table as JSON values. The fields of the outlook are in each row itself."""
+        """Return the table as JSON values.
+
+        The fields of the outlook are in each row itself, and are None if it is unknown.
+        """
         found = asdict(self)
         for row, model in zip(found["rows"], self.rows, strict=True):
-            outlook = row.pop("outlook") or {}
+            outlook = row.pop("outlook") or dict.fromkeys(each.name for each in fields(Outlook))
             row |= {**outlook, "here": self.here(model), "best": model.file == self.best}
         return found
 

@@ -150,6 +150,7 @@ def test_each_file_that_cannot_be_read_has_one_sentence(server, repo):
         "bad-endless.gguf": "the header is longer than 64",
     }
     found, rows = compared()
+    assert len({tuple(row) for row in rows.values()}) == 1, "each row has the same keys"
     for name, sentence in said.items():
         bad = rows[name]
         assert sentence in bad["why"] and "\n" not in bad["why"] and "moe-edge-" not in bad["why"]
