@@ -77,8 +77,9 @@ def render_compared(found: Quantizations) -> str:
         f"experts are read from disk as needed, '{NOT}' if even that needs more memory, and "
         f"'{NO_ROOM}' if the download is larger than the free disk space. The column 'first' has "
         f"the seconds until the answer to a first prompt of {found.first_tokens} tokens starts. "
-        "Speeds are those of the CPU alone. Those of models that stream assume uniform expert usage, the slowest case; the upper end "
-        "of a range assumes that few experts get most of the tokens."
+        "Speeds are those of the CPU alone. Those of models that stream assume uniform expert "
+        "usage, the slowest case; the upper end of a range assumes that few experts get most of "
+        "the tokens."
     )
     problems = [f"{each.file}: {each.why}" for each in found.rows if each.why]
     left_out = f"{found.left_out} smaller models were not examined." if found.left_out else ""
