@@ -87,7 +87,7 @@ def fetch_headers(text: str, folder: Path) -> Headers:
 
 def fetch_listed_headers(
     listing: Listing, folder: Path, progress: Progress | None = None
-) -> list[Headers | MoeEdgeError]:
+) -> tuple[list[Headers | MoeEdgeError], int]:
     """Download the headers of a repository's models, as fetch_headers does for one model.
 
     The quantizations of a model share its vocabulary, which is most of a header. So the vocabulary
@@ -96,8 +96,8 @@ def fetch_listed_headers(
 
     folder: receives one folder for each model. progress: called with the finished share, 0 to 1.
 
-    Return one result for each of the listed models, in their order. If a header cannot be read, the
-    result is the error that fetch_headers would raise. Raises OSError if a file cannot be written.
+    Return (results, number of bytes that were downloaded), with one result for each of the listed
+    models, in their order. If a header cannot be read or stored, the result is an error.
     """
     from huggingface_hub.utils import build_hf_headers
 
@@ -105,8 +105,6 @@ def fetch_listed_headers(
 
     def read(number: int, like: _Vocabulary | None) -> tuple[Headers | MoeEdgeError, _Reader]:
         model, reader = listing.models[number], _Reader(headers, budget, like)
-        mine = folder / str(number)
-        mine.mkdir()
         found: Headers | MoeEdgeError
         try:
             if model.why:
@@ -114,14 +112,21 @@ def fetch_listed_headers(
             if not model.missing and all(path.exists() for path in model.paths):
                 found = Headers(model.paths[0], 0, model.nbytes)
             else:
+                mine = folder / str(number)
+                mine.mkdir()
                 found = _written(reader, model.urls, mine)
         except MoeEdgeError as error:
             found = error
+        except OSError as error:  # such as a size that no file can have
+            found = HubError(f"{model.name}: the header cannot be stored: {error.strerror}")
         return found, reader
 
     results: list[Headers | MoeEdgeError] = []
+    read_bytes = 0
 
-    def add(found: Headers | MoeEdgeError) -> None:
+    def add(found: Headers | MoeEdgeError, reader: _Reader) -> None:
+        nonlocal read_bytes
+        read_bytes += reader.read_bytes
         results.append(found)
         if progress is not None:
             progress(len(results) / len(listing.models))
@@ -129,14 +134,14 @@ def fetch_listed_headers(
     like, left = None, iter(range(len(listing.models)))
     for number in left:
         found, reader = read(number, None)
-        add(found)
+        add(found, reader)
         if reader.vocabulary is not None:
             like = reader.vocabulary
             break
     with workers(_CONNECTIONS, "header") as pool:
-        for found, _ in in_order(pool, lambda each: read(each, like), left):
-            add(found)
-    return results
+        for found, reader in in_order(pool, lambda each: read(each, like), left):
+            add(found, reader)
+    return results, read_bytes
 
 
 def _written(reader: _Reader, urls: Sequence[str], folder: Path) -> Headers:

@@ -116,7 +116,7 @@ def compare(
     activity and its progress.
 
     Raises ConfigError for settings of a single model or of a GPU, and NativeError without the
-    library. Raises OSError if the disk cannot be measured or headers cannot be stored.
+    library. Raises OSError if the disk cannot be measured.
     """
     from orchestrator.cost.disk import machine_bandwidth
     from orchestrator.cost.speeds import DISTURBED, Speeds
@@ -126,11 +126,11 @@ def compare(
     config = request.config
     check_several(config)
     listed, reading = listing.models[:MOST_MODELS], "Reading headers"
-    machine, rows, header_bytes = probe(), list[Quantization](), 0
+    machine, rows = probe(), list[Quantization]()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="moe-edge-")))
         begins(reading, 0.0)
-        headers = fetch_listed_headers(
+        headers, header_bytes = fetch_listed_headers(
             replace(listing, models=listed), folder, lambda done: begins(reading, done)
         )
         begins("Checking the architecture", None)
@@ -155,8 +155,6 @@ def compare(
             if outlook.runs == STREAMS and support.runs != MANAGED:
                 outlook, why = Outlook(NOT, model.nbytes), support.reason
             rows.append(replace(row, outlook=outlook, why=why))
-        for each in headers:
-            header_bytes += each.read_bytes if isinstance(each, Headers) else 0
         note = DISTURBED if speeds.disturbed else ""
     return Quantizations(
         repo=listing.repo,

@@ -139,6 +139,7 @@ def test_each_file_that_cannot_be_read_has_one_sentence(server, repo):
         "bad-dropped.gguf": quantization("Q8_0", "a"),
         "bad-part-00001-of-00002.gguf": noise(3, 5000),
         "bad-endless.gguf": endless(whole),
+        "bad-size.gguf": Sparse(quantization("Q8_0", "b").first, 1 << 62),
     }
     server.faults["bad-dropped.gguf"] = Fault(after=1000, times=99)
     said = {
@@ -148,13 +149,16 @@ def test_each_file_that_cannot_be_read_has_one_sentence(server, repo):
         "bad-dropped.gguf": "cannot be reached",
         "bad-part": "the repository lacks bad-part-00002-of-00002.gguf, a part of bad-part-00001",
         "bad-endless.gguf": "the header is longer than 64",
+        "bad-size.gguf": "",  # the file system's sentence
     }
     found, rows = compared()
     assert len({tuple(row) for row in rows.values()}) == 1, "each row has the same keys"
     for name, sentence in said.items():
         bad = rows[name]
-        assert sentence in bad["why"] and "\n" not in bad["why"] and "moe-edge-" not in bad["why"]
-        assert bad["here"] is None and not bad["best"]
+        assert bad["why"] and sentence in bad["why"], bad
+        assert "\n" not in bad["why"] and "moe-edge-" not in bad["why"]
+        assert bad["here"] == (NO_ROOM if name == "bad-size.gguf" else None) and not bad["best"]
+    assert 64 << 20 < found["header_bytes"] < 80 << 20
     here = [row["here"] for row in rows.values() if row["file"] in good]
     assert here == [STREAMS, STREAMS, FITS] and found["best"] in good
     lines = run("plan", "hf:o/n", *RAM).stdout.splitlines()
@@ -198,7 +202,7 @@ def test_a_server_that_stops_answering_is_left_alone(server, repo, monkeypatch):
 
 def refused_by(listed, models):
     with TemporaryDirectory() as folder:
-        found = hub.fetch_listed_headers(replace(listed, models=models), Path(folder))
+        found, _ = hub.fetch_listed_headers(replace(listed, models=models), Path(folder))
     return set(map(type, found))
 
 
