@@ -133,5 +133,9 @@ class HubError(MoeEdgeError):
     """A model cannot be downloaded from the Hugging Face Hub."""
 
 
+class SeveralModelsError(HubError):
+    """A repository of the Hugging Face Hub has several models, and the user named none of them."""
+
+
 class HubUnreachableError(HubError):
     """The Hugging Face Hub does not answer. Files in the local cache can still be used."""

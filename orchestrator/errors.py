@@ -6,7 +6,9 @@ traceback. docs/python.md lists what a caller can do about each of these classes
 
 from gguf_tools.errors import GGUFError as GGUFError
 from gguf_tools.errors import HubError as HubError
+from gguf_tools.errors import HubUnreachableError as HubUnreachableError
 from gguf_tools.errors import MoeEdgeError as MoeEdgeError
+from gguf_tools.errors import SeveralModelsError as SeveralModelsError
 
 
 def sentence_of(error: Exception) -> str:

@@ -110,7 +110,7 @@ def prepare(
         folder = storage_folder(repo)
         files = [_look_up(repo, commit, name, folder) for name in names]
     models = [first for first in models_of(names) if is_language_model(first)]
-    return Download(repo, commit, revision or "main", folder, files, models, _free_bytes(folder))
+    return Download(repo, commit, revision or "main", folder, files, models, free_bytes(folder))
 
 
 def _look_up(repo: str, commit: str, name: str, folder: Path) -> HubFile:
@@ -123,10 +123,7 @@ def _look_up(repo: str, commit: str, name: str, folder: Path) -> HubFile:
     """
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
-    inside = PurePosixPath(name)
-    if inside.is_absolute() or ".." in inside.parts:
-        raise HubError(f"{repo}: the file name {name!r} leads out of the repository's folder")
-    path = folder / "snapshots" / commit / inside
+    path = folder / "snapshots" / commit / path_inside(repo, name)
     url = hf_hub_url(repo, name, revision=commit)
     if path.exists():
         size = path.stat().st_size
@@ -140,6 +137,17 @@ def _look_up(repo: str, commit: str, name: str, folder: Path) -> HubFile:
     return HubFile(name, found.size, url, path, blob, have)
 
 
+def path_inside(repo: str, name: str) -> PurePosixPath:
+    """Return the relative path of a repository's file.
+
+    Raises HubError if the file's name leads out of the repository's folder.
+    """
+    inside = PurePosixPath(name)
+    if inside.is_absolute() or ".." in inside.parts:
+        raise HubError(f"{repo}: the file name {name!r} leads out of the repository's folder")
+    return inside
+
+
 def incomplete_blob(blob: Path) -> Path:
     """Return the path of a file in the cache while its download is incomplete.
 
@@ -148,7 +156,8 @@ def incomplete_blob(blob: Path) -> Path:
     return blob.with_name(blob.name + ".incomplete")
 
 
-def _free_bytes(folder: Path) -> int:
+def free_bytes(folder: Path) -> int:
+    """Return the free bytes on the disk of a folder, which need not exist yet."""
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 
-from gguf_tools.errors import HubError
+from gguf_tools.errors import HubError, SeveralModelsError
 from gguf_tools.file.parts import SPLIT_NAME
 from gguf_tools.units import format_size
 
@@ -26,7 +26,7 @@ def select_files(
 
     By default, select the only GGUF model. If there is no GGUF model, select the checkpoint. A
     split model is selected with all its parts. Raises HubError, which lists the available files, if
-    nothing or more than one model matches.
+    nothing matches, and SeveralModelsError if there are several models and no pattern was given.
 
     sizes: size in bytes of each file of the repository, by name.
     include: patterns of file names or paths that replace the default selection.
@@ -44,18 +44,19 @@ def select_files(
             )
         for parts in models.values():
             if chosen.intersection(parts):
-                _check_parts(repo, sizes, parts)
+                check_parts(repo, sizes, parts)
                 chosen.update(parts)
         return sorted(chosen)
     own = {first: parts for first, parts in models.items() if is_language_model(first)}
     if len(own) > 1:
-        raise HubError(
-            f"{repo} contains {len(own)} models: choose one as {PREFIX}{repo}/FILE, or by `moe-edge"
-            f" pull {repo} --include PATTERN`: {_listed(sizes, own)}"
+        raise SeveralModelsError(
+            f"{repo} contains {len(own)} models: `moe-edge plan {PREFIX}{repo}` compares them on"
+            f" this machine; choose one as {PREFIX}{repo}/FILE, or by `moe-edge pull {repo}"
+            f" --include PATTERN`: {_listed(sizes, own)}"
         )
     if own:
         parts = next(iter(own.values()))
-        _check_parts(repo, sizes, parts)
+        check_parts(repo, sizes, parts)
         return sorted(parts)
     if found := _checkpoint(sizes):
         return found
@@ -84,7 +85,11 @@ def _checkpoint(sizes: Mapping[str, int]) -> list[str]:
     return sorted(chosen - duplicates if len(duplicates) < len(weights) else chosen)
 
 
-def _check_parts(repo: str, sizes: Mapping[str, int], parts: Sequence[str]) -> None:
+def check_parts(repo: str, sizes: Mapping[str, int], parts: Sequence[str]) -> None:
+    """Raise HubError if the repository lacks a part of a split model.
+
+    sizes: size in bytes of each file of the repository, by name. parts: the model's files.
+    """
     for name in parts:
         if name not in sizes:
             raise HubError(f"{repo}: the repository lacks {name}, a part of {parts[0]}")

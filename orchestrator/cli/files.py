@@ -11,7 +11,7 @@ import shlex
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NoReturn
 
 import click
 
@@ -31,10 +31,7 @@ from orchestrator.cli.options import (
     say,
     say_result,
 )
-from orchestrator.errors import ConfigError
-
-if TYPE_CHECKING:
-    pass
+from orchestrator.errors import ConfigError, HubError, MoeEdgeError, SeveralModelsError
 
 # Exit status of verify for an undamaged file that llama.cpp cannot load.
 CANNOT_RUN = 3
@@ -148,11 +145,15 @@ def architectures(as_json: bool) -> None:
     multiple=True,
 )
 @option("--revision R", "Branch, tag or commit.  [default: main]")
-def pull(repo: str, include: tuple[str, ...], revision: str | None) -> None:
+@JSON
+def pull(repo: str, include: tuple[str, ...], revision: str | None, as_json: bool) -> None:
     """Download a model from the Hugging Face Hub, as OWNER/NAME or OWNER/NAME/FILE.
 
     Files are stored in huggingface_hub's cache (HF_HOME). An interrupted download continues when
     the command is repeated. For gated models, set HF_TOKEN or run `hf auth login`.
+
+    If OWNER/NAME contains several models, nothing is downloaded. The command shows how each of them
+    would run on this machine, and ends with status 1.
     """
     from gguf_tools import hub
     from gguf_tools.hub import PREFIX
@@ -160,7 +161,10 @@ def pull(repo: str, include: tuple[str, ...], revision: str | None) -> None:
     owner, _, rest = repo.removeprefix(PREFIX).partition("/")
     name, _, wanted = rest.partition("/")
     patterns = (*include, glob.escape(wanted)) if wanted else include
-    found = hub.prepare(f"{owner}/{name}" if rest else owner, patterns, revision)
+    try:
+        found = hub.prepare(f"{owner}/{name}" if rest else owner, patterns, revision)
+    except SeveralModelsError as error:
+        _refuse_several(error, f"{owner}/{name}", revision, as_json)
     note(found.summary())
     try:
         with progress_bar("Downloading") as progress:
@@ -168,16 +172,50 @@ def pull(repo: str, include: tuple[str, ...], revision: str | None) -> None:
     except KeyboardInterrupt:
         note("Interrupted: the downloaded part is kept. Repeat the command to continue.")
         raise
+    models = [str(file.path) for file in found.files if file.name in found.models]
+    if as_json:
+        facts = {"repo": found.repo, "commit": found.commit, "bytes": found.nbytes}
+        click.echo(json.dumps({**facts, "files": list(map(str, paths)), "models": models}))
+        return
     for path in paths:
         say(str(path))
-    for file in found.files:
-        if file.name in found.models:
-            say(f"moe-edge chat -m {shlex.quote(str(file.path))}")
-    if not found.models:
+    for model in models:
+        say(f"moe-edge chat -m {shlex.quote(model)}")
+    if not models:
         note("There is no GGUF among the files. Convert the checkpoint before you run it:")
         target = f"{name or owner}.gguf"
         folder = found.folder / "snapshots" / found.commit
         note(f"moe-edge convert --tiers q4_k,q2_k {shlex.quote(str(folder))} {shlex.quote(target)}")
+
+
+def _refuse_several(
+    error: SeveralModelsError, repo: str, revision: str | None, as_json: bool
+) -> NoReturn:
+    """Show how the models of a repository would run here, and raise a HubError.
+
+    The table goes to stderr, because nothing was downloaded; JSON goes to stdout. If the models
+    cannot be compared, the given error is raised again. It lists the models.
+    """
+    from gguf_tools.hub import list_models
+    from orchestrator.cli.compared import compare_here, render_compared
+
+    try:
+        found = compare_here(list_models(repo, revision), {})
+    except (MoeEdgeError, OSError):
+        raise error from None
+    if as_json:
+        click.echo(json.dumps(found.as_dict()))
+    else:
+        note(f"{render_compared(found)}\n")
+    best = "None of them would run on this machine"
+    if found.best is not None:
+        more = f" --revision {shlex.quote(revision)}" if revision else ""
+        command = f"moe-edge pull {shlex.quote(f'{repo}/{found.best}')}{more}"
+        best = f"The best for this machine: `{command}`"
+    raise HubError(
+        f"{repo} contains {len(found.rows) + found.left_out} models: choose one as {repo}/FILE, or "
+        f"several with --include PATTERN. {best}"
+    )
 
 
 @click.command("list", cls=Command)

@@ -15,6 +15,14 @@ import click
 from gguf_tools.columns import aligned
 from gguf_tools.units import format_size
 from orchestrator.chat.console import Console, strip_controls
+from orchestrator.cli.compared import (
+    COLUMNS,
+    compare_here,
+    machine_text,
+    number,
+    render_compared,
+    up_to,
+)
 from orchestrator.cli.help import Command
 from orchestrator.cli.options import (
     FORCE,
@@ -29,22 +37,19 @@ from orchestrator.cli.options import (
     options_of_model,
     say_result,
 )
-from orchestrator.cost.known import FITS, LONG, NO_ROOM, STREAMS, WELL, Known, Row, known_here
-from orchestrator.errors import ConfigError
+from orchestrator.cost.known import Known, Row, known_here
+from orchestrator.cost.outlook import FITS, LONG, NO_ROOM, STREAMS, WELL
+from orchestrator.errors import ConfigError, HubUnreachableError
 from orchestrator.plan.records import Needs, PlanRequest
 
 if TYPE_CHECKING:
+    from gguf_tools.hub import Listing
     from orchestrator.cost.plans import Candidate, Frontier
 
-# Bytes per second. Streaming from a slower disk is called slow.
-SLOW_DISK = 5e8
 _KNOWN_HEAD = (
     *("model", "parameters", "precision", "here", "tok/s", "at 8k", "first"),
     *("RAM GiB", "disk GiB"),
 )
-_COLUMNS = 100
-# Two predictions that differ by less than this factor are shown as one number.
-_DIFFER = 1.1
 _HEAD = (
     *("", "plan", "precision", "experts", "ms/token", "tok/s"),
     *("first prompt", "prompt", "loss, nats"),
@@ -78,7 +83,7 @@ def render(found: Frontier, best: str) -> str:
             "/".join(each.tiers),
             format_size(each.expert_bytes),
             f"{each.token_ms:.1f}",
-            _up_to(1e3 / each.token_ms, each.token_ms_skewed and 1e3 / each.token_ms_skewed),
+            up_to(1e3 / each.token_ms, each.token_ms_skewed and 1e3 / each.token_ms_skewed),
             f"{each.first_prompt_ms / 1e3:.1f} s",
             f"{each.prompt_ms / 1e3:.1f} s",
             _kl(each),
@@ -110,11 +115,8 @@ def _kl(each: Candidate) -> str:
 def render_known(known: Known) -> str:
     """Format the table of known models on this machine as text."""
     rows = [_KNOWN_HEAD, *(_known_row(row, known.runs(row)) for row in known.best())]
-    slow = "" if known.disk_bytes_per_s >= SLOW_DISK else ", which is slow"
-    machine = (
-        f"{known.processor}, {known.threads} threads; {format_size(known.ram_bytes)} of memory for "
-        f"a model; disk reads {known.disk_bytes_per_s / 1e9:.2f} GB/s{slow}; "
-        f"{format_size(known.free_bytes)} of disk space free"
+    machine = machine_text(
+        known.processor, known.threads, known.ram_bytes, known.disk_bytes_per_s, known.free_bytes
     )
     legend = (
         f"Each model is shown in the best precision with at least {WELL:g} tokens per second, or "
@@ -128,26 +130,15 @@ def render_known(known: Known) -> str:
     )
     return "\n".join(
         [
-            *wrap(machine, _COLUMNS),
+            *wrap(machine, COLUMNS),
             "",
             *aligned(rows),
             "",
-            *wrap(legend, _COLUMNS),
-            "`moe-edge plan hf:OWNER/NAME/FILE` plans a model before you download it.",
-            *wrap(known.disturbed, _COLUMNS),
+            *wrap(legend, COLUMNS),
+            "`moe-edge plan hf:OWNER/NAME` compares the models of a repository before a download.",
+            *wrap(known.disturbed, COLUMNS),
         ]
     )
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2g}" if value < 10 else f"{value:.0f}"
-
-
-def _up_to(least: float | None, most: float | None) -> str:
-    """Format a predicted number, or a range if the two numbers differ clearly."""
-    if least is None or most is None or most < _DIFFER * least:
-        return _number(least)
-    return f"{_number(least)}-{_number(most)}"
 
 
 def _known_row(row: Row, runs: str) -> tuple[str, ...]:
@@ -156,9 +147,9 @@ def _known_row(row: Row, runs: str) -> tuple[str, ...]:
         f"{row.total_b:g}B-A{row.active_b:g}B",
         row.precision,
         runs,
-        _up_to(row.tokens_s, row.tokens_s_skewed),
-        _number(row.tokens_s_long),
-        _number(row.first_s),
+        up_to(row.tokens_s, row.tokens_s_skewed),
+        number(row.tokens_s_long),
+        number(row.first_s),
         f"{row.ram_bytes / 2**30:.1f}",
         f"{row.disk_bytes / 2**30:.1f}",
     )
@@ -192,19 +183,44 @@ def plan(named: str | None, as_json: bool, picture: Path | None, **options: Any)
 
     Without a model, the command prints a table of known models. With a model, it prints the plans
     for this model by speed and quality loss, and the chosen plan. MODEL may be a file,
-    hf:OWNER/NAME/FILE or a URL; only the header of a remote file is read.
+    hf:OWNER/NAME/FILE or a URL; only the header of a remote file is read. If hf:OWNER/NAME contains
+    several models, the command prints how each of them would run, and marks the best choice.
 
     A plan has predictions of the milliseconds per token and the seconds until the first token. If
     the model has a loss table, it also has the KL divergence from the file's best precision in nats
     per token. The option --max-loss makes `chat` and `serve` use the fastest plan within that loss.
     """
     asked = one_name(named, options["model"])
-    if asked is not None:
+    several = None if asked is None else _several(asked)
+    if several is not None:
+        if picture is not None:
+            raise click.UsageError(f"--plot draws the plans of one model: name a file of {asked}")
+        compared = compare_here(several, options)
+        say_result(compared.as_dict(), lambda _: render_compared(compared), as_json)
+    elif asked is not None:
         _print_plans(asked, as_json, picture, options)
     elif picture is not None:
         raise click.UsageError("--plot draws the plans of one model: name a model")
     else:
         _print_known_models(as_json, options)
+
+
+def _several(asked: str) -> Listing | None:
+    """Return the models of a repository on the Hub; None unless the user named one with several.
+
+    asked: the model that the user named. If the Hub does not answer, the result is None, because
+    the cache may have the model.
+    """
+    from gguf_tools.hub import PREFIX, list_models
+
+    repo = asked.removeprefix(PREFIX)
+    if repo == asked or repo.count("/") != 1:
+        return None
+    try:
+        found = list_models(repo)
+    except HubUnreachableError:
+        return None
+    return found if len(found.models) > 1 else None
 
 
 def _print_plans(asked: str, as_json: bool, picture: Path | None, options: dict[str, Any]) -> None:

@@ -1,7 +1,6 @@
 """Known models on this machine: the table of `moe-edge plan` without a model.
 
-Each model is planned and predicted from its header, as a file would be, with two differences:
-scratch is an upper estimate, and one product stands for all products of a type.
+Each model is planned and predicted from its header (orchestrator.cost.outlook).
 """
 
 from __future__ import annotations
@@ -10,30 +9,20 @@ import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from time import time
 from typing import TYPE_CHECKING, Any
 
-from gguf_tools.known import DATA, KnownModel, known_models
+from gguf_tools.known import DATA, known_models
 from gguf_tools.process import default_threads, processor_name
 from orchestrator.cache.files import digest, keep, recalled, user_folder
-from orchestrator.errors import ConfigError
-from orchestrator.plan.machine import AUTO, CPU, probe
+from orchestrator.cost.outlook import NO_ROOM, WELL, check_several, foresee, memory_for
+from orchestrator.plan.machine import probe
 from orchestrator.plan.records import Machine
-from orchestrator.settings import flag_of
 
 if TYPE_CHECKING:
-    from orchestrator.cost.disk import Bandwidth
-    from orchestrator.cost.speeds import Speeds
     from orchestrator.plan.records import PlanRequest
 
-# Tokens per second from which a model runs well: about the reading speed of a person.
-WELL = 5.0
-# Length of the longer context, in tokens.
-LONG = 8192
-FITS, STREAMS, NOT, NO_ROOM = "fits", "streams", "does not run", "no room"
-
-_FORMAT = "moe-edge known 3"
+_FORMAT = "moe-edge known 4"
 # A cached table is valid while free memory changes by at most this share. A table that was
 # disturbed by other programs is valid for this many seconds.
 _AS_MUCH, _DISTURBED_S = 0.05, 600.0
@@ -45,13 +34,7 @@ _MOST = 8
 class Row:
     """One row of the table of known models: a model in one precision.
 
-    - runs: whether the model fits in memory, streams experts from disk, or does not run.
-    - ram_bytes: the memory that the model takes. If it does not run, the memory that it needs.
-    - tokens_s: tokens per second after a short context, if all experts are used equally often.
-    - tokens_s_skewed: tokens per second after a short context, if few experts get most of the
-      tokens.
-    - tokens_s_long: tokens per second after 8192 tokens (LONG); None if the context is shorter.
-    - first_s: seconds until the answer to the first prompt begins.
+    The fields from `runs` on are those of Outlook.
     """
 
     model: str
@@ -66,6 +49,7 @@ class Row:
     tokens_s_long: float | None = None
     first_s: float | None = None
     hit_rate: float | None = None
+    reading: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,17 +112,9 @@ def known_here(request: PlanRequest, begins: Callable[[str, float | None], None]
     OSError if the disk cannot be measured, and NativeError without the library.
     """
     config = request.config
-    of_one = ("low", "high_tier", "low_tier")
-    named = [*(name for name in of_one if config.given(name) is not None), *config.of_policies]
-    if named:
-        flag = flag_of(named[0])
-        raise ConfigError(f"{flag} needs a model: name one with -m, or leave {flag} out")
-    if config.vram is not None or config.device not in (AUTO, CPU):
-        raise ConfigError(
-            "the table of known models covers only the CPU: leave --device and --vram out"
-        )
+    check_several(config)
     machine = probe()
-    ram = min(config.ram, machine.memory_bytes) if config.ram else machine.usable_bytes
+    ram = memory_for(config, machine)
     path, key = user_folder("cache") / "speed" / "known.json", _key(request)
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = recalled(path, _FORMAT, "tables")
@@ -182,6 +158,7 @@ def _read(found: Mapping[str, Any], ram: int) -> Known | None:
 def _find(
     request: PlanRequest, machine: Machine, ram: int, begins: Callable[[str, float | None], None]
 ) -> Known:
+    from gguf_tools.experts import ExpertModel
     from orchestrator.cost.disk import machine_bandwidth
     from orchestrator.cost.speeds import DISTURBED, Speeds
     from orchestrator.cost.time import PROMPT_TOKENS
@@ -192,52 +169,14 @@ def _find(
     begins("Measuring the processor", None)
     rows: list[Row] = []
     models = known_models()
-    with Speeds(Bindings.load(), threads, rough=True) as speeds:
+    with Speeds(Bindings.load(), threads, rough=True, steady=False) as speeds:
         for number, each in enumerate(models):
             for precision in each.precisions:
-                row = _row(request, machine, each, precision, disk, speeds)
-                rows.append(row)
+                with ExpertModel.of_parts(each.parts(precision)) as model:
+                    of = each.total_b, each.active_b, model.parts[0].size
+                    found = foresee(request, model, machine, disk, speeds)
+                    rows.append(Row(each.name, precision, *of, **asdict(found)))
             begins("Planning known models", (number + 1) / len(models))
         note = DISTURBED if speeds.disturbed else ""
     here = ram, 0, disk.bytes_per_s, threads, processor_name()
     return Known(tuple(rows), *here, PROMPT_TOKENS, note)
-
-
-def _row(
-    request: PlanRequest,
-    machine: Machine,
-    known: KnownModel,
-    precision: str,
-    disk: Bandwidth,
-    speeds: Speeds,
-) -> Row:
-    from gguf_tools.experts import ExpertModel
-    from orchestrator.cost.time import PROMPT_TOKENS, TimeModel, skewed, uniform_usage
-    from orchestrator.plan.planning import plan
-    from orchestrator.plan.records import Refusal
-
-    config = request.config
-    with ExpertModel.of_parts(known.parts(precision)) as model:
-        numbers = known.total_b, known.active_b, model.parts[0].size
-        row = partial(Row, known.name, precision, *numbers)
-        found = plan(request, model, machine)
-        if isinstance(found, Refusal):
-            return row(runs=NOT, ram_bytes=found.needed_bytes)
-        times = TimeModel(model, disk, speeds, uniform_usage(model))
-        short, other = (
-            times.of_plan(found, config),
-            times.of_plan(found, config, uses=skewed(model)),
-        )
-        long = None
-        if found.n_ctx >= LONG:
-            full = times.of_plan(found, config, n_cells=LONG) if found.shared else short
-            long = 1.0 / full.token_s(LONG)
-        return row(
-            runs=STREAMS if found.absent_bytes else FITS,
-            ram_bytes=found.total_bytes,
-            tokens_s=1.0 / short.token_s(PROMPT_TOKENS),
-            tokens_s_skewed=1.0 / other.token_s(PROMPT_TOKENS),
-            tokens_s_long=long,
-            first_s=short.prompt_s(PROMPT_TOKENS, first=True),
-            hit_rate=short.residency.hit_rate,
-        )

@@ -202,6 +202,7 @@ class Speeds(Closing):
         pool_bytes: int = POOL_BYTES,
         measures: bool = True,
         rough: bool = False,
+        steady: bool = True,
     ) -> None:
         """Prepare timings on this machine with a number of threads.
 
@@ -209,18 +210,20 @@ class Speeds(Closing):
         not stored. measures: if False, an operation without a stored timing raises NativeError.
 
         rough: measure fewer operations, for models that are not on this machine. Only one product
-        of each type and layout is timed, and only once. It stands for all other products, scaled by
-        bytes.
+        of each type and layout is timed, and only until one timing was made on a quiet machine. It
+        stands for all other products, scaled by bytes.
+
+        steady: time the operations of a token in several rounds.
         """
         self._bindings, self._threads = bindings, threads
         self._pool_bytes = min(POOL_BYTES, pool_bytes)
-        self._measures, self._rough = measures, rough
+        self._measures, self._rough, self._steady = measures, rough, steady
         self._kept = Timings.load(self._path, _FORMAT, time())
         self._used: dict[str, float] = {}
         # (seconds, whether the machine was quiet) of each round.
         self._measured: dict[str, list[tuple[float, bool]]] = {}
         self._once: dict[str, Product | Small | Attention] = {}  # of a token, timed in one round
-        self._repeats = 0 if rough else _REPEATS
+        self._repeats = _REPEATS
         self._timer: Timer | None = None
 
     @cached_property
@@ -240,10 +243,11 @@ class Speeds(Closing):
         if key not in self._used:
             known = self._kept.least(key)
             may_keep = self._pool_bytes >= POOL_BYTES
-            confirms = may_keep and self._measures and not self._rough
-            if known is None or (confirms and self._kept.is_due(key)):
+            confirms = may_keep and self._measures
+            n_needed = 1 if self._rough else QUIET_TIMINGS
+            if known is None or (confirms and self._kept.is_due(key, n_needed)):
                 self._measured[key] = [self._timed(what)]
-                if what.rows == 1 and not self._rough:
+                if what.rows == 1 and self._steady:
                     self._once[key] = what
                 known = self._standing(key)
             self._used[key] = known

@@ -102,6 +102,11 @@ class PlanTime:
         missed = zip(layers, map(self._missed, layers), strict=True)
         return float(sum(n * each * self._read(layer) for layer, (_, n, each) in missed))
 
+    @property
+    def without_reads(self) -> PlanTime:
+        """The same plan on a disk that takes no time: only computing remains."""
+        return replace(self, disk=Bandwidth(math.inf, latency_s=0.0))
+
     def token_s(self, cells: int = 0) -> float:
         """Return the predicted seconds per token of an answer after `cells` tokens of context."""
         costs = self.costs

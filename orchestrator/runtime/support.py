@@ -13,6 +13,7 @@ import os
 import re
 import signal
 import tempfile
+from contextlib import nullcontext
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -51,17 +52,21 @@ class Support:
         return f"the model cannot run: {self.reason}"
 
 
-def support_of(path: Path) -> Support | None:
+def support_of(path: Path, vocabulary: bool = True) -> Support | None:
     """Find out in a child process whether and how the model in a file can run.
 
     Return None if moe-edge's build of llama.cpp is not installed.
+
+    vocabulary: also load the vocabulary. Without it, the check is faster.
     """
     # A fork has its modules loaded already: a new process would take most of a second to start.
     # This process does not load the library: if it found a GPU, the fork could not use it.
     context = multiprocessing.get_context("fork")
     reader, writer = context.Pipe(duplex=False)
     with reader, tempfile.TemporaryFile() as said:
-        child = context.Process(target=_ask, args=(path, writer, said.fileno()), daemon=True)
+        child = context.Process(
+            target=_ask, args=(path, vocabulary, writer, said.fileno()), daemon=True
+        )
         child.start()
         writer.close()
         try:
@@ -82,7 +87,7 @@ def support_of(path: Path) -> Support | None:
     return Support(NOT, f"llama.cpp aborts when it reads the header of the file ({reason[:200]})")
 
 
-def _ask(path: Path, answer: Connection, stderr: int) -> None:
+def _ask(path: Path, vocabulary: bool, answer: Connection, stderr: int) -> None:
     """Find out how a model can run, and send the result. This runs in the child process.
 
     stderr: file descriptor that receives the messages of llama.cpp.
@@ -91,7 +96,7 @@ def _ask(path: Path, answer: Connection, stderr: int) -> None:
         signal.signal(number, signal.SIG_DFL)
     faulthandler.disable()
     os.dup2(stderr, 2)
-    answer.send(_found(path))
+    answer.send(_found(path, vocabulary))
 
 
 def _without_vocabulary(model: ExpertModel) -> dict[str, int | str]:
@@ -104,7 +109,7 @@ def _without_vocabulary(model: ExpertModel) -> dict[str, int | str]:
     return {}
 
 
-def _found(path: Path) -> Support | None:
+def _found(path: Path, vocabulary: bool) -> Support | None:
     from orchestrator.native.llama import Bindings
 
     try:
@@ -113,7 +118,8 @@ def _found(path: Path) -> Support | None:
         return None
     for runs, managed in ((NOT, False), (PLAIN, True)):
         try:
-            try_load(path, managed)
+            with nullcontext() if vocabulary else ExpertModel.open(path) as model:
+                try_load(path, managed, model)
         except MoeEdgeError as error:
             return Support(runs, str(error).removeprefix(f"{path}: "))
     return Support(MANAGED, "")

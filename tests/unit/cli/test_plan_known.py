@@ -6,38 +6,17 @@ from functools import partial
 
 import pytest
 from command_line import run
+from simulated_machine import simulate
 from tables import cases
 
 from gguf_tools.known import known_models
-from orchestrator.cost import disk, products
-from orchestrator.cost.disk import Bandwidth
-from orchestrator.cost.known import FITS, NO_ROOM, NOT, STREAMS, WELL, Known, Row
-
-
-def seconds(_timer, what):
-    """Time of an operation on a simulated machine: 20 GB/s of weights and one microsecond per
-    operation."""
-    nbytes = what.nbytes if isinstance(what, products.Product) else 0
-    return 1e-6 + what.rows * nbytes / 20e9
+from orchestrator.cost.known import Known, Row
+from orchestrator.cost.outlook import FITS, NO_ROOM, NOT, STREAMS, WELL
 
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """A new cache folder. Returns a list with an entry for each measurement of this machine."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    measured = []
-
-    def read(*_, **__):
-        measured.append("disk")
-        return Bandwidth(2e9)
-
-    def timed(timer, what):
-        measured.append("processor")
-        return seconds(timer, what)
-
-    monkeypatch.setattr(disk, "read_bandwidth", read)
-    monkeypatch.setattr(products.Timer, "seconds", timed)
-    return measured
+    return simulate(monkeypatch, tmp_path)
 
 
 plan = partial(run, "plan")

@@ -14,9 +14,12 @@ import pytest
 from command_line import MOE_EDGE, REPO, python
 from hub_calls import SIZE, blobs, noise, pull, pulled, refused
 from hub_server import Fault, Repo
+from simulated_machine import simulate
 from waiting import wait_until
 
 from gguf_tools import hub as module
+from orchestrator.errors import NativeError
+from orchestrator.runtime import quantizations
 
 
 def test_a_repository_with_one_model(server, tmp_path):
@@ -42,14 +45,24 @@ def test_a_repository_with_one_model(server, tmp_path):
     assert len(server.data_requests()) == before
 
 
-def test_the_choice_among_models(server):
+def no_library(*_):
+    raise NativeError("the library is missing")
+
+
+def test_the_choice_among_models(server, library, monkeypatch, tmp_path):
+    simulate(monkeypatch, tmp_path / "cache")
     server.repos["o/n"] = Repo({f"m-{quant}.gguf": noise(3, 2000) for quant in ("Q2_K", "Q4_K_M")})
+    result = pull("o/n")  # test_quantizations.py has readable models
+    assert result.exit_code == 1 and result.stdout == ""
+    assert "m-Q2_K.gguf: header: not a GGUF file" in result.stderr
+    assert result.stderr.splitlines()[-1].startswith("Error: o/n contains 2 models: choose one as")
+    monkeypatch.setattr(quantizations, "compare", no_library)
     said = refused("o/n")
     assert said == (
-        "o/n contains 2 models: choose one as hf:o/n/FILE, or by `moe-edge pull o/n --include "
-        "PATTERN`: m-Q2_K.gguf (1.95 KiB), m-Q4_K_M.gguf (1.95 KiB)"
+        "o/n contains 2 models: `moe-edge plan hf:o/n` compares them on this machine; choose one "
+        "as hf:o/n/FILE, or by `moe-edge pull o/n --include PATTERN`: m-Q2_K.gguf (1.95 KiB), "
+        "m-Q4_K_M.gguf (1.95 KiB)"
     )
-    assert server.data_requests() == []
     result = pull("o/n", "--include", "*Q4_K*")
     assert [Path(line).name for line in result.stdout.splitlines()][:1] == ["m-Q4_K_M.gguf"]
     both = pull("o/n", "--include", "*Q4_K*", "--include", "m-Q2_K.gguf").stdout

@@ -117,6 +117,19 @@ def test_measuring_continues_until_it_is_undisturbed(machine):
     assert machine.asked == 9
 
 
+def test_a_rough_timing_is_final_once_it_was_undisturbed(machine):
+    """Another shape of the type is not timed: its time is scaled by bytes."""
+
+    def rough(seconds, others=0.0):
+        scale = Product(GGMLType.Q4_K, 2048, 1024, 1).nbytes / WHAT.nbytes
+        found, disturbed = session(machine, seconds, APART_S, others, rough=True)
+        return round(found * scale, 6), disturbed
+
+    assert rough(10.0, others=1.0) == (10.0, True)
+    assert rough(1.0) == (1.0, False) and machine.asked == 2
+    assert rough(0.5) == (1.0, False) and machine.asked == 2
+
+
 def test_products_of_decode_steps_are_timed_in_rounds(machine, monkeypatch):
     """Products of a decode step are timed in three rounds, and the median of the undisturbed ones
     is used. Products of prompts take long and have one round."""
