@@ -38,8 +38,9 @@ MOST_OF_ALL = 256 << 20
 _CONNECTIONS = 4
 # Number of requests without an answer after which no more requests are made.
 _FAILURES = 3
-# Bytes that have to be equal for a vocabulary to be shared, bytes of a tensor in a header without
-# its name and dimensions, and the space for a chat template after the vocabulary.
+# Number of bytes that must be equal before a vocabulary is taken from another header. Then the
+# bytes of a tensor in a header, without its name and dimensions. Last, the bytes left for a chat
+# template after the vocabulary.
 _MARK_BYTES, _INFO_BYTES, _TEMPLATE_BYTES = 1 << 10, 24, 64 << 10
 # Headers of quantizations differ by at most this many bytes.
 _MORE_BYTES = 4 << 10

@@ -89,7 +89,7 @@ _ROUGH_ROWS, _ROUGH_S = 64, 0.04
 
 
 class Timing(NamedTuple):
-    """What is stored of the timings of one operation.
+    """The stored summary of the timings of one operation.
 
     seconds: the smallest of them. n_quiet: the number of timings while hardly any other program
     ran. at: system time of the last timing, in seconds.

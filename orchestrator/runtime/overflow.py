@@ -128,8 +128,8 @@ def first_kept(
     `lengths` has the number of tokens of each part, and `n_head` is that of a prompt without the
     parts. n_answer is the maximum length of an answer. Each request of the conversation is replayed
     in turn. If its prompt leaves too little of the context (n_ctx tokens) for the answer, the
-    oldest exchanges leave until the prompt takes at most half of the context, so that the next
-    requests need not drop more. The latest exchange always stays.
+    oldest exchanges leave until the prompt takes at most half of the context. The next requests
+    then need not drop more. The latest exchange always stays.
     """
     most = n_ctx - min(max(n_answer, n_ctx // LEAST_FREE), n_ctx // MOST_FREE)
     n_prompt, exchanges = n_head, deque[list[int]]()  # of each: first message, number of tokens

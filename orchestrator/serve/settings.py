@@ -101,8 +101,8 @@ class ServeSettings(Settings):
     )
     overflow: str | None = setting(
         None,
-        "What happens to a conversation that outgrows the context: drop (its oldest exchanges "
-        "leave the prompt) or refuse (status 400).",
+        "Treatment of a conversation that outgrows the context: drop (its oldest exchanges leave "
+        "the prompt) or refuse (status 400).",
         choices=(DROP, REFUSE),
         shown="drop on the page and in Ollama's API, or as a request says",
         group=MORE,

@@ -145,14 +145,17 @@ class GpuOptions(BenchOptions):
 
     @property
     def n_ubatch(self) -> int:
+        """Maximum number of tokens of a step, so that the longest prompt is one step."""
         return self.prompt_tokens * (table3.LONGER if self.table3 else 1)
 
     @property
     def same_layers(self) -> bool:
+        """Whether all layers of the model have the same experts, which are then drawn once."""
         return self.table3
 
     @property
     def folder(self) -> Path:
+        """The folder of the generated models."""
         return self.models or super().folder
 
     @property

@@ -166,8 +166,8 @@ def test_each_file_that_cannot_be_read_has_one_sentence(server, repo):
 
 
 def test_vocabularies_are_read_once(server, repo):
-    """Of each further quantization, two requests read less than half of its header. A longer
-    chat template is read too, and another vocabulary is read in full."""
+    """Two requests read less than half of the header of each further quantization. A longer chat
+    template is read too, and another vocabulary is read in full."""
     alone = compared()[0]["header_bytes"]
     whole = len(repo.files["m-Q8_0.gguf"].first)
     repo.files["m2.gguf"] = quantization("Q8_0")

@@ -226,7 +226,7 @@ def test_two_tabs_overwrite_nothing(tab, browser, model):
         each.until("known.size === 6")
     loaded_anew(tab)
     assert (tab.value("known.size") == 6 and "2 of 2" in tab.text()) or "1 of 2" in tab.text()
-    # An answer in one tab appears in the other one.
+    # An answer in one tab appears in the other tab.
     model.pieces = ["Later."]
     other.value("history.replaceState(null, '', location.href)")
     shown = other.value(SAID)
@@ -253,7 +253,7 @@ def test_two_tabs_overwrite_nothing(tab, browser, model):
     both = "[...known.values()].filter((each) => each.content === 'Half more.').length"
     for each in (tab, other):
         each.until(f"{both} === 2")
-    # One tab deletes what the other one is answering.
+    # One tab deletes the conversation that the other tab is answering.
     model.go.clear()
     asked(tab, "Gone?")
     tab.until("running !== null && messages[9].content")
