@@ -142,9 +142,10 @@ def add_disk_bound(row: Result, runs: Sequence[Result], compute: Computing) -> N
 
 
 def step_bytes(part: Result) -> list[float]:
-    """Return the bytes that each step needed from the disk.
+    """Return how many bytes from the disk each step needed, as one number for each step.
 
-    These are the bytes read on demand, and the prefetched bytes times the fraction that was used.
+    This is the number of bytes read on demand, plus the number of prefetched bytes times the
+    fraction of prefetched bytes that was used.
     """
     used = part["store"]["used_ahead"]
     return [demand + used * ahead for demand, ahead in part["step_reads"]]

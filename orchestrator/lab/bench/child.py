@@ -242,7 +242,10 @@ def free_bytes(device: str | None) -> int:
 
 
 def slow_link(job: Job) -> None:
-    """Make the job's device copy each expert as often as the job says."""
+    """Make the GPU of a job copy each expert `job.copy_times` times, to imitate a slower link.
+
+    Does nothing if the job names no GPU or copies each expert once.
+    """
     if job.device is None or job.copy_times == 1:
         return
     from orchestrator.native import slow_copies
