@@ -171,8 +171,8 @@ class Caps(Benchmark):
     def cases(self) -> list[Case]:
         """Return the cases to measure: first with everything in memory, then under each cap.
 
-        The cases under a cap are upstream llama.cpp, all our policies, and llama.cpp with smaller
-        experts. The smaller experts have the largest type with which the model fits in memory.
+        The cases under a cap are upstream llama.cpp, all our policies, and llama.cpp with all
+        experts in a smaller type. This is the largest type with which the model fits in memory.
         Batched decoding is measured with our policies only.
         """
         options = self.on

@@ -133,14 +133,17 @@ Draw = Callable[[int], list[int]]
 
 
 def token_stream(seed: int, n_vocab: int) -> Draw:
-    """Return a function that draws random ordinary tokens, the same for every system."""
+    """Return a function that draws the next n random tokens, without control tokens.
+
+    The tokens depend only on `seed` and `n_vocab`, so every system gets the same tokens.
+    """
     # Greedy decoding is not used, because a model with random weights soon repeats itself.
     rng = random.Random(seed)
     return lambda n: [rng.randrange(3, n_vocab - 3) for _ in range(n)]
 
 
 def text_stream(seed: int, pieces: Sequence[str], tokenize: Callable[[str], Sequence[int]]) -> Draw:
-    """Return a function that draws tokens from endlessly repeated, shuffled conversations.
+    """Return a function that draws the next n tokens of shuffled, endlessly repeated conversations.
 
     `pieces` are the conversations. `tokenize` converts a text to tokens.
     """

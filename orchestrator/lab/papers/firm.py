@@ -258,7 +258,8 @@ def figure_6(on: Measured) -> Made:
     """Make Figure 6: the loss of eq. 11 for each pair (K, P).
 
     To predict the experts of a layer, each of the P layers before it names K experts. K is at most
-    twice the number of experts per token. Also shows which pairs Algorithm 1 of the paper and our searches choose.
+    twice the number of experts per token. Also shows which pairs Algorithm 1 of the paper and our
+    searches choose.
     """
     subject = on.subject(LOGITS)
     k, n_expert = subject.n_expert_used, subject.n_expert

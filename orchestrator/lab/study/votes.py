@@ -171,7 +171,7 @@ class Voted:
 
         The metric "cut" is for comparison: the utilization if the nearest layer alone predicted as
         many experts as the strategy. It is interpolated from the strategies that use only that
-        layer. Their own rows do not have this metric.
+        layer.
         """
         rows = [self.row(label) for label in self.strategies]
         ranked = [row for row in rows if row["way"] == RANK]
