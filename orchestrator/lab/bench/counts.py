@@ -116,7 +116,7 @@ def job(case: Case, high: Path, low: Path, model: ExpertModel) -> Job:
 
 
 def token_bytes(model: ExpertModel) -> int:
-    """Return the size of the smallest expert slots that a case uses, in bytes.
+    """Return the size of the expert slots in cases that must have no cache hits, in bytes.
 
     This is twice the size of the experts that one token uses in one layer.
     """

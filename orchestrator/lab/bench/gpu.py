@@ -560,9 +560,8 @@ def link_speed(copies: Result) -> float:
 def ask_device(name: str, copy_times: int = 1) -> Result:
     """Return the name, the memory and the copy bandwidth of a GPU, as a dict.
 
-    A child process measures them, so that this process uses no GPU memory. The GPU copies
-    the data `copy_times` times, to imitate a slower link. Raises ConfigError if
-    the GPU does not exist.
+    A child process measures them, so that this process uses no GPU memory. The GPU copies the data
+    `copy_times` times, to imitate a slower link. Raises ConfigError if the GPU does not exist.
     """
     job = Job("device", "", None, {}, n_ctx=0, n_ubatch=0, threads=1, parts=[], seed=0, device=name)
     job.copy_times = copy_times

@@ -91,8 +91,8 @@ def rows_under(cap: float, first: bool, retention: float, table: Path) -> list[C
 def write_losses(path: Path, high: Path) -> Path:
     """Write a loss table for a model, with the losses of the demo model, and return the path.
 
-    The layers and experts of the demo model's table are repeated as often as the model needs.
-    `high` is the model's file. Raises LossTableError if the demo model has no table.
+    The demo model's layers are spread evenly over the model's layers, and its experts are repeated
+    up to the model's number of experts. `high` is the model's file. Raises LossTableError if the demo model has no table.
     """
     table = losses.load(losses.default_path(DEMO_MODEL), None)
     with ExpertModel.open(high) as model:
@@ -114,8 +114,8 @@ def write_losses(path: Path, high: Path) -> Path:
 def memory_folder(n_bytes: int) -> Path | None:
     """Return a folder in memory in which models of n_bytes bytes can be stored.
 
-    Returns None if the memory is too small. It must also hold the second copy of the experts that
-    a measurement loads.
+    Returns None if there is too little memory. The memory must also hold the second copy of the
+    experts that a measurement loads.
     """
     folder = MEMORY_FOLDER / "moe-edge-bench"
     there = sum(path.stat().st_size for path in folder.glob("*.gguf"))

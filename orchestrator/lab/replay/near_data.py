@@ -507,8 +507,8 @@ def on_demand(
     """Simulate decoding on a GPU that copies missing experts when they are needed.
 
     The GPU has a cache of experts, and there is no near-data memory. Returns means over all tokens.
-    The first sequence is simulated twice, and only its second pass counts, because the first pass
-    fills the cache.
+    The first sequence is simulated twice, and only the second pass counts, because the first
+    pass fills the cache.
 
     - bits: bits per weight of a token's first expert, of its second, and so on.
     - n_slots: size of the GPU's cache, as a number of experts with 16 bits per weight.

@@ -209,9 +209,9 @@ class Score:
 def usual_high(tiers: Sequence[str]) -> str:
     """Return the name of the default high tier of a file.
 
-    This is q4_k if the file has it, otherwise the best other 4-bit tier. If the file has no 4-bit
-    tier, or only one that is its lowest tier, the result is the best tier. `tiers` are all tiers of
-    the file, best first.
+    The lowest tier is not considered. Among the others, q4_k is preferred, then the best other
+    4-bit tier. If there is no 4-bit tier, the result is the best tier of the file. `tiers` are all
+    tiers of the file, best first.
     """
     four_bits = [tier for tier in tiers[:-1] if tier.removeprefix("i").startswith("q4")]
     return "q4_k" if "q4_k" in four_bits else (four_bits or [*tiers])[0]
