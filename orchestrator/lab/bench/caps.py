@@ -123,7 +123,7 @@ def computing(rows: Sequence[Result], fewer_share: float) -> Computing:
 
 
 def add_disk_bound(row: Result, runs: Sequence[Result], compute: Computing) -> None:
-    """Add a lower bound of the time per token to a row, and the bandwidths that it depends on.
+    """Add a lower bound of the time per token to a row, and the measured disk bandwidths.
 
     A step takes at least its compute time, which `compute` estimates. It also takes at least the
     time to read its missing bytes with the highest bandwidth that was observed. `runs` are the

@@ -41,7 +41,8 @@ class Part(NamedTuple):
     - kind: PROMPT, PROMPTS (a prompt for each sequence) or DECODE.
     - seconds, at_least: decode steps end early after `seconds`, but not before `at_least` steps.
     - sequences: number of sequences that decode in one batch. After PROMPTS, each continues its own
-      prompt. After PROMPT, all continue the same prompt. With 0, a single sequence decodes.
+      prompt. After PROMPT, all continue the same prompt. With sequences=0, a single
+      sequence decodes.
     """
 
     name: str

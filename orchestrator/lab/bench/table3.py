@@ -92,7 +92,8 @@ def write_losses(path: Path, high: Path) -> Path:
     """Write a loss table for a model, with the losses of the demo model, and return the path.
 
     The demo model's layers are spread evenly over the model's layers, and its experts are repeated
-    up to the model's number of experts. `high` is the model's file. Raises LossTableError if the demo model has no table.
+    up to the model's number of experts. `high` is the model's file. Raises LossTableError if the
+    demo model has no table.
     """
     table = losses.load(losses.default_path(DEMO_MODEL), None)
     with ExpertModel.open(high) as model:

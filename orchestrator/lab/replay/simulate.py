@@ -120,10 +120,12 @@ class Simulation:
             self._fail()
 
     def use(self, layer: int, kind: int, experts: np.ndarray, expert_ns: int) -> None:
-        """Simulate the matrix products of one kind for distinct experts (int32, contiguous).
+        """Simulate the matrix products of distinct experts with their matrices of one kind.
 
         The virtual clock advances by the waits for reads, and by expert_ns for each expert that is
-        not skipped. If the experts do not all fit in the slots, they are computed in groups. Raises
+        not skipped. If the experts do not all fit in the slots, they are computed in groups.
+
+        `experts` are the numbers of the experts, each once, in a contiguous int32 array. Raises
         NativeError.
         """
         pointer = experts.ctypes.data_as(_INTS)

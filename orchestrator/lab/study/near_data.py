@@ -374,8 +374,9 @@ def near_tiers(tiers: Sequence[str]) -> NearTiers:
 class NearBits(ScoredStudy):
     """Study of low precision for near experts, which are the experts that are not hot.
 
-    Bits that are chosen by the prompt are compared with equal bits for all near experts. The first
-    half of each domain measures expert usage, and only its second half is scored.
+    The study compares two ways to choose their bits per weight: by the prompt, or equal for all
+    near experts. The first half of each domain measures expert usage, and only its second half is
+    scored.
     """
 
     def scored(self, on: Subject) -> Subject:

@@ -44,8 +44,8 @@ Predict = Callable[[Votes, Sequence[float]], Sequence[int]]
 def union(votes: Votes, candidates: int, layers: int) -> list[int]:
     """Return the experts that at least one of the nearest `layers` layers predicts.
 
-    `votes` are the predictions of the earlier layers, the nearest layer first. The first
-    `candidates` experts of each prediction count.
+    `votes` are the predictions of the earlier layers, the nearest layer first. Only the
+    first `candidates` experts of each prediction are used.
     """
     return list(dict.fromkeys(e for vote in votes[:layers] for e in vote[:candidates]))
 
@@ -58,7 +58,7 @@ def weighted(votes: Votes, candidates: int, threshold: float) -> list[int]:
     `threshold`, an expert must be predicted by all of them.
 
     - votes: the predictions of the earlier layers, the nearest layer first.
-    - candidates: number of experts at the start of each prediction that count.
+    - candidates: number of experts that are used from each prediction, from its start.
     """
     weight: dict[int, float] = defaultdict(float)
     for vote, worth in zip(votes, WEIGHTS, strict=False):
