@@ -23,9 +23,9 @@ def aligned(rows: Sequence[Sequence[str]], pad: Callable[[str, int], str] = str.
 
 
 def explained(groups: Mapping[str, Sequence[tuple[str, str]]], columns: int) -> str:
-    """Format pairs of a name and its explanation like the list of options in a `--help` text.
+    """Format names and their explanations like the list of options in a `--help` text.
 
-    groups: the pairs of each group, by the group's heading.
+    groups: the pairs (name, explanation) of each group, by the group's heading.
     columns: width at which explanations are wrapped, without breaking words.
     """
     names = [len(name) for rows in groups.values() for name, _ in rows]

@@ -48,9 +48,9 @@ def flags(arch: str | None) -> tuple[list[str], list[str]]:
 def architectures(nvcc: str, capabilities: Iterable[int]) -> str:
     """Return the value of CMAKE_CUDA_ARCHITECTURES for GPUs of these compute capabilities.
 
-    The result names machine code for GPUs that nvcc supports, such as "89-real". For newer GPUs it
-    names virtual code, which the driver compiles when it is first loaded. Raises BuildError for a
-    GPU that nvcc no longer supports.
+    For GPUs that nvcc supports, the value names machine code, such as "89-real". For newer GPUs it
+    names virtual code, which the driver compiles when the library is first loaded. Raises
+    BuildError for a GPU that nvcc no longer supports.
 
     capabilities: numbers such as 89.
     """

@@ -137,8 +137,9 @@ def _too_old(version: Sequence[int]) -> str:
 def inspect(env: Environment) -> dict[str, Any]:
     """Return facts about the environment: its Python version and its packages.
 
-    The dict has the keys `version`, `names` of the packages, `llama_cpp` (the package's folder) and
-    `stamp` (the package's build record). A value is None if it does not exist.
+    The dict has the keys `version`, `names` (of the installed packages), `llama_cpp` (the folder of
+    the package llama_cpp) and `stamp` (the build record of this package). A missing version, folder
+    or record is None.
     """
     report: dict[str, Any] = {"version": None, "stamp": None, "names": [], "llama_cpp": None}
     if env.python.exists():

@@ -248,7 +248,7 @@ def write(
 
 
 def portable(path: Path) -> bytes:
-    """Return the bytes of a built library, after renaming the libraries that it refers to.
+    """Return the bytes of a built library, with new names for the libraries that it loads.
 
     llama.cpp's library names are replaced by the names in the wheel, such as libllama by libllmoe.
     Raises BuildError if the library needs libstdc++, or a newer glibc than the wheel's tag allows.
@@ -334,7 +334,10 @@ def project() -> dict[str, Any]:
 
 
 def requirements() -> list[str]:
-    """Return moe-edge's run-time requirements, including its build of llama.cpp."""
+    """Return the requirements of moe-edge at run time, as a list of lines for pip.
+
+    One of them is moe-edge's build of llama-cpp-python.
+    """
     lines = (PATCHES / "requirements.txt").read_text().splitlines()
     return [line for line in lines if line and not line.startswith("#")]
 

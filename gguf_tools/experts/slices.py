@@ -18,7 +18,7 @@ class Tier(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """The position in a file of one kind of matrix of all experts of a layer, in one precision.
+    """The position in a model's file of a layer's expert matrices of one kind, in one precision.
 
     The matrix of expert e starts at byte `offset + e * expert_bytes` of the model's file number
     `file_index`.

@@ -139,8 +139,8 @@ def cut_slices(
 ) -> tuple[list[LayerSlices], list[LayerShapes]]:
     """Return the file positions and the shapes of the expert matrices of every MoE layer.
 
-    Both lists are in layer order. Raises GGUFError if a matrix or a tier (precision) is missing or
-    has a wrong shape.
+    The first list has the positions, and the second list the shapes, in layer order. Raises
+    GGUFError if a matrix or a tier (precision) is missing or has a wrong shape.
     """
     lower = dict(tensors.lower)
     slices: list[LayerSlices] = []
@@ -290,7 +290,9 @@ def sum_tiers(
     shapes: list[LayerShapes],
     n_expert: int,
 ) -> tuple[list[Tier], list[int]]:
-    """Return the precisions (tiers) of a model, and the size in bytes of all experts in each tier.
+    """Return two lists: a model's precisions (tiers), and the size of all experts in each tier.
+
+    The sizes are in bytes. Both lists are in the order of `names`.
 
     Raises MetadataError if a tier has more bits per weight than the tier before it.
     """

@@ -348,10 +348,10 @@ def fitting_type(ggml_type: GGMLType, n: int) -> GGMLType:
 
 
 def fallback(kind: int, requested: GGMLType, n: int) -> list[str]:
-    """Return a note, in a list, if a matrix cannot have the requested type of its precision (tier).
+    """Return a list with one note if a matrix cannot have the type of its precision (tier).
 
-    This is the case if the block size of the type does not divide the row length n. Otherwise the
-    list is empty. A packed file stores these notes.
+    This is the case if the block size of the requested type does not divide the row length n.
+    Otherwise the list is empty. A packed file stores these notes.
 
     kind: kind of the matrix, an index into KINDS.
     """

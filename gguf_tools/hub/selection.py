@@ -96,9 +96,10 @@ def check_parts(repo: str, sizes: Mapping[str, int], parts: Sequence[str]) -> No
 
 
 def models_of(names: Mapping[str, int] | Sequence[str]) -> dict[str, list[str]]:
-    """Find the GGUF models among file names. Return the files of each model by its first file.
+    """Return the GGUF models among file names, as a dict.
 
-    All parts of a split model are returned, even if `names` lacks some of them.
+    A key is the name of a model's first file. The value is the list of the names of all its files.
+    All parts of a split model are listed, even if `names` lacks some of them.
     """
     models: dict[str, list[str]] = {}
     for name in sorted(names):

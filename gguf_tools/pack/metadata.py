@@ -60,9 +60,10 @@ def write_tiers(
 def method_and_calibration(
     model: ExpertModel, matrices: list[Matrix], quantizer: ExpertQuantizer | None
 ) -> tuple[str, str]:
-    """Return the quantization method and the calibration, as texts for a packed file's metadata.
+    """Return the names of a packed file's quantization method and calibration, for its metadata.
 
-    If lower tiers are copied from the source file, the names in that file's metadata are included.
+    If lower tiers were copied from the source file, the names come from the source file's metadata.
+    If other lower tiers were quantized anew, both methods are named.
     """
     by = quantizer or Rtn
     lower = [each.copy_from is None for matrix in matrices for each in matrix.targets[1:]]

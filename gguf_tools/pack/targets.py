@@ -41,10 +41,10 @@ _DENSE_KEEP = (
 
 
 class Target(NamedTuple):
-    """A tensor to be written: one kind of matrix of all experts of a layer, in one precision.
+    """A tensor to be written: a layer's expert matrices of one kind, in one precision.
 
-    copy_from: position in the source of a matrix that already has this type, which is copied. If it
-        is None, the tensor is quantized from the source's best tier.
+    copy_from: position of data in the source file that already has this type and is copied. If
+        copy_from is None, the tensor is quantized from the source's best tier.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Target(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """One kind of matrix of all experts of a layer, and the tensors to be written from it.
+    """A layer's expert matrices of one kind, and the tensors to be written from them.
 
     source: position of the best precision in the source.
     shape: (row length, rows) of one expert's matrix.

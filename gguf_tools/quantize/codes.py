@@ -21,13 +21,14 @@ Decode = Callable[[Blocks], Floats]
 class Plane(NamedTuple):
     """Describes where a quantization block stores some bits of its codes.
 
-    A code is the integer that stands for a weight. The plane has `width` bits of each code, from
-    bit `low` on. It begins at byte `start` of the block. Each byte has bits of 8 / width codes,
-    whose numbers differ by `group`. The lowest bits of a byte belong to the code with the lowest
-    number.
+    A code is the integer that stands for a weight. For example, Plane(2, 4, 16) stores 4 bits of
+    each of 32 codes in the bytes 2 to 17: codes 0 to 15 in the low halves of the bytes, and codes
+    16 to 31 in the high halves.
 
-    For example, Plane(2, 4, 16) stores 4 bits of 32 codes in the bytes 2 to 17: codes 0 to 15 in
-    the low halves of the bytes, and codes 16 to 31 in the high halves.
+    start: number of the plane's first byte in the block.
+    width: number of bits that the plane stores of each code.
+    group: distance between the numbers of two codes that are neighbors in the same byte.
+    low: number of the first of these bits in the code.
     """
 
     start: int
@@ -97,12 +98,12 @@ def put_codes(ggml_type: GGMLType, blocks: Blocks, codes: Blocks) -> None:
 
 
 def code_values(ggml_type: GGMLType, blocks: Blocks, decode: Decode) -> Floats:
-    """Return the values that all weights in quantized blocks would have with certain codes.
+    """Return the value that each weight of quantized blocks would have with one or two test codes.
 
-    A code is the integer that stands for a weight. Its value depends on the scales of the block. If
-    the values of a type's codes are equally spaced, the results are for the first and the last
-    code. Otherwise, the result is for the code whose value equals the block's scale. The values of
-    all other codes can be computed from these.
+    A code is the integer that stands for a weight. Its value depends on the scales of the block.
+    The test codes are the first and the last code of a type whose code values are equally spaced.
+    For other types, the only test code is the one whose value equals the block's scale. The values
+    of all other codes can be computed from the result.
 
     blocks: uint8 [number of blocks, bytes per block].
     decode: function that decodes the bytes of blocks to float32 values.

@@ -102,8 +102,9 @@ def outer_sum(parts: Iterable[Floats], device: str) -> Square:
 def smoothed(own: Square, tokens: int, shared: Square | None = None) -> Square:
     """Return an expert's Hessian [n, n] for GPTQ, regularized because it may have few tokens.
 
-    The regularization counts like n further tokens. Their mean of x x^T is the average of `shared`
-    and of the diagonal of the expert's own mean. Without `shared`, it is the diagonal alone.
+    The result is own + n * R. R is the average of `shared` and of the diagonal matrix of
+    own / tokens. Without `shared`, R is the diagonal matrix alone. For an expert without tokens, R
+    is `shared`, or zero without `shared`.
 
     own: sum of x x^T over the inputs x of the tokens routed to the expert.
     tokens: number of these tokens.
@@ -184,9 +185,10 @@ class _Grid:
             self._inverse = (1 / self._step.masked_fill(zero, 1)).masked_fill(zero, 0)
 
     def nearest(self, column: int, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """For each row, return the code with the value closest to the wanted value, and its value.
+        """Return the best code of each row of a column, and the values of these codes, both [rows].
 
-        Codes are counted from 0, which is the first code of the type.
+        The best code has the value that is closest to the wanted value. Codes are counted from 0,
+        which is the first code of the type.
 
         column: number of the column in the group.
         wanted: [rows], the wanted values of the column.

@@ -41,8 +41,9 @@ _LEGACY_NAME_BYTES = 4096
 class Entry(NamedTuple):
     """The importance of the columns of one matrix, or of the same matrix in all experts.
 
-    sums: float32, sums of squared inputs of each column, for one expert after another.
-    counts: float32, number of tokens: one value, or one value per expert.
+    sums: float32, the sum of the squared inputs of each column. The columns of all experts follow
+        each other.
+    counts: float32, the number of tokens that were added, as one value, or as one value per expert.
     """
 
     sums: Floats

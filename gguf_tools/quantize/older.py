@@ -11,9 +11,9 @@ _LOWEST_CODE = 8 - 1
 
 
 def growth(new: GGMLType) -> int:
-    """Return how many times larger a tensor becomes if the type `new` is replaced by an older type.
+    """Return the factor by which tensors of the type `new` grow if converted to an older type.
 
-    new: a type that released versions of llama.cpp cannot read. OLDER[new] replaces it.
+    new: a type that released versions of llama.cpp cannot read. OLDER[new] is the older type.
     """
     old = OLDER[new]
     return BLOCK[old].bytes * BLOCK[new].weights // (BLOCK[old].weights * BLOCK[new].bytes)

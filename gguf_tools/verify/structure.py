@@ -41,8 +41,9 @@ def layout_problems(part: GGUFFile) -> Iterator[Problem]:
 def foreign_problems(parts: list[GGUFFile]) -> Iterator[Problem]:
     """Yield a problem for each file of a split model that comes from another quantization.
 
-    Such a file is recognized by its expert matrices: in the other files, no matrix of the same kind
-    has the same type.
+    Such a file is recognized by the types of its expert matrices. For every kind of matrix and
+    every precision, the types in this file differ from those in all other files. Only one problem
+    is reported for a model of two files.
 
     parts: the files of the model.
     """

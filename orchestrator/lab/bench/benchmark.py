@@ -75,7 +75,10 @@ class Benchmark(ABC):
         """Return the cases to measure (systems under memory caps), in the order of the tables."""
 
     def row(self, case: Case, runs: Sequence[Result]) -> Result:
-        """Return the row of a case: its metrics over all runs, or "error" if it failed."""
+        """Return the row of a case: a dict with its metrics over all runs.
+
+        If the case failed, the row has the key "error" with the reason instead.
+        """
         return case_row(case, runs, self.limit_bytes(case))
 
     @abstractmethod
@@ -147,7 +150,7 @@ class Benchmark(ABC):
         ]
 
     def measure_all(self, listed: Sequence[Case]) -> list[list[Result]]:
-        """Measure all cases once, and repeat this `on.runs` times. Returns the runs of each case.
+        """Measure each case `on.runs` times, and return a list of measurements for each case.
 
         All cases are measured before any is repeated, so that compared runs are only minutes apart.
         A case that failed is not repeated.
@@ -229,7 +232,7 @@ class Benchmark(ABC):
         return int(case.cap * self.file_bytes)
 
     def shape(self) -> ModelShape:
-        """Return the sizes and number of the model's experts, for the division into slots."""
+        """Return the sizes and the number of the model's experts in the high precision."""
         return model_shape(self.model, (0,))
 
     @property

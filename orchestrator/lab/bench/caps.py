@@ -123,7 +123,7 @@ def computing(rows: Sequence[Result], fewer_share: float) -> Computing:
 
 
 def add_disk_bound(row: Result, runs: Sequence[Result], compute: Computing) -> None:
-    """Add a lower bound of the time per token to a row, and the bandwidths that it depends on.
+    """Add a lower bound of the time per token to a row, and the measured disk bandwidths.
 
     A step takes at least its compute time, which `compute` estimates. It also takes at least the
     time to read its missing bytes with the highest bandwidth that was observed. `runs` are the
@@ -142,9 +142,10 @@ def add_disk_bound(row: Result, runs: Sequence[Result], compute: Computing) -> N
 
 
 def step_bytes(part: Result) -> list[float]:
-    """Return the bytes that each step needed from the disk.
+    """Return how many bytes from the disk each step needed, as one number for each step.
 
-    These are the bytes read on demand, and the prefetched bytes times the fraction that was used.
+    This is the number of bytes read on demand, plus the number of prefetched bytes times the
+    fraction of prefetched bytes that was used.
     """
     used = part["store"]["used_ahead"]
     return [demand + used * ahead for demand, ahead in part["step_reads"]]
@@ -170,8 +171,8 @@ class Caps(Benchmark):
     def cases(self) -> list[Case]:
         """Return the cases to measure: first with everything in memory, then under each cap.
 
-        The cases under a cap are upstream llama.cpp, all our policies, and llama.cpp with smaller
-        experts. The smaller experts have the largest type with which the model fits in memory.
+        The cases under a cap are upstream llama.cpp, all our policies, and llama.cpp with all
+        experts in a smaller type. This is the largest type with which the model fits in memory.
         Batched decoding is measured with our policies only.
         """
         options = self.on

@@ -155,7 +155,8 @@ SKIP_AHEAD = "6 cache + 4/0 + prefetch"
 class PaperRatios(NamedTuple):
     """Speed-ups of a row of Table 3 over its first row, as printed in the paper.
 
-    Each pair has the values for a GPU with 16 GB and one with 24 GB.
+    - tpot, ttft: the speed-up of decoding and of the first token, each as a pair: on a GPU with
+      16 GB, and on a GPU with 24 GB.
     """
 
     tpot: tuple[float, float]

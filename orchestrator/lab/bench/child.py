@@ -41,7 +41,8 @@ class Part(NamedTuple):
     - kind: PROMPT, PROMPTS (a prompt for each sequence) or DECODE.
     - seconds, at_least: decode steps end early after `seconds`, but not before `at_least` steps.
     - sequences: number of sequences that decode in one batch. After PROMPTS, each continues its own
-      prompt. After PROMPT, all continue the same prompt. With 0, a single sequence decodes.
+      prompt. After PROMPT, all continue the same prompt. With sequences=0, a single
+      sequence decodes.
     """
 
     name: str
@@ -133,14 +134,17 @@ Draw = Callable[[int], list[int]]
 
 
 def token_stream(seed: int, n_vocab: int) -> Draw:
-    """Return a function that draws random ordinary tokens, the same for every system."""
+    """Return a function that draws the next n random tokens, without control tokens.
+
+    The tokens depend only on `seed` and `n_vocab`, so every system gets the same tokens.
+    """
     # Greedy decoding is not used, because a model with random weights soon repeats itself.
     rng = random.Random(seed)
     return lambda n: [rng.randrange(3, n_vocab - 3) for _ in range(n)]
 
 
 def text_stream(seed: int, pieces: Sequence[str], tokenize: Callable[[str], Sequence[int]]) -> Draw:
-    """Return a function that draws tokens from endlessly repeated, shuffled conversations.
+    """Return a function that draws the next n tokens of shuffled, endlessly repeated conversations.
 
     `pieces` are the conversations. `tokenize` converts a text to tokens.
     """
@@ -242,7 +246,10 @@ def free_bytes(device: str | None) -> int:
 
 
 def slow_link(job: Job) -> None:
-    """Make the job's device copy each expert as often as the job says."""
+    """Make the GPU of a job copy each expert `job.copy_times` times, to imitate a slower link.
+
+    Does nothing if the job names no GPU or copies each expert once.
+    """
     if job.device is None or job.copy_times == 1:
         return
     from orchestrator.native import slow_copies

@@ -116,9 +116,9 @@ def job(case: Case, high: Path, low: Path, model: ExpertModel) -> Job:
 
 
 def token_bytes(model: ExpertModel) -> int:
-    """Return the size of the slots for the experts of one token in one layer, in bytes.
+    """Return the size of the expert slots in cases that must have no cache hits, in bytes.
 
-    The slots have twice the size of these experts.
+    This is twice the size of the experts that one token uses in one layer.
     """
     share = model.n_expert_used / model.n_expert / model.n_layers
     return 2 * int(share * model.tier_bytes[0])

@@ -129,7 +129,10 @@ class GpuOptions(BenchOptions):
 
     @classmethod
     def of(cls: type[Asked], given: Mapping[str, Any]) -> Asked:
-        """Return the options of the command line. With --table3, others have other defaults."""
+        """Return the options that were given on the command line.
+
+        With --table3, some of the other options have different defaults.
+        """
         if given.get("table3"):
             quick = ("shape", "layers") if given.get("quick") else ()
             usual = {name: v for name, v in table3.DEFAULTS.items() if name not in quick}
@@ -168,7 +171,11 @@ class GpuOptions(BenchOptions):
 
 
 def nearest_times(own: float, wanted: float) -> int:
-    """Return how often to copy, so that a link of `own` bytes per second is nearest to `wanted`."""
+    """Return how many times to copy each expert, to imitate a link of another bandwidth.
+
+    Copying n times divides the bandwidth by n. The result is the n for which `own` / n is nearest
+    to `wanted`. Both bandwidths are in bytes per second.
+    """
     fewer = max(1, int(own / wanted))
     return min((fewer, fewer + 1), key=lambda times: abs(own / times - wanted))
 
@@ -212,7 +219,7 @@ class FixedMemory:
 
 
 def getting(case: Case, how: str) -> Case:
-    """Return a copy of a case that handles cache misses in the way `how`, such as "copy"."""
+    """Return a copy of a case in which the setting `misses` has the value `how`, such as "copy"."""
     return replace(case, settings=case.settings | {"misses": how})
 
 
@@ -420,7 +427,8 @@ class Gpu(Benchmark):
     def bandwidth(self, number: int, seconds: float = 1.5) -> disk.Bandwidth:
         """Measure the disk bandwidth and, once per run, the bandwidth of copies to the GPU.
 
-        With --table3, nothing is read from the disk, so it is measured only once.
+        With --table3, nothing is read from the disk. The disk bandwidth is then measured only at
+        the start of each run.
         """
         if len(self.copies) <= number:
             self.copies.append(self.ask_link())
@@ -434,7 +442,10 @@ class Gpu(Benchmark):
             super().forget()
 
     def ask_link(self) -> Result:
-        """Measure the bandwidth of copies to the GPU, which --link may slow down."""
+        """Measure the bandwidth of copies to the GPU, and return it for each kind of memory.
+
+        If --link imitates a slower link, the bandwidth of the slower link is measured.
+        """
         found: Result = ask_device(self.on.device, self.times)["copies"]
         return found
 
@@ -542,15 +553,19 @@ class Gpu(Benchmark):
 
 
 def link_speed(copies: Result) -> float:
-    """Return the bandwidth of copies to the GPU in bytes per second, pinned if possible."""
+    """Return the measured bandwidth of copies to the GPU, in bytes per second.
+
+    This is the bandwidth of copies from pinned memory, or from pageable memory if the driver
+    cannot pin memory.
+    """
     return float(copies["pinned"] or copies["pageable"])
 
 
 def ask_device(name: str, copy_times: int = 1) -> Result:
-    """Return the name, the memory and the copy bandwidth of a GPU that copies `copy_times` times.
+    """Return the name, the memory and the copy bandwidth of a GPU, as a dict.
 
-    A child process measures them, so that this process uses no GPU memory. Raises ConfigError if
-    the GPU does not exist.
+    A child process measures them, so that this process uses no GPU memory. The GPU copies the data
+    `copy_times` times, to imitate a slower link. Raises ConfigError if the GPU does not exist.
     """
     job = Job("device", "", None, {}, n_ctx=0, n_ubatch=0, threads=1, parts=[], seed=0, device=name)
     job.copy_times = copy_times

@@ -53,7 +53,7 @@ def build_models(options: BenchOptions, tiers: Sequence[str], note: Note) -> lis
 
 
 def model_bytes(options: BenchOptions, tiers: Sequence[str]) -> int:
-    """Return the bytes of the random-weight models with these expert types."""
+    """Return the total size in bytes of the random-weight models, one for each expert type."""
     return sum(synthetic.file_bytes(_shape(options), tier) for tier in tiers)
 
 
@@ -68,7 +68,7 @@ def uniform_tiers(options: BenchOptions) -> tuple[str, ...]:
 
 
 def tier_expert_bytes(model: ExpertModel, tier: str) -> int | None:
-    """Return the bytes of all experts of a model if they had this type.
+    """Return the size in bytes that all experts of a model would have in the type `tier`.
 
     Returns None if a matrix row is not a whole number of the type's blocks.
     """

@@ -210,5 +210,5 @@ class BenchOptions(Settings):
 
     @property
     def words(self) -> str:
-        """The word for the tokens in reports, such as "random"."""
+        """The word that describes the measured tokens in reports: "text" or "random"."""
         return "text" if self.trained else "random"

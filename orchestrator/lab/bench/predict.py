@@ -64,18 +64,21 @@ SETTLE_STEPS = 16
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The steps of a benchmark process: prompts and decode steps, as (phase, tokens, steps)."""
+    """The steps of a benchmark process: prompts and decode steps.
+
+    - steps: consecutive groups of equal steps, each as (phase, tokens per step, number of steps).
+    """
 
     n_layers: int
     steps: Sequence[tuple[Phase, int, int]]
 
 
 def draw_trace(shape: synthetic.Shape, run: Run, seed: int = 0) -> Trace:
-    """Return a trace with the routing of a random-weight model with skewed (zipf) routing.
+    """Generate the trace of a random-weight model whose experts are used unevenly (zipf).
 
-    A router's logit is the bias of the expert plus noise that differs between tokens. Each layer
-    adds RESIDUAL_POWER of noise to the residual stream, so the prediction for the next layer sees
-    part of the next layer's noise. See gguf_tools.synthetic.tensors.
+    No model is run. A router's logit is the bias of the expert plus random noise for each token.
+    Most of the noise is the same in two neighboring layers, so the experts of the next layer can be
+    predicted, with errors.
     """
     rng = np.random.default_rng(seed)
     k, n_expert, layers = shape.n_expert_used, shape.n_expert, run.n_layers
@@ -202,7 +205,7 @@ def _slices(shape: synthetic.Shape, layers: int) -> np.ndarray:
 
 
 def expert_bytes(trace: Trace) -> int:
-    """Return the bytes of all experts of a trace in the high precision."""
+    """Return the size in bytes of all experts in the high precision, for the model of a trace."""
     return int(trace.n_expert * trace.arrays["slices"][:, :, 0, 2].sum())
 
 
@@ -252,9 +255,10 @@ def replayed(trace: Trace, case: Case, speed: float, measured_from: int) -> Resu
 
 
 def left_out(shape: synthetic.Shape, cases: Sequence[Case]) -> dict[str, float]:
-    """Return what a replay of the measured run lacks, in ms per token and layer, by row.
+    """Return the time that a replay does not simulate, in ms per token and layer, by row name.
 
-    The value is that of the H200 minus that of the replay.
+    This is the decode time that was measured on an H200 GPU, minus the time of a replay with the
+    same steps. Rows that were not measured on the H200 are left out.
     """
     decode = (Phase.DECODE, 1, 128)
     steps = [(Phase.PREFILL, MEASURED_PROMPT, 2), (Phase.DECODE, 1, SETTLE_STEPS), decode]

@@ -60,7 +60,7 @@ def best_runs(rows: Sequence[Result], key: str = "tpot_ms_p50_runs") -> list[flo
 def add_ratio(
     rows: Sequence[Result], name: str, bases: Sequence[Result], key: str = "tpot_ms_p50_runs"
 ) -> None:
-    """Add to each row, as `name`, its speed relative to the fastest row of `bases`.
+    """Add to each row its speed relative to the fastest row of `bases`, under the key `name`.
 
     `key` selects the time, by default the median decode step. Does nothing if `bases` is empty.
     """
@@ -71,7 +71,7 @@ def add_ratio(
 
 
 def caps_of(rows: Sequence[Result]) -> list[list[Result]]:
-    """Group rows by their memory cap, and keep their order."""
+    """Return one list of rows for each memory cap, with the caps and the rows in their order."""
     caps = dict.fromkeys(row["cap"] for row in rows)
     return [[row for row in rows if row["cap"] == cap] for cap in caps]
 
@@ -167,14 +167,17 @@ SLOWEST = Column("p99", "tpot_ms_p99", fixed(1), "ms")
 
 
 def step(digits: int) -> Column:
-    """Return the table column of the median decode step in milliseconds, with `digits` decimals."""
+    """Return the definition of a table column: the time of the median decode step.
+
+    The time is shown in milliseconds, with `digits` decimals.
+    """
     return Column("p50", "tpot_ms_p50", fixed(digits), "ms")
 
 
 def moved(key: str = "bytes_per_token") -> Column:
-    """Return the table column of the megabytes that were read or copied per token.
+    """Return the definition of a table column: megabytes that were read or copied per token.
 
-    `key` is the row's key for the number of bytes.
+    `key` is the key under which a row has the number of bytes per token.
     """
     return Column("MB/tok", key, fixed(1, MB))
 

@@ -66,7 +66,7 @@ COPIES = 2
 
 
 def on_gpu() -> list[Case]:
-    """Return the rows of our engine with all experts on the GPU."""
+    """Return the cases of our engine that have all experts on the GPU."""
     settings = {"policy": "dymoe", "retention": 1.0, "prefetch": "off", "force_managed": True}
     return [
         replace(REFERENCE, name="static tables, all on GPU"),
@@ -75,9 +75,9 @@ def on_gpu() -> list[Case]:
 
 
 def rows_under(cap: float, first: bool, retention: float, table: Path) -> list[Case]:
-    """Return the rows of our engine with a share of the experts on the GPU.
+    """Return the cases of our engine that have a fraction `cap` of the experts on the GPU.
 
-    - first: whether this is the first cap of the run, which always has the row "load on demand".
+    - first: whether this is the first cap of the run, which always has the case "load on demand".
     - table: the loss table for the policy floor.
     """
     paper = paper_rows(cap, retention)
@@ -89,10 +89,11 @@ def rows_under(cap: float, first: bool, retention: float, table: Path) -> list[C
 
 
 def write_losses(path: Path, high: Path) -> Path:
-    """Write a loss table for a model: that of the demo model, stretched to the model's shape.
+    """Write a loss table for a model, with the losses of the demo model, and return the path.
 
-    Layers are repeated to the model's number of layers, and so are experts. `high` is the model's
-    file. Returns the path. Raises LossTableError if the demo model has no table.
+    The demo model's layers are spread evenly over the model's layers, and its experts are repeated
+    up to the model's number of experts. `high` is the model's file. Raises LossTableError if the
+    demo model has no table.
     """
     table = losses.load(losses.default_path(DEMO_MODEL), None)
     with ExpertModel.open(high) as model:
@@ -112,9 +113,10 @@ def write_losses(path: Path, high: Path) -> Path:
 
 
 def memory_folder(n_bytes: int) -> Path | None:
-    """Return a folder in memory for models of n_bytes bytes, next to the copy that a row needs.
+    """Return a folder in memory in which models of n_bytes bytes can be stored.
 
-    Returns None if there is not enough memory.
+    Returns None if there is too little memory. The memory must also hold the second copy of the
+    experts that a measurement loads.
     """
     folder = MEMORY_FOLDER / "moe-edge-bench"
     there = sum(path.stat().st_size for path in folder.glob("*.gguf"))

@@ -183,7 +183,8 @@ class LayerActivations:
 
     - layer: index among the MoE layers.
     - ids: the k experts that the router chose for each token, int32 [T, k].
-    - x, hidden: inputs of the gate and up matrices, and of the down matrices.
+    - x: inputs of the gate and up matrices.
+    - hidden: inputs of the down matrices.
     """
 
     layer: int

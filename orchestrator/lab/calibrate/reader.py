@@ -51,7 +51,7 @@ class Step(NamedTuple):
     """The result of one evaluation step, in which several windows (pieces of text) were read.
 
     - windows: indices of the windows that were read. windows[i] was read as sequence i.
-    - of: for each token with logits, the position of its window in `windows`, int [n].
+    - of: for each of the n tokens with logits, the index in `windows` of its window, int [n].
     - logits: float32 [n, n_vocab] in the order of the text, valid until the next step.
     """
 

@@ -35,7 +35,7 @@ class CheckJob:
     - n_prompt: number of prompt tokens. None uses one micro-batch of the plan.
     - n_decode: number of decoded tokens.
     - prompt, answer: the tokens to read. None uses a built-in text and greedy decoding.
-    - chosen: ignore settings without effect. They can come from a plan for a loss budget.
+    - chosen: ignore settings that the policy does not have, instead of refusing them.
     - answers: load the model as for a chat, and also check its tokenizer and chat template.
     - conversations: plan the memory for saved conversations, as for a chat.
 

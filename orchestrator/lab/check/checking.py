@@ -59,8 +59,8 @@ class ComparedTier(NamedTuple):
     """A precision (tier) in which our results are compared with those of llama.cpp.
 
     - path: the model file with the tier.
-    - packed: the tier is not the best one of its file. It is exported first, because llama.cpp
-      reads only the best tier of a file.
+    - packed: whether the file has a better tier too. The tier is then exported to a file of its
+      own, because llama.cpp reads only the best tier of a file.
     """
 
     path: Path
@@ -376,7 +376,8 @@ def compare_rows(rows: Path, reference: Path, n_vocab: int) -> dict[str, Any]:
 
     - rows: number of rows in our file. equal: whether all bits are equal.
     - first: index of the first row that differs, or None.
-    - first_error, most: largest difference in that row and in any row; None if it is not finite.
+    - first_error: largest difference in the row `first`. most: largest difference in all rows. Both
+      are None if the difference is not finite.
     - choices: number of rows in which the most likely token differs.
     - finite: whether all our values are finite.
     """

@@ -238,7 +238,7 @@ def figure_4(on: Measured) -> Made:
 
 @cache
 def near_data(on: Measured) -> list[dict[str, Any]]:
-    """Simulate the paper's methods on its machine, a GPU with a near-data memory.
+    """Simulate the paper's methods on the paper's machine, a GPU with a near-data memory.
 
     A near-data memory computes experts in the memory that holds them. Each of the paper's models
     and bit widths is simulated twice: with random routing, and with the routing of our model.

@@ -55,7 +55,7 @@ def played(
     """Return a trace that contains predictions for later layers, and the options to replay it.
 
     - prompt, answer: number of recorded tokens of the prompt and of the answer.
-    - reads: time to read all experts of a token, divided by the time to compute the token.
+    - reads: simulated time to read all experts of a token, divided by the time to compute a token.
     """
     trace = on.trace(prompt or PROMPT, answer or ANSWER)
     return Played(on.library, trace, on_link(trace, reads))
@@ -257,8 +257,9 @@ def figure_5(on: Measured) -> Made:
 def figure_6(on: Measured) -> Made:
     """Make Figure 6: the loss of eq. 11 for each pair (K, P).
 
-    The P layers before a layer each predict K of its experts. K is at most twice the number of
-    experts per token. Also shows which pairs Algorithm 1 of the paper and our searches choose.
+    To predict the experts of a layer, each of the P layers before it names K experts. K is at most
+    twice the number of experts per token. Also shows which pairs Algorithm 1 of the paper and our
+    searches choose.
     """
     subject = on.subject(LOGITS)
     k, n_expert = subject.n_expert_used, subject.n_expert

@@ -149,7 +149,7 @@ class Measured(AbstractContextManager["Measured"]):
         self.spoken.unlink(missing_ok=True)
 
     def basis(self) -> dict[str, Any]:
-        """Return the model and the text that all results depend on, for JSON."""
+        """Return a description of the measured model and text, as a dict for JSON."""
         size = self.config.model.stat().st_size
         text = f"{', '.join(self.domains)} ({self._digest[:8]})"
         if self._most is not None:

@@ -147,8 +147,9 @@ class PaperModel:
     ) -> tuple[float, np.ndarray]:
         """Return the time of one layer in a prompt, and which experts are copied to the GPU.
 
-        An expert that is not on the GPU is computed in the near-data memory, or copied to the GPU
-        over the link. Experts with the most tokens are copied, as many as make the layer fastest.
+        Experts that are not on the GPU are computed in the near-data memory, except those that are
+        copied to the GPU over the link. The experts with the most tokens are copied. Their number
+        is the one with which the layer takes the least time.
 
         - tokens: number of tokens of each expert, float64 [n_expert].
         - on_gpu: whether each expert is on the GPU from the start, bool [n_expert].
@@ -347,11 +348,11 @@ def _choose(
 def from_trace(shape: PaperModel, trace: Trace) -> Routing:
     """Convert the routing of a trace to the number of layers and experts of a model of the paper.
 
-    The layers of the trace are repeated as often as needed. If the trace has more experts, groups
-    of neighboring experts are merged into one expert each.
+    The layers of the trace are repeated as often as needed. If the trace has more experts than the
+    model, groups of neighboring experts are merged into one expert each.
 
     Raises ConfigError if the experts cannot be divided into equal groups, or if the trace has fewer
-    experts per token. Raises TraceError if the trace has no prompt with an answer.
+    experts per token than the model. Raises TraceError if the trace has no prompt with an answer.
     """
     fold, rest = divmod(trace.n_expert, shape.n_expert)
     if rest or trace.n_expert_used < shape.n_expert_used:
@@ -383,13 +384,15 @@ def from_trace(shape: PaperModel, trace: Trace) -> Routing:
 def folded(
     ids: np.ndarray, weights: np.ndarray, fold: int, shape: PaperModel
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Merge each `fold` neighboring experts of a trace into one expert, and add their gate weights.
+    """Merge groups of `fold` neighboring experts of a trace into one expert each.
 
-    `ids` and `weights` are the experts and gate weights of each token, [T, k]. Each token keeps the
-    n_expert_used experts with the largest weights.
+    The gate weight of a merged expert is the sum of the gate weights of its group. Each token keeps
+    the merged experts with the largest weights.
 
-    Returns their ids and weights, [T, n_expert_used], the largest weight first. The id is -1 if a
-    token has fewer experts.
+    - ids, weights: the experts and gate weights of each token, [T, k].
+
+    Returns the ids and weights of the merged experts of each token, [T, n_expert_used], the largest
+    weight first. The id is -1 if a token has fewer experts.
     """
     rows = np.broadcast_to(np.arange(len(ids))[:, None], ids.shape)
     sums = np.zeros((len(ids), shape.n_expert))
@@ -472,9 +475,10 @@ class Decoded:
 
 
 def placed(asked: NearData, scores: np.ndarray) -> Plan:
-    """Place the experts with the largest scores on the GPU, and all others in the near-data memory.
+    """Return the placement in which the n_hot best experts of each layer are on the GPU.
 
-    The others have near_bits bits per weight on average. `scores` is [n_layers, n_expert].
+    The best experts have the largest `scores` [n_layers, n_expert]. All other experts are in the
+    near-data memory, with at most near_bits bits per weight on average.
     """
     losses = nominal_losses(NEAR_BITS, *asked.model.size)
     tiers = place(scores, asked.n_hot, losses, NEAR_BITS, asked)
@@ -500,12 +504,14 @@ def decode(shape: PaperModel, plan: Plan, sequence: Sequence) -> Decoded:
 def on_demand(
     shape: PaperModel, sequences: list[Sequence], bits: tuple[int, ...], n_slots: float
 ) -> Decoded:
-    """Simulate a GPU without near-data memory, which copies missing experts when they are needed.
+    """Simulate decoding on a GPU that copies missing experts when they are needed.
+
+    The GPU has a cache of experts, and there is no near-data memory. Returns means over all tokens.
+    The first sequence is simulated twice, and only the second pass counts, because the first
+    pass fills the cache.
 
     - bits: bits per weight of a token's first expert, of its second, and so on.
     - n_slots: size of the GPU's cache, as a number of experts with 16 bits per weight.
-
-    The first sequence is simulated twice, because the first pass fills the cache.
     """
     free = n_slots * shape.expert_bytes()
     held: OrderedDict[tuple[int, int], float] = OrderedDict()  # least recently used first
@@ -555,10 +561,10 @@ class Run:
         return float(np.mean([getattr(each, name) for each in self.decoded]))
 
     def times(self) -> list[dict[str, float]]:
-        """Return the mean times for each pair of prompt length and answer length in LENGTHS.
+        """Return mean times as one dict for each pair of prompt and answer length in LENGTHS.
 
-        They are the time of the prompt, the time to move experts, and the total time including the
-        answer.
+        A dict has the two lengths, the time of the prompt, the time to move experts, and the total
+        time including the answer. Times are in milliseconds.
         """
         rows = []
         for column, (prompt, answer) in enumerate(LENGTHS):

@@ -120,10 +120,12 @@ class Simulation:
             self._fail()
 
     def use(self, layer: int, kind: int, experts: np.ndarray, expert_ns: int) -> None:
-        """Simulate the matrix products of one kind for distinct experts (int32, contiguous).
+        """Simulate the matrix products of distinct experts with their matrices of one kind.
 
         The virtual clock advances by the waits for reads, and by expert_ns for each expert that is
-        not skipped. If the experts do not all fit in the slots, they are computed in groups. Raises
+        not skipped. If the experts do not all fit in the slots, they are computed in groups.
+
+        `experts` are the numbers of the experts, each once, in a contiguous int32 array. Raises
         NativeError.
         """
         pointer = experts.ctypes.data_as(_INTS)
@@ -279,9 +281,10 @@ def set_up(
 
 
 class RecordedHistory(History):
-    """The expert usage that the recorded run had learned earlier, for a policy in a replay.
+    """Gives a policy in a replay the history that the policy had in the recorded run.
 
-    `estimate` is the quality loss of the precisions in use; None if unknown.
+    The history is the expert usage and the losses that were known before the recording. `estimate`
+    is the quality loss of the precisions in use; None if unknown.
     """
 
     def __init__(
@@ -302,10 +305,13 @@ class RecordedHistory(History):
 
 
 def foreseen(trace: Trace, tiers: tuple[int, ...], path: Path | None) -> KlEstimate | None:
-    """Return the quality loss of precisions relative to the best of them; None if unknown.
+    """Return an estimate of the quality loss in each precision; None if the losses are unknown.
 
-    `tiers` are indices into the trace's tiers. The losses are those in the trace, or those of the
-    loss table `path` of another model. Raises ConfigError if the table lacks a precision.
+    The losses are relative to the best of these precisions. They are stored in the trace, or in
+    the loss table `path` of another model if a path is given.
+
+    `tiers` are the precisions, as indices into the trace's tiers, best first. Raises ConfigError if
+    the loss table lacks a precision of the trace.
     """
     names = trace.header.tiers
     costs = trace.arrays["costs"]

@@ -97,7 +97,7 @@ class Played(NamedTuple):
 
 
 def parts(k: int) -> dict[str, list[Part]]:
-    """Return the systems to compare with each baseline, by the baseline's name.
+    """Return two lists of systems to compare, by the name of the baseline that they belong to.
 
     The baseline NO_PREFETCH reads missing experts on demand, as our store does. The baseline BASE
     is that of the FIRM-MoE paper: it prefetches whole experts over a link with one queue. `k` is
@@ -240,8 +240,8 @@ def _measured(on: Played, part: Part, expert_bytes: int) -> Row:
 def measure_votes(on: Played) -> Findings:
     """Measure the loss (eq. 11 of FIRM-MoE) of every pair of K candidates and P voting layers.
 
-    The P layers before a layer each predict K of its experts. K is at most the number of experts
-    per token. The result also has the pair that each tuning method chooses.
+    To predict the experts of a layer, each of the P layers before it names K experts. K is at most
+    the number of experts per token. The result also has the pair that each tuning method chooses.
 
     Raises ConfigError if all experts were in memory, so that there was no loss.
     """

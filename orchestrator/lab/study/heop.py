@@ -36,11 +36,12 @@ PATIENCE = 2
 
 
 class Losses:
-    """Computes the loss (eq. 11 of FIRM-MoE) of each token for all pairs (K, P).
+    """Computes how large the prediction loss of FIRM-MoE (eq. 11) is with each choice of K and P.
 
-    The P layers before a layer each predict K of its experts. The loss counts experts that are
-    predicted and not used, or used and not predicted. Experts in the cache are not counted. Losses
-    are added within each group of layers: shallow, middle and deep.
+    To predict the experts of a layer, each of the P layers before it names K experts. The loss
+    counts the experts that are predicted but not used, and those that are used but not predicted.
+    Experts in the simulated cache are not counted. Losses are kept for each token and each group of
+    layers: shallow, middle and deep.
     """
 
     def __init__(self, n_layers: int, n_expert: int, k: int, slots: int) -> None:

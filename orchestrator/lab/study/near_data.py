@@ -99,9 +99,12 @@ class Usage:
 
 
 def captured(scores: np.ndarray, used: np.ndarray, n_hot: int) -> float:
-    """Return how many uses the n_hot experts with the highest scores in each layer have together.
+    """Return how many of all expert uses belong to hot experts.
 
-    `scores` and `used` are the score and the number of uses of each expert, [n_layers, n_expert].
+    The hot experts of a layer are the n_hot experts with the highest scores.
+
+    - scores: the score of each expert, [n_layers, n_expert].
+    - used: the number of uses of each expert, [n_layers, n_expert].
     """
     hot = np.argsort(-scores, axis=1, kind="stable")[:, :n_hot]
     return float(np.take_along_axis(used, hot, axis=1).sum())
@@ -110,9 +113,9 @@ def captured(scores: np.ndarray, used: np.ndarray, n_hot: int) -> float:
 def choices(usages: Sequence[Usage], at: int, k: int) -> Choices:
     """Predict with each method how often the answer in one window uses each expert.
 
-    Some methods use the window's own prompt. Others use the other windows of the same domain
-    ("others"), windows of other domains, or a combination. The result has scores [n_layers,
-    n_expert] by method. They are None if a method has no text to predict from.
+    Some methods use the window's own prompt. Some use other windows, of the same domain or of other
+    domains. Some combine the prompt with other windows. The result maps the name of each method to
+    the predicted scores [n_layers, n_expert], or to None if the method has no text to use.
 
     - usages: the expert usage of all windows.
     - at: index of the window.
@@ -261,9 +264,9 @@ def usage_of(
 
     - found: activations of the window.
     - layer_ids: layer number of each MoE layer.
-    - router: router matrix of the last layer, float32 [n_expert, width]. The last layer's experts
-      for the prompt are predicted from the layer before, because the policy knows only this
-      prediction. With None, the experts that the model chose are counted.
+    - router: router matrix of the last layer, float32 [n_expert, width]. With this matrix, the last
+      layer's experts for the prompt are predicted from the layer before, as the policy predicts
+      them. With None, the experts that the model chose are counted.
     - gating: the router's gating function, SOFTMAX or SIGMOID.
     """
     n = prompt_tokens(window)
@@ -371,8 +374,9 @@ def near_tiers(tiers: Sequence[str]) -> NearTiers:
 class NearBits(ScoredStudy):
     """Study of low precision for near experts, which are the experts that are not hot.
 
-    Bits that are chosen by the prompt are compared with equal bits for all near experts. The first
-    half of each domain measures expert usage, and only its second half is scored.
+    The study compares two ways to choose their bits per weight: by the prompt, or equal for all
+    near experts. The first half of each domain measures expert usage, and only its second half is
+    scored.
     """
 
     def scored(self, on: Subject) -> Subject:

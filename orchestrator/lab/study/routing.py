@@ -130,10 +130,11 @@ def changes(routes: Sequence[Routes], lags: Sequence[int]) -> list[Change]:
 
 
 def concentration(counts: np.ndarray, share: float) -> float:
-    """Return the fraction of all uses that the most used experts of each layer have together.
+    """Return the fraction of all expert uses that belong to the most used experts of each layer.
 
     - counts: number of uses of each expert, [n_layers, n_expert].
-    - share: fraction of a layer's experts that count as most used. This is at least one expert.
+    - share: fraction of a layer's experts that count as most used. At least one expert per layer
+      counts.
     """
     n = max(1, round(share * counts.shape[1]))
     best = np.sort(counts, axis=1)[:, ::-1][:, :n]

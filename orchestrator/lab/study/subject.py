@@ -49,7 +49,10 @@ from orchestrator.runtime.runtime import Runtime
 
 
 class Wrapper:
-    """A policy that delegates to `inner`, except for the methods given by name."""
+    """A policy that behaves like the policy `inner`, except for some replaced methods.
+
+    `instead` are the replacements, by method name.
+    """
 
     def __init__(self, inner: Policy, **instead: Callable[..., Any]) -> None:
         self.inner = inner
@@ -204,10 +207,11 @@ class Score:
 
 
 def usual_high(tiers: Sequence[str]) -> str:
-    """Return the name of the default high tier: q4_k, another 4-bit tier, or else the best tier.
+    """Return the name of the default high tier of a file.
 
-    A 4-bit tier is chosen only if the file has a lower tier. `tiers` are all tiers of a file, best
-    first.
+    The lowest tier is not considered. Among the others, q4_k is preferred, then the best other
+    4-bit tier. If there is no 4-bit tier, the result is the best tier of the file. `tiers` are all
+    tiers of the file, best first.
     """
     four_bits = [tier for tier in tiers[:-1] if tier.removeprefix("i").startswith("q4")]
     return "q4_k" if "q4_k" in four_bits else (four_bits or [*tiers])[0]

@@ -44,18 +44,21 @@ Predict = Callable[[Votes, Sequence[float]], Sequence[int]]
 def union(votes: Votes, candidates: int, layers: int) -> list[int]:
     """Return the experts that at least one of the nearest `layers` layers predicts.
 
-    `votes` are the predictions of the earlier layers, the nearest layer first. The first
-    `candidates` experts of each prediction count.
+    `votes` are the predictions of the earlier layers, the nearest layer first. Only the
+    first `candidates` experts of each prediction are used.
     """
     return list(dict.fromkeys(e for vote in votes[:layers] for e in vote[:candidates]))
 
 
 def weighted(votes: Votes, candidates: int, threshold: float) -> list[int]:
-    """Return the experts whose predictions have a total weight of at least `threshold`.
+    """Return the experts that earlier layers predict with a total weight of at least `threshold`.
 
-    `votes` are the predictions of the earlier layers, the nearest layer first. The first
-    `candidates` experts of a prediction count, with the weight of the layer in WEIGHTS. A threshold
-    that the existing layers cannot reach is lowered to their total weight.
+    An expert's total weight is the sum of the weights of the layers that predict it. WEIGHTS has
+    the weight of each layer, the nearest layer first. If all layers together weigh less than
+    `threshold`, an expert must be predicted by all of them.
+
+    - votes: the predictions of the earlier layers, the nearest layer first.
+    - candidates: number of experts that are used from each prediction, from its start.
     """
     weight: dict[int, float] = defaultdict(float)
     for vote, worth in zip(votes, WEIGHTS, strict=False):
@@ -66,9 +69,10 @@ def weighted(votes: Votes, candidates: int, threshold: float) -> list[int]:
 
 
 def strategies(k: int, most: int) -> dict[str, tuple[str, Predict]]:
-    """Return the strategies that predict a layer's experts from earlier layers, by their labels.
+    """Return all strategies that predict a layer's experts from earlier layers.
 
-    A strategy is a pair of its kind and its prediction function.
+    The result maps the label of each strategy to the pair (kind of strategy, function that
+    predicts the experts).
 
     - k: number of experts per token.
     - most: number of experts in the prediction of each earlier layer, at least k.
@@ -96,9 +100,10 @@ def strategies(k: int, most: int) -> dict[str, tuple[str, Predict]]:
 class Voted:
     """Counts how many experts each strategy predicts for each token, and how many of them are used.
 
-    The first layer is left out, because no layer before it predicts its experts. `distance[d]` has,
-    for each token and layer, the fraction of the used experts that the layer d layers before it
-    predicts.
+    The first layer is left out, because no earlier layer can predict its experts.
+
+    - distance: how well a single earlier layer predicts. `distance[d]` lists, for each token and
+      layer, the fraction of the used experts that are predicted from d layers before.
     """
 
     def __init__(self, n_layers: int, k: int, n_expert: int) -> None:
@@ -164,8 +169,9 @@ class Voted:
     def rows(self) -> list[Row]:
         """Return a row of metrics for each strategy.
 
-        For comparison, the entry "cut" has the utilization of a simpler prediction, in which the
-        nearest layer alone predicts the same number of experts.
+        The metric "cut" is for comparison: the utilization if the nearest layer alone predicted as
+        many experts as the strategy. It is interpolated from the strategies that use only that
+        layer.
         """
         rows = [self.row(label) for label in self.strategies]
         ranked = [row for row in rows if row["way"] == RANK]
