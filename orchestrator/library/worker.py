@@ -20,9 +20,10 @@ T = TypeVar("T")
 
 
 class Stops:
-    """An object to pass as `stop` to Worker.call. Calling the object ends native work soon.
+    """A function object that ends native work soon, to pass as `stop` to Worker.call.
 
-    The work adds the functions that end it, with `including`.
+    A call of the object calls all functions that were added with `including`. The native work adds
+    the functions that end it.
     """
 
     def __init__(self) -> None:

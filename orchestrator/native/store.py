@@ -199,8 +199,8 @@ class Store(Closing):
     def set_phase(self, phase: Phase | None) -> None:
         """Set the phase (prefill or decode) of all tokens from the next step on.
 
-        None derives the phase of each step from its batch. If a callback has raised an exception
-        that check_step has not raised yet, the exception is dropped.
+        None derives the phase of each step from its batch. The call also drops an exception of a
+        callback that check_step has not raised yet.
         """
         self._error = None
         self.library.set_phase(self.handle, _BY_THE_BATCH if phase is None else phase)
@@ -346,10 +346,10 @@ class Store(Closing):
         return counts
 
     def forget_counts(self) -> np.ndarray:
-        """Return how many tokens used each expert since the last call, as take_counts does.
+        """Return how many tokens used each expert since the last call, uint32 [n_layers, n_expert].
 
-        In contrast to take_counts, the counts are not added to the sum that taken_counts returns.
-        The result is uint32 [n_layers, n_expert].
+        A call of take_counts also counts as the last call. Unlike take_counts, this method does not
+        add the counts to the result of taken_counts.
         """
         return self._of_each(self.library.take_counts, ctypes.c_uint32)
 
@@ -447,10 +447,10 @@ class Store(Closing):
         return self._calls
 
     def callback_us(self, since: int = 0) -> float | None:
-        """Return the median time that a call of the route callback took, in microseconds.
+        """Return the median time of a call of the route callback, in microseconds.
 
-        since: number of calls at the start that are left out. At most the latest 4096 calls are
-        used. Returns None if no calls are left.
+        The first `since` calls are left out. The median covers the latest 4096 of the other calls.
+        Returns None if there are no other calls.
         """
         n = self._calls - since
         return percentile([*self._ring][-n:], 50) / 1000.0 if n > 0 else None

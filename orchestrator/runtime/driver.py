@@ -53,10 +53,10 @@ class BaseDriver:
         """
 
     def set_prompts(self, n_bytes: int, keep: Callable[[int], int]) -> None:
-        """Limit the memory for copies of earlier conversations to n_bytes.
+        """Set the maximum memory for copies of earlier conversations, in bytes.
 
-        keep: sets the limit that applies now, in bytes, and returns how many bytes the copies use.
-        The driver calls it before steps, with at most n_bytes.
+        keep: applies a limit in bytes to the copies, and returns how many bytes the copies use. The
+        driver calls it before steps. It may pass a limit below n_bytes if other parts need memory.
         """
 
     def begin(self, phase: Phase) -> None:
@@ -384,11 +384,12 @@ class Driver(BaseDriver):
         self.store.set_phase(phase)
 
     def make_room(self, room: CRoom) -> None:
-        """Divide the memory again before a step is computed or a saved sequence is restored.
+        """Adapt the memory of the KV cache, scratch, prompt copies and expert slots to a step.
 
-        The KV cache and scratch memory get as much as they need. Copies of earlier conversations
-        and expert slots share the rest. room: describes the memory in use and the tokens of the
-        step. The micro-batch size is written to its field at_once.
+        Called before a step is computed or a saved sequence is restored. The KV cache and scratch
+        get as much memory as they need. Copies of earlier conversations and expert slots share the
+        rest. room: describes the memory in use and the tokens of the step. The method sets its
+        fields at_once (the micro-batch size) and drop_scratch.
         """
         shared = self.shared
         assert shared is not None

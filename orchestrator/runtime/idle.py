@@ -72,8 +72,8 @@ class Idle:
     def stop(self) -> None:
         """End the reading thread, and wait until it has ended. Safe on any thread.
 
-        If an expert is being read, the store completes the read in the background. An earlier
-        cancel of the store has no effect after this call.
+        If an expert is being read, the store completes the read in the background. If the store was
+        cancelled before, it computes steps again after this call.
         """
         thread = self._thread
         if thread is not None:

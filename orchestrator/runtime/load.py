@@ -130,7 +130,7 @@ class Loader:
 
     @property
     def on_disk(self) -> str:
-        """The names and sizes of the model's lookup tables, as a text; empty if it has none.
+        """A text with the names and sizes of the model's lookup tables; empty if it has none.
 
         Lookup tables stay on disk while an expert store holds the experts.
         """

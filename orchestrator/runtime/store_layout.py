@@ -98,8 +98,8 @@ def store_spec(config: Config, model: ExpertModel, plan: Plan, misses: Misses) -
 def spec_for(placement: Placement, layers: StoreLayers, **rest: Any) -> StoreSpec:
     """Return the parameters of an expert store with the slots and rules of a policy.
 
-    placement: the slots and rules. layers: the file positions of each layer's experts. rest: the
-    other fields of StoreSpec.
+    placement: contains the slots and rules. layers: the file positions of each layer's experts.
+    rest: the other fields of StoreSpec.
     """
     shape, slots, wants = placement.shape, placement.slots, placement.wants
     return StoreSpec(

@@ -120,8 +120,9 @@ async def read_body(
     """Read the whole body of a request from its client, and return it.
 
     `count` is called after each piece, with the number of bytes so far. Raises Refusal (an error
-    response) as soon as the body or its declared length exceeds most_bytes. If useful_bytes, the
-    length that the context could use, is larger, the message suggests it as --body-limit.
+    response) as soon as the body or its declared length exceeds most_bytes. `useful_bytes` is the
+    longest body that the context could use. If this is larger, the error suggests it as
+    --body-limit.
     """
     body, said = bytearray(), request.headers.get("content-length", "")
     try:
@@ -264,9 +265,9 @@ def progress_of(events: bytes) -> bytes:
 
 
 def with_progress(event: bytes, n_tokens: float) -> bytes:
-    """Return a progress event of a stream, changed to report n_tokens more prompt tokens as read.
+    """Return a progress event of a stream with n_tokens added to its number of processed tokens.
 
-    The number of tokens never exceeds the length of the prompt.
+    The number of processed tokens never exceeds the length of the prompt.
     """
 
     def change(data: Any) -> Any:
