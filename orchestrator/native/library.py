@@ -87,8 +87,8 @@ class Bandwidths(NamedTuple):
 
     pinned, pageable: bytes per second of copies to the device from pinned and from pageable host
     memory. The value of pinned is 0 if the driver cannot pin memory. round_trip_us: latency of the
-    smallest copy, in microseconds. compute: bytes of Q4_K weights per second that the host
-    multiplies with one token.
+    smallest copy, in microseconds. compute: speed at which the host multiplies weights with one
+    token, in bytes of Q4_K weights per second.
     """
 
     pinned: float

@@ -274,10 +274,10 @@ class Store(Closing):
             return 1
 
     def apply(self, decision: DecisionBuffer) -> None:
-        """Pass a decision of the policy to the store, after its buffers were filled.
+        """Pass a decision of the policy to the store. Call this after the decision is complete.
 
-        This writes the number of prefetches and the flag `renormalize`. The store reads the buffers
-        when the route callback returns.
+        The call copies the number of prefetches and the flag `renormalize`. The store reads the
+        other values of `decision` when the route callback returns.
         """
         self._decision_header[6] = decision.n_prefetch
         self._decision_header[7] = decision.renormalize

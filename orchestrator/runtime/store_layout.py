@@ -125,8 +125,9 @@ def store_layers(
     """Return the file positions and slot groups of all experts, in the form of StoreSpec.layers.
 
     layer_ids: llama.cpp's number of each MoE layer. slices: the experts' positions in the files,
-    [layer][kind][tier]. tiers: the precisions in use, as indices of the last axis of `slices`. The
-    result numbers them from 0. slots: contains the slot group of each expert.
+    [layer][kind][tier]. tiers: the precisions in use, as indices of the last axis of `slices`. In
+    the result, these precisions have the numbers 0, 1, and so on. slots: contains the slot group of
+    each expert.
     """
     return tuple(
         (

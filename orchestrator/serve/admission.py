@@ -39,7 +39,7 @@ class NativeQuery(Protocol):
         ...
 
     def close(self) -> None:
-        """Free the query, whose answer is no longer needed."""
+        """Free the query after its answer is no longer needed."""
         ...
 
 

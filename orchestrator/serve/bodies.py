@@ -80,8 +80,7 @@ class Words:
     def longest(self, text: str) -> int:
         """Return the length of the longest word of a text, in symbols (bytes or characters).
 
-        The text is searched in pieces, because a regular expression holds Python's lock for the
-        whole search. A word may continue in the next piece.
+        The text is searched in pieces, so that other threads can run between two pieces.
         """
         return max((self._longest_of(each, text) for each in self._patterns), default=0)
 

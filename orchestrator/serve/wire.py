@@ -228,8 +228,8 @@ def is_whole(last: bytes, is_stream: bool) -> bool:
 def failure_at(status: int, text: bytes) -> int:
     """Return where llama.cpp's answer reports a failed step or a failed grammar, or -1.
 
-    The result is an offset in `text`. In a stream, `text` holds whole events. The words of such a
-    report do not count if the model itself generated them.
+    The result is an offset in `text`. In a stream, `text` holds whole events. The same words in
+    text that the model generated are not a report.
     """
     if STEP_FAILED not in text and GRAMMAR_FAILED not in text:
         return -1
@@ -245,7 +245,7 @@ def failure_at(status: int, text: bytes) -> int:
 
 
 def grammar_failure(text: bytes) -> str | None:
-    """Return why llama.cpp gave up an answer's grammar, or None for another failure.
+    """Return the reason if an answer failed because of its grammar, or None for other failures.
 
     `text` is the answer, beginning at the offset that `failure_at` returned.
     """
