@@ -171,9 +171,9 @@ class Store(Closing):
     ) -> None:
         """Set the function that chooses the precision (tier) of routed experts in each MoE layer.
 
-        The function is called in steps of the given phases. In other steps, every expert is
-        requested in default_tier without calling Python. The same holds for all steps if route is
-        None.
+        The function is called in steps of the given phases. In other steps, the store requests
+        every expert in default_tier without calling Python. If route is None, it does so in all
+        steps.
         """
         self._route = route
         self._trampoline = ROUTE_CB(self._on_route) if route is not None else None

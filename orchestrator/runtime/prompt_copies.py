@@ -99,11 +99,12 @@ class Stored(NamedTuple):
 
 
 class ListedMark(NamedTuple):
-    """An entry of a file's list of marks, the positions to which its sequence can be truncated.
+    """An entry in a file's list of marks, the positions to which its sequence can be truncated.
 
-    length: number of tokens before the mark. part_bytes: size of the model's state at the mark.
-    policy_bytes: size of the policy's state at the mark. A size is -1 if there is no such state.
-    pos_min, pos_max: positions that the model's state covers; -1 if the file does not say.
+    length: number of tokens before the position. part_bytes: size of the model's saved state at the
+    position. policy_bytes: size of the policy's saved state at the position. A size is -1 if no
+    such state was saved. pos_min, pos_max: first and last token position in the model's state; -1
+    if the file does not record them.
     """
 
     length: int
@@ -223,10 +224,10 @@ class PromptFolder:
     ) -> None:
         """Save a sequence to a file, and remove files that hold only the beginning of it.
 
-        write_state: writes llama.cpp's data to the given path, and returns its size. The size is 0
-        if that fails. None means that there is nothing to save. A result of type Stored also lists
-        model states that were written to the file. marks: further states to save. If saving fails,
-        a sentence is added to `notes`, and no error is raised.
+        write_state: writes llama.cpp's data to the given path, and returns its size. It returns 0
+        if it fails, and None if there is nothing to save. A result of type Stored also lists model
+        states that were written to the file. marks: further states to save. If saving fails, a
+        sentence is added to `notes`, and no error is raised.
         """
         path = self._target(key, tokens)
         remove_abandoned(path)
@@ -268,9 +269,9 @@ class PromptFolder:
         removed.
 
         read_state: restores the state from a path, and returns False if memory is too small for it.
-        most_bytes: maximum total size of the states in the returned marks. The earliest marks are
-        left out if the size is larger. None returns all marks, but without the model's states
-        (Mark.part).
+        most_bytes: maximum total size of the states in the returned marks; the earliest marks are
+        left out if necessary. If most_bytes is None, all marks are returned, but without the
+        model's states.
         """
         try:
             with open(listed.path, "rb") as file:

@@ -281,8 +281,8 @@ class Conversation:
 def conversations_of(data: dict[str, Any], most: int) -> list[Conversation]:
     """Return one Conversation (digests of the text) for each sequence that a request needs.
 
-    A request with several prompts needs one sequence for each prompt, at most `most`. A request
-    with one prompt and `n` answers needs n sequences. Only the first of these n entries has
+    A request with several prompts needs one sequence for each prompt, but at most `most` sequences.
+    A request with one prompt and `n` answers needs n sequences. Only the first of these has
     digests, because llama.cpp copies the prompt to the other sequences.
     """
     n = data.get("n_cmpl", data.get("n", 1))  # llama.cpp prefers n_cmpl, too
