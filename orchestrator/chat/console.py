@@ -67,7 +67,10 @@ class WordWrap:
         self._in_code = self._too_long = False
 
     def feed(self, text: str) -> str:
-        """Return the text that can be shown now that the piece `text` has come."""
+        """Add a piece of text, and return the text that is ready to be shown.
+
+        The last word is usually held back until it is complete.
+        """
         return "".join(map(self._next, text))
 
     def end(self) -> str:

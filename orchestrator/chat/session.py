@@ -91,10 +91,9 @@ def _conversations(folder: Path) -> list[Path]:
 
 
 def goes_on(messages: Sequence[Message], path: Path) -> bool:
-    """Return whether `messages` continue the conversation in a file. The file may then be replaced.
+    """Return whether `messages` begin with all messages of the conversation in a file.
 
-    The messages in the file must be the first of `messages`. The result is False if the file cannot
-    be read.
+    A longer conversation may then replace the file. The result is False if the file cannot be read.
     """
     try:
         before = read_conversation(path)

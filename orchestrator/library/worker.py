@@ -20,9 +20,10 @@ T = TypeVar("T")
 
 
 class Stops:
-    """An object to pass as `stop` to Worker.call. Calling the object ends native work soon.
+    """A function object that ends native work soon, to pass as `stop` to Worker.call.
 
-    The work adds the functions that end it, with `including`.
+    A call of the object calls all functions that were added with `including`. The native work adds
+    the functions that end it.
     """
 
     def __init__(self) -> None:
@@ -44,10 +45,10 @@ class Stops:
 
 
 class Posted(Generic[T]):
-    """A call of a function that a worker thread runs, and its result.
+    """A function call that a worker thread runs for a caller, and the result of the call.
 
-    When the event `ended` is set, `result` or `error` is valid. If the caller was interrupted, the
-    worker passes the result to `discard`, which frees it.
+    When the event `ended` is set, `result` or `error` is valid. If the caller cancels the call, the
+    function `discard` frees its result.
     """
 
     def __init__(

@@ -87,8 +87,8 @@ class Bandwidths(NamedTuple):
 
     pinned, pageable: bytes per second of copies to the device from pinned and from pageable host
     memory. The value of pinned is 0 if the driver cannot pin memory. round_trip_us: latency of the
-    smallest copy, in microseconds. compute: bytes of Q4_K weights per second that the host
-    multiplies with one token.
+    smallest copy, in microseconds. compute: speed at which the host multiplies weights with one
+    token, in bytes of Q4_K weights per second.
     """
 
     pinned: float
@@ -181,7 +181,7 @@ def measure_product(
 ) -> ProductTime | None:
     """Measure how long the host's threads need to multiply experts with one token.
 
-    quant: quantization type, as a number of ggml. shape: (row length, number of rows). Returns None
+    quant: ggml's number of the quantization type. shape: (row length, number of rows). Returns None
     if the host cannot multiply this type. Allocates 64 MiB during the measurement.
     """
     each, wake = ctypes.c_double(), ctypes.c_double()
@@ -207,7 +207,7 @@ def measure_device(library: Library, device: DeviceInfo, threads: int) -> Bandwi
 
 
 def slow_copies(library: Library, device: DeviceInfo, times: int) -> None:
-    """Make a device copy each expert `times` times from now on, to imitate a slower link."""
+    """Make copies of experts to a device `times` times as slow from now on, for measurements."""
     library.device_copy_times(device.handle, times)
 
 

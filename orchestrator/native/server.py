@@ -188,7 +188,7 @@ def native_config(
     """Return a configuration of llama.cpp's server core.
 
     chat_template: replaces the template of the model. max_tokens: default length limit of answers.
-    loud: whether llama.cpp writes its log. others: values of further fields of CServerConfig.
+    loud: whether llama.cpp writes its log. others: further fields of CServerConfig, by name.
     """
     return CServerConfig(
         model_name=model_name.encode(),
@@ -323,12 +323,13 @@ class NativeServer:
         save: Callable[[int], bytes | None],
         restore: Callable[[int, bytes], None],
     ) -> None:
-        """Let the caller save a state of its own for each sequence, such as a policy's state.
+        """Set functions that save and restore a state of the caller for each sequence.
 
-        save: returns the current state of a sequence, or None. The server calls it at some
-        positions of the sequence, and stores the result. restore: gets the stored state when the
-        sequence returns to such a position. Call this before `run`. Both functions run on the
-        thread of `run`. Their exceptions are stored in `error`.
+        An example is the state of a policy. save: returns the current state of a sequence, or None.
+        The server calls it at some positions, such as the start of an answer, and stores the
+        result. restore: gets a stored state when the sequence goes back to its position. Call this
+        before `run`. Both functions run on the thread of `run`. Their exceptions are stored in
+        `error`.
         """
         notes: dict[int, bytes] = {}
         numbers = count()
@@ -390,8 +391,8 @@ class NativeServer:
     def forget(self, sequence: int) -> bool:
         """Drop the tokens of a sequence. Returns False during shutdown.
 
-        If no request is decoding, the caller may then compute with the context itself, until it
-        submits a request.
+        If no request is decoding, the caller may then use the llama_context for its own steps,
+        until it submits a request.
         """
         return int(self.lib.moe_edge_server_forget(self.handle, sequence)) == 0
 
@@ -426,11 +427,10 @@ class NativeServer:
         return self.match(sequence, prompt)[0]
 
     def as_held(self, prompt: Sequence[int], held: Sequence[int]) -> list[int]:
-        """Replace tokens of a prompt by tokens of a sequence that stand for the same text.
+        """Return a prompt's tokens, with tokens of a sequence where both stand for the same text.
 
-        Returns the new tokens of the prompt. The same text can have several tokenizations, but a
-        sequence can reuse only equal tokens. held: the tokens that the sequence holds. Safe on any
-        thread.
+        The same text can have several tokenizations, but a sequence can reuse only equal tokens.
+        held: the tokens of the sequence. Safe on any thread.
         """
         given, known = _array(prompt), _array(held)
         made = (ctypes.c_int32 * (len(prompt) + len(held)))()
@@ -445,9 +445,9 @@ class NativeServer:
     def save(self, sequence: int, path: Path) -> tuple[int, int, list[FileMark]]:
         """Save the tokens and the state of a sequence to a file.
 
-        Returns (size of tokens and state in bytes, number of tokens, marks). The marks are the
-        positions to which the sequence can be truncated. Their states follow in the file. The size
-        is 0 if saving fails, and during shutdown.
+        Returns (size of tokens and state in bytes, number of tokens, list of FileMark). Each
+        FileMark is a position to which the sequence can be truncated. Its state follows in the
+        file. The size is 0 if saving fails, and during shutdown.
         """
         n_tokens, n_marks = ctypes.c_int32(), ctypes.c_int32(_MOST_MARKS)
         marks = (CMark * _MOST_MARKS)()
@@ -468,9 +468,9 @@ class NativeServer:
     def restore(self, sequence: int, path: Path, marks: Sequence[FileMark] = ()) -> bool:
         """Replace the contents of a sequence with those of a file.
 
-        Returns False on failure; the sequence is then empty. marks: the positions in the file to
-        which the sequence can be truncated. If they are more than the server's number of
-        checkpoints, only the latest are restored.
+        Returns False on failure; the sequence is then empty. marks: the positions to which the
+        sequence can be truncated, with their states in the file. If there are more marks than the
+        server stores checkpoints, only the latest are restored.
         """
         given = (CMark * len(marks))(*(CMark(*each) for each in marks))
         done = self.lib.moe_edge_server_restore(

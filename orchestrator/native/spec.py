@@ -98,9 +98,9 @@ class StoreSpec:
     rigid: bool = False  # only for simulated stores
 
     def with_slices(self, change: Callable[[int, int, Slices], Slices]) -> StoreSpec:
-        """Return a copy of the parameters in which `change` has replaced each Slices.
+        """Return a copy of the parameters with each Slices replaced by the result of `change`.
 
-        The arguments of `change` are the index of the MoE layer, the matrix kind and the Slices.
+        `change` is called with the index of the MoE layer, the matrix kind and the old Slices.
         """
         layers = tuple(
             (il, {(kind, tier): change(at, kind, each) for (kind, tier), each in slices.items()})

@@ -171,9 +171,9 @@ class Store(Closing):
     ) -> None:
         """Set the function that chooses the precision (tier) of routed experts in each MoE layer.
 
-        The function is called in steps of the given phases. In other steps, every expert is
-        requested in default_tier without calling Python. The same holds for all steps if route is
-        None.
+        The function is called in steps of the given phases. In other steps, the store requests
+        every expert in default_tier without calling Python. If route is None, it does so in all
+        steps.
         """
         self._route = route
         self._trampoline = ROUTE_CB(self._on_route) if route is not None else None
@@ -199,8 +199,8 @@ class Store(Closing):
     def set_phase(self, phase: Phase | None) -> None:
         """Set the phase (prefill or decode) of all tokens from the next step on.
 
-        None derives the phase of each step from its batch. If a callback has raised an exception
-        that check_step has not raised yet, the exception is dropped.
+        None derives the phase of each step from its batch. The call also drops an exception of a
+        callback that check_step has not raised yet.
         """
         self._error = None
         self.library.set_phase(self.handle, _BY_THE_BATCH if phase is None else phase)
@@ -274,10 +274,10 @@ class Store(Closing):
             return 1
 
     def apply(self, decision: DecisionBuffer) -> None:
-        """Pass a decision of the policy to the store, after its buffers were filled.
+        """Pass a decision of the policy to the store. Call this after the decision is complete.
 
-        This writes the number of prefetches and the flag `renormalize`. The store reads the buffers
-        when the route callback returns.
+        The call copies the number of prefetches and the flag `renormalize`. The store reads the
+        other values of `decision` when the route callback returns.
         """
         self._decision_header[6] = decision.n_prefetch
         self._decision_header[7] = decision.renormalize
@@ -346,10 +346,10 @@ class Store(Closing):
         return counts
 
     def forget_counts(self) -> np.ndarray:
-        """Return how many tokens used each expert since the last call, as take_counts does.
+        """Return how many tokens used each expert since the last call, uint32 [n_layers, n_expert].
 
-        In contrast to take_counts, the counts are not added to the sum that taken_counts returns.
-        The result is uint32 [n_layers, n_expert].
+        A call of take_counts also counts as the last call. Unlike take_counts, this method does not
+        add the counts to the result of taken_counts.
         """
         return self._of_each(self.library.take_counts, ctypes.c_uint32)
 
@@ -447,10 +447,10 @@ class Store(Closing):
         return self._calls
 
     def callback_us(self, since: int = 0) -> float | None:
-        """Return the median time that a call of the route callback took, in microseconds.
+        """Return the median time of a call of the route callback, in microseconds.
 
-        since: number of calls at the start that are left out. At most the latest 4096 calls are
-        used. Returns None if no calls are left.
+        The first `since` calls are left out. The median covers the latest 4096 of the other calls.
+        Returns None if there are no other calls.
         """
         n = self._calls - since
         return percentile([*self._ring][-n:], 50) / 1000.0 if n > 0 else None

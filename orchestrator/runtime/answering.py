@@ -55,10 +55,10 @@ class Answering:
     reads_ahead: bool = True
 
     def request(self, config: Config) -> PlanRequest:
-        """Return a request to plan memory for a model that gives these answers.
+        """Return a PlanRequest for a model that answers requests with these settings.
 
-        config: the settings of the model. Its context length `ctx` is for one answer; the planned
-        context is large enough for `parallel` answers.
+        The planner uses it to reserve memory for the answers. config: the settings of the model.
+        Its context length `ctx` is for one answer. The planned context is `parallel` times as long.
         """
         each = ANSWER_BYTES + AHEAD_COPIES * AHEAD_BYTES
         of_vocabulary = CANDIDATE_BYTES * (self.parallel + 1)

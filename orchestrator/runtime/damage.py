@@ -99,11 +99,11 @@ class InUse:
         self._checked: object = None  # the stamp of the file that is being compared
 
     def look(self) -> tuple[str, bool]:
-        """Return (sentence about a changed file or "", whether answers may be wrong now).
+        """Look for changed files. Return (sentence for the user, whether answers may be wrong).
 
-        A file that was written to in place may make answers wrong, unless its contents still match
-        its checksums. A file that was replaced by a new file does no harm, because the old file
-        stays open.
+        The sentence is "" if there is nothing to report. Answers may be wrong after a file was
+        written to in place, unless its contents still match its checksums. They stay correct after
+        a file was replaced by a new file, because the old file stays open.
         """
         replaced = ""
         for path, known in self._known.items():
@@ -158,10 +158,10 @@ def _stamp(path: Path) -> tuple[tuple[int, int], int, int] | None:
 
 
 def managed_places(model: ExpertModel) -> set[Place]:
-    """Return the positions of all tensors that llama.cpp does not read as a whole.
+    """Return the positions of the experts and lookup tables in the model's files.
 
-    These are the experts and the lookup tables, which are read in parts. Each position is (number
-    of the file, offset in the file).
+    Each position is (number of the file, offset in the file). llama.cpp does not read these tensors
+    as a whole; they are read in parts.
     """
     experts = {
         (each.file_index, each.offset)

@@ -46,17 +46,18 @@ class BaseDriver:
     def prepare(
         self, first: Sequence[Transition], progress: Callable[[float], None] | None
     ) -> None:
-        """Read the first experts into memory, and install the callbacks of the expert store.
+        """Read the first experts into memory, and connect the driver with the expert store.
 
-        Called once, after the model was loaded. first: the (layer, expert, tier) triples that the
-        policy needs before the first token. progress: gets the share that is read, 0 to 1.
+        The store then calls the driver in each step. Called once, after the model was loaded.
+        first: (layer, expert, tier) of the experts that the policy needs before the first token.
+        progress: gets the share that is read, 0 to 1.
         """
 
     def set_prompts(self, n_bytes: int, keep: Callable[[int], int]) -> None:
-        """Limit the memory for copies of earlier conversations to n_bytes.
+        """Set the maximum memory for copies of earlier conversations, in bytes.
 
-        keep: sets the limit that applies now, in bytes, and returns how many bytes the copies use.
-        The driver calls it before steps, with at most n_bytes.
+        keep: applies a limit in bytes to the copies, and returns how many bytes the copies use. The
+        driver calls it before steps. It may pass a limit below n_bytes if other parts need memory.
         """
 
     def begin(self, phase: Phase) -> None:
@@ -286,8 +287,9 @@ class Driver(BaseDriver):
         """Report a computed step to the policy, and return the transitions that the policy wants.
 
         A transition (layer, expert, tier) reads an expert in another precision (tier). unusual:
-        whether the latest tokens used experts differently from the texts of the model's loss table.
-        A driver with a loss meter finds this out itself, and ignores the argument.
+        whether recent tokens used experts unlike the texts of the model's loss table. The argument
+        is ignored if the driver has a loss meter, because the driver then determines the value
+        itself.
         """
         policy = self.policy
         wants, is_reported = policy.wants, step.phase in policy.wants.told_in
@@ -325,11 +327,12 @@ class Driver(BaseDriver):
         )
 
     def judge_routing(self, n_tokens: int) -> bool | None:
-        """Return whether the latest tokens used experts differently from the loss table's texts.
+        """Return whether recent tokens used experts unlike the texts of the loss table.
 
-        The loss table states the quality loss of lower precisions, as measured with these texts.
-        The comparison is made once every ROUTING_TOKENS tokens. Other calls return None. Without a
-        loss budget, all calls return None. n_tokens: number of tokens of the step that has ended.
+        The loss table states the quality loss of lower precisions, as measured with its texts. A
+        comparison is made once every ROUTING_TOKENS tokens. The result is None if no comparison is
+        made, and always without a loss budget. n_tokens: number of tokens of the step that has
+        ended.
         """
         policy, meter = self.policy, self.meter
         routing = meter.estimate.routing if meter is not None else None
@@ -355,9 +358,9 @@ class Driver(BaseDriver):
     def set_route(self, route: Callable[[RouteEvent], None] | None = None) -> None:
         """Set the function that chooses the precision (tier) of routed experts in each layer.
 
-        route: a function that chooses in every step. If it is None, the policy chooses, but only in
-        the phases (prefill, decode) that it has asked for. In the other phase, experts get the
-        policy's default tier.
+        route: a function that chooses in every step. With None, the policy chooses in the phases
+        (prefill, decode) that it has asked for. In other phases, experts get the policy's default
+        tier.
         """
         if route is not None:
             self.store.set_route(route, self.policy.wants.default_tier)
@@ -371,8 +374,9 @@ class Driver(BaseDriver):
     ) -> None:
         """Read experts into memory before the first token, and wait for the reads.
 
-        Later reads in another precision are limited to the rate that the policy sets. first:
-        (layer, expert, tier) of the experts. progress: gets the share that is read, 0 to 1.
+        The call also sets the policy's limit for the rate of later transitions (reads of experts in
+        another precision). first: (layer, expert, tier) of the experts. progress: gets the share
+        that is read, 0 to 1.
         """
         self.store.set_transition_rate(self.policy.wants.transition_rate)
         if first:
@@ -384,11 +388,12 @@ class Driver(BaseDriver):
         self.store.set_phase(phase)
 
     def make_room(self, room: CRoom) -> None:
-        """Divide the memory again before a step is computed or a saved sequence is restored.
+        """Adapt the memory of the KV cache, scratch, prompt copies and expert slots to a step.
 
-        The KV cache and scratch memory get as much as they need. Copies of earlier conversations
-        and expert slots share the rest. room: describes the memory in use and the tokens of the
-        step. The micro-batch size is written to its field at_once.
+        Called before a step is computed or a saved sequence is restored. The KV cache and scratch
+        get as much memory as they need. Copies of earlier conversations and expert slots share the
+        rest. room: describes the memory in use and the tokens of the step. The method sets its
+        fields at_once (the micro-batch size) and drop_scratch.
         """
         shared = self.shared
         assert shared is not None

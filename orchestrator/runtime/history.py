@@ -21,17 +21,16 @@ class History:
     def policy(self, placement: Placement) -> Policy:
         """Make a policy that knows how often earlier runs of the model used each expert.
 
-        A policy that does not count the uses of experts ignores this knowledge. placement: the
-        settings of the policy, and its slots for experts.
+        Some policies do not use this knowledge. placement: the settings of the policy, and its
+        slots for experts.
         """
         return placement.make(self._planner.history)
 
     def learn(self, driver: BaseDriver) -> None:
         """Add a run to the history, so that later runs of the model can use it.
 
-        The history gets the number of tokens that used each expert, and the records of the policy.
-        Records of a policy are its own counts of expert usage and the settings that it has tuned.
-        driver: the driver of the run.
+        The history gets the number of tokens that used each expert, the policy's own counts of
+        expert usage, and the settings that the policy has tuned. driver: the driver of the run.
         """
         name, learned, used = driver.policy_name, driver.learned(), driver.used()
         if learned.hotness is not None:

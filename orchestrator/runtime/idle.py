@@ -20,10 +20,10 @@ def likely(
     """Return the experts that are not in memory, in the order in which to read them.
 
     Each item is (layer, expert, the policy's default precision). The experts with the largest share
-    of their layer's tokens come first. If the policy wants whole layers, the order is layer by
-    layer. The result is empty for a policy that keeps all experts in memory. resident: the best
-    precision in memory of each expert, or ABSENT. used: how often tokens used each expert. Both
-    arrays are [n_layers, n_expert].
+    of their layer's tokens come first. A policy that wants whole layers gets all experts of the
+    first layer first, then those of the next layer, and so on. The result is empty for a policy
+    that keeps all experts in memory. resident: the best precision in memory of each expert, or
+    ABSENT. used: how often tokens used each expert. Both arrays are [n_layers, n_expert].
     """
     if wants.all_resident:
         return ()
@@ -72,8 +72,8 @@ class Idle:
     def stop(self) -> None:
         """End the reading thread, and wait until it has ended. Safe on any thread.
 
-        If an expert is being read, the store completes the read in the background. An earlier
-        cancel of the store has no effect after this call.
+        If an expert is being read, the store completes the read in the background. If the store was
+        cancelled before, it computes steps again after this call.
         """
         thread = self._thread
         if thread is not None:

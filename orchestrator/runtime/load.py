@@ -130,7 +130,7 @@ class Loader:
 
     @property
     def on_disk(self) -> str:
-        """The names and sizes of the model's lookup tables, as a text; empty if it has none.
+        """A text with the names and sizes of the model's lookup tables; empty if it has none.
 
         Lookup tables stay on disk while an expert store holds the experts.
         """
@@ -264,8 +264,9 @@ class Loader:
 def is_worth_loading_again(plan: Plan, beyond: int) -> bool:
     """Return whether to load a model again because its GPU memory differs from the plan.
 
-    The result is True if the model exceeds the memory cap, or if many more experts would fit.
-    beyond: bytes that the model uses in addition to the plan; negative if it uses less.
+    The result is True if the model uses more than the memory cap, or if so much memory is free that
+    many more experts would fit. beyond: bytes that the model uses in addition to the plan; negative
+    if it uses less.
     """
     over_cap = plan.total_bytes + beyond > plan.cap_bytes
     idle = -beyond - SPARE_BYTES

@@ -72,7 +72,7 @@ class LossMeter:
 
     @property
     def needs_tiers(self) -> bool:
-        """Whether `holds` must still be called to set the precision (tier) of each expert."""
+        """Whether the precision (tier) of each expert is unknown, before a call of `holds`."""
         return self._tiers is None
 
     def holds(self, tiers: np.ndarray) -> None:
@@ -86,8 +86,8 @@ class LossMeter:
     def counted(self, counts: np.ndarray) -> None:
         """Add the estimated loss of a step in which the policy did not decide.
 
-        Call `holds` before, to set the precisions of the experts. counts: number of tokens of the
-        step that used each expert, [n_layers, n_expert].
+        The experts have the precisions that the last call of `holds` set. counts: number of tokens
+        of the step that used each expert, [n_layers, n_expert].
         """
         self._in_step += float(np.vdot(counts, self._of_use))
 
@@ -109,11 +109,14 @@ class LossMeter:
         return self.since(([0.0 for _ in Phase], [0 for _ in Phase]), phase)
 
     def mark(self) -> tuple[list[float], list[int]]:
-        """Return a copy of the totals until now, which can be passed to `since` later."""
+        """Return (loss in nats, number of tokens) of each phase until now, to pass to `since`.
+
+        The result has a list of losses and a list of token counts, each with one item per phase.
+        """
         return list(self.nats), list(self.tokens)
 
     def since(self, mark: tuple[list[float], list[int]], phase: int) -> float | None:
-        """Return the mean estimated loss of a phase since a call of `mark`, in nats per token.
+        """Return the mean estimated loss of a phase after a call of `mark`, in nats per token.
 
         mark: the result of that call. Return None if no tokens were computed in the phase since
         then.

@@ -40,10 +40,9 @@ def common_prefix(a: Sequence[int] | np.ndarray, b: Sequence[int] | np.ndarray) 
 def usable(length: int, has_part: bool, marks: Sequence[int], common: int) -> int:
     """Return how many tokens of a stored sequence a prompt can reuse.
 
-    length: number of tokens of the sequence. has_part: whether the sequence can only be truncated
-    at certain positions (marks), because of sliding windows or recurrent layers. marks: number of
-    tokens before each of these positions. common: length of the common prefix of the sequence and
-    the prompt.
+    length: number of tokens of the sequence. has_part: whether sliding windows or recurrent layers
+    prevent the sequence from being truncated at every position. marks: the lengths to which such a
+    sequence can be truncated. common: length of the common prefix of the sequence and the prompt.
     """
     if common >= length:
         return length
@@ -54,11 +53,11 @@ def usable(length: int, has_part: bool, marks: Sequence[int], common: int) -> in
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A position to which a sequence can be truncated, with the state at that position.
+    """A length to which a sequence can be truncated, with the state of the model at that point.
 
-    length: number of tokens before the position. part: state of sliding windows or recurrent
-    layers, uint8, or None if the model has none. policy: the state that the policy stores for the
-    sequence, or None.
+    length: number of tokens that remain. part: state of sliding windows or recurrent layers, uint8,
+    or None without such a state. policy: the state that the policy stores for the sequence, or
+    None.
     """
 
     length: int
@@ -89,10 +88,10 @@ _CHUNK = 1 << 22
 
 
 class Stored(NamedTuple):
-    """The sizes of the data that llama.cpp wrote to a file.
+    """The size of a saved sequence in a file, and the model states that follow it in the file.
 
-    n_bytes: size of the sequence's tokens and state. marks: the states that follow in the file.
-    Each of them belongs to a position to which the sequence can be truncated.
+    n_bytes: size of the sequence's tokens and state, which llama.cpp wrote. marks: the position of
+    each further state. With such a state, the sequence can be truncated to an earlier length.
     """
 
     n_bytes: int
@@ -100,11 +99,12 @@ class Stored(NamedTuple):
 
 
 class ListedMark(NamedTuple):
-    """An entry of a file's list of marks, the positions to which its sequence can be truncated.
+    """An entry in a file's list of marks, the positions to which its sequence can be truncated.
 
-    length: number of tokens before the mark. part_bytes: size of the model's state at the mark.
-    policy_bytes: size of the policy's state at the mark. A size is -1 if there is no such state.
-    pos_min, pos_max: positions that the model's state covers; -1 if the file does not say.
+    length: number of tokens before the position. part_bytes: size of the model's saved state at the
+    position. policy_bytes: size of the policy's saved state at the position. A size is -1 if no
+    such state was saved. pos_min, pos_max: first and last token position in the model's state; -1
+    if the file does not record them.
     """
 
     length: int
@@ -126,7 +126,7 @@ class Listed:
     key: identifies the model and settings of the run (state_key). tokens: the tokens of the
     sequence, int32. has_part: whether the sequence can only be truncated at its marks. marks: these
     positions. state_end: size of llama.cpp's data at the start of the file. n_stored: number of
-    entries in llama.cpp's list of tokens, which may begin with a header.
+    entries in llama.cpp's list of tokens, including a possible header.
     """
 
     path: Path
@@ -146,10 +146,10 @@ class Listed:
         return usable(len(self.tokens), self.has_part, places, common)
 
     def file_marks(self) -> list[FileMark]:
-        """Return where the file holds the saved states of the model.
+        """Return the positions of the saved model states in the file, as a list of FileMark.
 
-        Each state belongs to a mark, a position to which the sequence can be truncated. Marks with
-        only a state of the policy are left out.
+        Each item has the offset and the size of a state, and the length to which the sequence can
+        be truncated with it.
         """
         found, at = [], self.state_end
         for each in self.marks:
@@ -224,9 +224,9 @@ class PromptFolder:
     ) -> None:
         """Save a sequence to a file, and remove files that hold only the beginning of it.
 
-        write_state: writes llama.cpp's data to the given path, and returns the size of the data. It
-        returns 0 if it fails, and None if there is nothing to save. marks: positions to which the
-        sequence can be truncated, in addition to those in llama.cpp's data. If saving fails, a
+        write_state: writes llama.cpp's data to the given path, and returns its size. It returns 0
+        if it fails, and None if there is nothing to save. A result of type Stored also lists model
+        states that were written to the file. marks: further states to save. If saving fails, a
         sentence is added to `notes`, and no error is raised.
         """
         path = self._target(key, tokens)
@@ -265,11 +265,13 @@ class PromptFolder:
         """Verify a saved file, and restore llama.cpp's state of the sequence from it.
 
         Returns the marks of the file, the positions to which the sequence can be truncated. Returns
-        None if the file is damaged or too large for memory. A damaged file is removed.
+        None if the file is damaged, cannot be read or does not fit in memory. A damaged file is
+        removed.
 
         read_state: restores the state from a path, and returns False if memory is too small for it.
-        most_bytes: maximum total size of the returned marks; the earliest marks are left out. If it
-        is None, all marks are returned, without the model's states.
+        most_bytes: maximum total size of the states in the returned marks; the earliest marks are
+        left out if necessary. If most_bytes is None, all marks are returned, but without the
+        model's states.
         """
         try:
             with open(listed.path, "rb") as file:

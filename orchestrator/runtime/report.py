@@ -65,11 +65,12 @@ def _in_use(loader: Loader, loaded: Loaded) -> str:
 
 
 def memory_now(library: Library, loaded: Loaded, prompts: int) -> dict[str, int]:
-    """Return the bytes of host memory in use, by purpose, and the bytes free under the memory cap.
+    """Return the bytes of host memory in use, as {purpose: bytes}.
 
-    The entry "stranded context" is memory of KV cells that hold no token any longer. The entry
-    "rest of the process" is resident memory that no other entry explains. The result is empty if
-    the model is on a GPU. prompts: bytes in use by copies of earlier conversations.
+    The entry "free" has the bytes that are free under the memory cap. The entry "stranded context"
+    is memory of KV cells that hold no token any longer. The entry "rest of the process" is resident
+    memory that no other entry explains. The result is empty if the model is on a GPU. prompts:
+    bytes in use by copies of earlier conversations.
     """
     plan, driver = loaded.plan, loaded.driver
     if plan.device:
@@ -105,11 +106,11 @@ Mix = dict[str, float]
 
 
 def decided(routed: Sequence[int], tiers: Sequence[str], skip: bool) -> Mix | None:
-    """Return the share of routed experts that the policy decided to compute in each precision.
+    """Return the precisions that the policy chose for routed experts, as {precision: share}.
 
     Return None if no expert was routed. routed: number of routed experts in each tier, [MAX_TIERS +
     1]. The last item counts skipped experts. tiers: names of the precisions in use. skip: whether
-    experts may be skipped.
+    experts may be skipped; the result then has an entry for skipped experts.
     """
     total = sum(routed)
     if not total:
@@ -119,7 +120,7 @@ def decided(routed: Sequence[int], tiers: Sequence[str], skip: bool) -> Mix | No
 
 
 def computed(matrices: Sequence[int], tiers: Sequence[str]) -> Mix | None:
-    """Return the share of expert matrices that was computed in each precision.
+    """Return the precisions in which expert matrices were computed, as {precision: share}.
 
     Return None if no matrix was computed. A matrix may be computed in a better precision than the
     policy decided, if that is in memory. matrices: number of matrices in each tier, [MAX_TIERS].

@@ -404,10 +404,10 @@ class Runtime(Closing):
             raise
 
     def query(self, route: str, body: bytes = b"") -> NativeRequest:
-        """Return a request to a route that computes no tokens, such as `/tokenize` or `/props`.
+        """Create a request to a route that computes no tokens, such as `/tokenize` or `/props`.
 
-        Call whole() on the result to run the request. Raises NativeError if the route does not
-        exist or memory is short.
+        The request does not run yet. Call whole() on the result to run it and get the answer.
+        Raises NativeError if the route does not exist or memory is short.
         """
         return self._core.request(route, body)
 
@@ -616,9 +616,10 @@ class Runtime(Closing):
         )
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes of host memory in use, by purpose, and the free bytes under the cap.
+        """Return the bytes of host memory in use, as {purpose: bytes}.
 
-        The result is empty if the model is on a GPU. Safe on any thread.
+        The entry "free" has the bytes that are free under the memory cap. The result is empty if
+        the model is on a GPU. Safe on any thread.
         """
         library = self._loader.bindings.library()
         return memory_now(library, self._loaded, self._loaded.driver.prompts)

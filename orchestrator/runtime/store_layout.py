@@ -98,8 +98,8 @@ def store_spec(config: Config, model: ExpertModel, plan: Plan, misses: Misses) -
 def spec_for(placement: Placement, layers: StoreLayers, **rest: Any) -> StoreSpec:
     """Return the parameters of an expert store with the slots and rules of a policy.
 
-    placement: the slots and rules. layers: the file positions of each layer's experts. rest: the
-    other fields of StoreSpec.
+    placement: contains the slots and rules. layers: the file positions of each layer's experts.
+    rest: the other fields of StoreSpec.
     """
     shape, slots, wants = placement.shape, placement.slots, placement.wants
     return StoreSpec(
@@ -125,8 +125,9 @@ def store_layers(
     """Return the file positions and slot groups of all experts, in the form of StoreSpec.layers.
 
     layer_ids: llama.cpp's number of each MoE layer. slices: the experts' positions in the files,
-    [layer][kind][tier]. tiers: the precisions in use, as indices of the last axis of `slices`. The
-    result numbers them from 0. slots: contains the slot group of each expert.
+    [layer][kind][tier]. tiers: the precisions in use, as indices of the last axis of `slices`. In
+    the result, these precisions have the numbers 0, 1, and so on. slots: contains the slot group of
+    each expert.
     """
     return tuple(
         (

@@ -39,7 +39,7 @@ class NativeQuery(Protocol):
         ...
 
     def close(self) -> None:
-        """Free the query, whose answer is no longer needed."""
+        """Free the query after its answer is no longer needed."""
         ...
 
 
@@ -264,10 +264,10 @@ class Conversation:
     n_common: int = 0
 
     def n_shared_with(self, before: Conversation) -> int:
-        """Return how many pieces at its start this conversation shares with an earlier one.
+        """Return how many pieces this conversation and an earlier one have in common at the start.
 
-        Returns 0 unless this conversation appends to `before`, repeats `before`, or replaces only
-        the last piece of `before`.
+        Returns 0 unless this conversation repeats `before`, adds pieces to it, or changes at most
+        its last piece. Also returns 0 if only tools and system messages are in common.
         """
         shared = 0
         for ours, theirs in zip(self.pieces, before.pieces, strict=False):
@@ -281,8 +281,8 @@ class Conversation:
 def conversations_of(data: dict[str, Any], most: int) -> list[Conversation]:
     """Return one Conversation (digests of the text) for each sequence that a request needs.
 
-    A request with several prompts needs one sequence for each prompt, at most `most`. A request
-    with one prompt and `n` answers needs n sequences. Only the first of these n entries has
+    A request with several prompts needs one sequence for each prompt, but at most `most` sequences.
+    A request with one prompt and `n` answers needs n sequences. Only the first of these has
     digests, because llama.cpp copies the prompt to the other sequences.
     """
     n = data.get("n_cmpl", data.get("n", 1))  # llama.cpp prefers n_cmpl, too
@@ -346,9 +346,8 @@ class SlotManager:
     def take(self, asked: Iterable[Conversation], cells: int = 0) -> tuple[list[int], int]:
         """Take a free slot for each conversation. Return (slots, number of KV cells in use there).
 
-        These KV cells belong to earlier requests, and stay allocated until a new prompt starts in
-        the slot. `cells` is the number of KV cells that the new request may leave in each of its
-        slots.
+        KV cells of earlier requests are in use until a new prompt starts in their slot. `cells` is
+        the number of KV cells that this request may use in each of its slots.
         """
         taken, held = [], 0
         for each in asked:
@@ -407,7 +406,7 @@ def bodies_bytes(longest_bytes: int, parallel: int, factor: int) -> int:
 class Bodies:
     """Limits the memory for the bodies of all requests.
 
-    A body counts from its first byte until its request may run. Only one thread parses and
+    A body is counted from its first byte until its request may run. Only one thread parses and
     tokenizes bodies, because this takes many times the memory of a body. Clients take turns on that
     thread.
 

@@ -24,9 +24,9 @@ class Words:
     """Estimates how much memory tokenizing a text takes.
 
     The memory depends on the number of tokens and on the longest word, because a tokenizer merges
-    bytes or characters only within a word. Words of this class may be longer than those of
-    llama.cpp, but never shorter. `is_whole` tells whether the tokenizer merges across the whole
-    text, instead of within words.
+    bytes or characters only within a word. This class may find longer words than llama.cpp's
+    tokenizer, but never shorter ones. `is_whole` tells whether the tokenizer merges across the
+    whole text, instead of within words.
     """
 
     def __init__(self, kind: str, cut: str) -> None:
@@ -80,8 +80,7 @@ class Words:
     def longest(self, text: str) -> int:
         """Return the length of the longest word of a text, in symbols (bytes or characters).
 
-        The text is searched in pieces, because a regular expression holds Python's lock for the
-        whole search. A word may continue in the next piece.
+        The text is searched in pieces, so that other threads can run between two pieces.
         """
         return max((self._longest_of(each, text) for each in self._patterns), default=0)
 

@@ -823,9 +823,9 @@ def settle_length(
 ) -> int:
     """Return the number of KV cells that a request reserves, for its prompt and its answers.
 
-    If the request does not limit the generated tokens, a limit is set in `data`: the server's
-    default, at most the rest of the context. Without a default, the prompt and the answer together
-    get an equal share of the context. The answer gets at least RESERVED_TOKENS.
+    If the request does not limit the generated tokens, this adds a limit to `data`. The limit is
+    the server's default. Without a default, it is the request's equal share of the context, minus
+    the prompt, but at least RESERVED_TOKENS. It never exceeds the rest of the context.
 
     `n_answers` is the number of answers to one prompt. `asker` sends the query that counts the
     tokens of the prompt. Raises Refusal (an error response) if the prompt does not fit in the

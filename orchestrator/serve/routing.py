@@ -17,7 +17,12 @@ class Router(ConsistentHashRouter):
     async def choose_replicas(
         self, candidate_replicas: list[Any], pending_request: Any = None
     ) -> list[list[Any]]:
-        """Return lists of replicas that may get a request. Ray tries the first list first."""
+        """Return the replicas that may get a request, as lists in order of preference.
+
+        Ray tries the first list first. For a request with a session, the first list has the
+        replicas of that session, and the second list has all others. Otherwise one list has all
+        replicas.
+        """
         if pending_request is None or not pending_request.metadata.session_id:
             return [candidate_replicas]
         ranked = await super().choose_replicas(candidate_replicas, pending_request)

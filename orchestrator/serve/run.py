@@ -150,8 +150,8 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen on the sockets. The system queues up to BACKLOG new connections.
 
-        asyncio's own backlog must be 1, because after a failure asyncio tries to accept that many
-        connections without a pause.
+        asyncio itself is given a backlog of 1, because it repeats a failed accept that many times
+        without a pause.
         """
         asyncio.get_running_loop().set_exception_handler(self._failed)
         await super().startup(sockets)

@@ -122,8 +122,9 @@ async def read_body(
     """Read the whole body of a request from its client, and return it.
 
     `count` is called after each piece, with the number of bytes so far. Raises Refusal (an error
-    response) as soon as the body or its declared length exceeds most_bytes. If useful_bytes, the
-    length that the context could use, is larger, the message suggests it as --body-limit.
+    response) as soon as the body or its declared length exceeds most_bytes. `useful_bytes` is the
+    longest body that the context could use. If this is larger, the error suggests it as
+    --body-limit.
     """
     body, said = bytearray(), request.headers.get("content-length", "")
     try:
@@ -229,8 +230,8 @@ def is_whole(last: bytes, is_stream: bool) -> bool:
 def failure_at(status: int, text: bytes) -> int:
     """Return where llama.cpp's answer reports a failed step or a failed grammar, or -1.
 
-    The result is an offset in `text`. In a stream, `text` holds whole events. The words of such a
-    report do not count if the model itself generated them.
+    The result is an offset in `text`. In a stream, `text` holds whole events. The same words in
+    text that the model generated are not a report.
     """
     if STEP_FAILED not in text and GRAMMAR_FAILED not in text:
         return -1
@@ -246,7 +247,7 @@ def failure_at(status: int, text: bytes) -> int:
 
 
 def grammar_failure(text: bytes) -> str | None:
-    """Return why llama.cpp gave up an answer's grammar, or None for another failure.
+    """Return the reason if an answer failed because of its grammar, or None for other failures.
 
     `text` is the answer, beginning at the offset that `failure_at` returned.
     """
@@ -266,9 +267,9 @@ def progress_of(events: bytes) -> bytes:
 
 
 def with_progress(event: bytes, n_tokens: float) -> bytes:
-    """Return a progress event of a stream, changed to report n_tokens more prompt tokens as read.
+    """Return a progress event of a stream with n_tokens added to its number of processed tokens.
 
-    The number of tokens never exceeds the length of the prompt.
+    The number of processed tokens never exceeds the length of the prompt.
     """
 
     def change(data: Any) -> Any:
