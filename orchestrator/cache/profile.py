@@ -231,7 +231,7 @@ class UsageKeeper(_Cached):
         return used if used.any() else None
 
     def learn(self, used: np.ndarray) -> None:
-        """Add the counts of an expert store that is being freed, [n_layers, n_expert]."""
+        """Add the tokens that used each expert, [n_layers, n_expert], as an expert store counted them."""
         self._now = self._now + used
 
     def save(self) -> None:
