@@ -231,7 +231,7 @@ class UsageKeeper(_Cached):
         return used if used.any() else None
 
     def learn(self, used: np.ndarray) -> None:
-        """Add the tokens that used each expert, [n_layers, n_expert], as an expert store counted them."""
+        """Add the number of tokens that used each expert in a run, [n_layers, n_expert]."""
         self._now = self._now + used
 
     def save(self) -> None:
