@@ -92,7 +92,7 @@ class ProfileError(MoeEdgeError):
 
 
 class TraceError(MoeEdgeError):
-    """Raised for a recorded trace that cannot be read, or not be used for the intended purpose."""
+    """Raised for a recorded trace that cannot be read, or does not suit the intended purpose."""
 
 
 class ResourceError(MoeEdgeError):

@@ -68,13 +68,13 @@ class RouteEvent:
     - n_ahead: the number of following layers whose experts are predicted. Prediction p, counted
       from 0, is for the layer with index layer + 1 + p.
 
-    These read-only memoryviews are of the first token. They serve decode steps with one token:
+    These read-only memoryviews have the values of the first token, for decode steps with one token:
 
         ids, weights     [k]  chosen experts and their routing weights
         ahead_ids[p]     [k]  experts that layer + 1 + p is predicted to choose, best first
         ahead_scores[p]  [k]  their scores
 
-    These read-only arrays are of all tokens:
+    These read-only arrays have the values of all tokens:
 
         ids_array         int32   [T, k]           chosen experts
         weights_array     float32 [T, k]           their routing weights
@@ -140,10 +140,11 @@ class RouteEvent:
 
     @property
     def filled(self) -> tuple[np.ndarray, np.ndarray]:
-        """The chosen experts and their weights of all tokens, in arrays as wide as the largest k.
+        """A pair of arrays: the experts chosen for each token, and their routing weights.
 
-        k is the number of experts per token, which may differ between layers. In a layer with a
-        smaller k, the columns from k on repeat the row's first expert with weight 0.
+        Both arrays are [T, k_max]. k_max is the largest number of experts per token in any layer.
+        If this layer has a smaller number k, the columns from k on repeat the row's first expert
+        with weight 0.
         """
         return self._ids[: self.n_tokens], self._weights[: self.n_tokens]
 

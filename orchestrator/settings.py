@@ -219,7 +219,7 @@ class Settings:
 
     @classmethod
     def of(cls: type[S], given: Mapping[str, Any]) -> S:
-        """Make an object from those of the given values that belong to settings of this class.
+        """Make an object of this class from those of the given values that belong to its settings.
 
         Other names are ignored, and a value of None counts as not given.
         """

@@ -23,9 +23,9 @@ ROUTING_TOKENS = 256
 def surprise(counts: np.ndarray) -> np.ndarray:
     """Return how unusual one use of each expert is, float64 [n_layers, n_expert].
 
-    An expert that is rarely used in its layer has a high value. The value is -log(p), where p is
-    the expert's fraction of its layer's uses. The mean of -log(p) over all uses in the layer is
-    subtracted. counts: the number of uses, [n_layers, n_expert].
+    An expert that is rarely used in its layer has a high value. The value is -log(p), minus the
+    mean of -log(p) over all uses in the layer. p is the expert's fraction of its layer's uses.
+    counts: the number of uses, [n_layers, n_expert].
     """
     share = (counts + 1.0) / (counts + 1.0).sum(axis=1, keepdims=True)
     unusual = -np.log(share)
@@ -37,11 +37,10 @@ def surprise(counts: np.ndarray) -> np.ndarray:
 class Routing:
     """The usage of experts in the texts with which a loss table was measured.
 
-    It shows whether another text is unusual: whether its mean surprise per use is out of range.
+    Another text is unusual if its mean surprise per use is not between `low` and `high`.
 
     - surprise: how unusual one use of each expert is, float64 [n_layers, n_expert].
-    - low, high: the range of the mean surprise per use in the measured texts, for windows of
-      ROUTING_TOKENS tokens.
+    - low, high: the limits for the mean surprise per use in a window of ROUTING_TOKENS tokens.
     """
 
     surprise: np.ndarray
@@ -64,11 +63,12 @@ class KlEstimate:
 
     - base: the name of the best tier.
     - nats: the cost for one token if an expert with gate weight 1 is computed in each tier, float64
-      [n_layers, n_expert, n_tiers + 1]. The last column is the cost of skipping. Nine tenths of the
-      measured windows of text lose less than these costs say.
+      [n_layers, n_expert, n_tiers + 1]. The last column is the cost of skipping. The costs are
+      upper estimates: nine tenths of the measured text windows lose less.
     - gates: the mean squared gate weight of each expert when the router chose it, float64
       [n_layers, n_expert].
-    - spread: a tenth of the measured windows of text loses less than spread times `nats`.
+    - spread: the factor that turns `nats` into lower estimates: only a tenth of the measured text
+      windows lose less.
     - routing: how often the measured texts use each expert; None if unknown.
     """
 
@@ -94,11 +94,11 @@ class KlEstimate:
     ) -> KlEstimate:
         """Make an estimate relative to the tier `base` from costs relative to full precision.
 
-        The cost of `base` is added to all other costs, because the rounding errors of two tiers are
-        independent.
+        The cost of a tier relative to `base` is its own cost plus the cost of `base`, because the
+        rounding errors of two tiers are independent. The cost of `base` itself is 0.
 
-        costs: float64 [n_layers, n_expert, n_tiers + 2]. The columns are the tiers `names`, then
-        the base, then skipping. The other arguments are fields of the estimate.
+        costs: float64 [n_layers, n_expert, n_tiers + 2]. The last axis has the tiers `names`, then
+        `base`, then skipping. The other arguments are fields of the estimate.
         """
         nats = np.delete(costs, -2, axis=2) + costs[..., -2:-1]
         if base in names:

@@ -23,7 +23,7 @@ class Hull:
     The choice begins with the smallest tier of each expert. Each step moves one expert to a better
     tier, in the order of saved loss per added byte.
 
-    n_bytes, loss: the total bytes and the total loss after 0, 1, 2 and more steps.
+    n_bytes[i], loss[i]: the total bytes and the total loss after i steps, from i = 0 on.
     """
 
     def __init__(self, losses: np.ndarray, sizes: np.ndarray) -> None:

@@ -190,9 +190,10 @@ class Prefetching:
         self._wait, self._trial = self._period, []
 
     def report(self) -> dict[str, Any]:
-        """Return the state of prefetching, and its recall and precision per layer since the start.
+        """Return figures about prefetching since the start, by name.
 
-        The state is "on", "off", or "paused" if a trial was faster without prefetching.
+        - prefetch: the state: "on", "off", or "paused" if a trial was faster without prefetching.
+        - recall, precision: the values of `PredictionScore` for each layer.
         """
         auto = ON if self.pays else "paused"
         return {

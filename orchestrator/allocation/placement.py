@@ -55,9 +55,9 @@ class PlacementSettings(Settings):
 
 
 def best_of_each_width(tiers: Sequence[str]) -> list[str]:
-    """Return, for each number of bits per weight, the best tier with this number, widest first.
+    """Return the name of the best tier for each number of bits per weight, most bits first.
 
-    The number is the one in the tier's name, such as 4 for q4_k. tiers: names, best first.
+    The number of bits is the one in the tier's name, such as 4 for q4_k. tiers: names, best first.
     """
     by_bits = {nominal_bits(tier): tier for tier in reversed(tiers)}
     return [by_bits[bits] for bits in sorted(by_bits, reverse=True)]
@@ -73,9 +73,9 @@ def importance(
     """Return the importance S of each expert for a conversation, float64 [n_layers, n_expert].
 
     S = a P + (1 - a) W (section 4.1), where a is the setting importance_mix. P is the expert's
-    fraction of its layer's uses. W is the expert's fraction of its layer's routing weights. In
-    addition, the usage in earlier runs counts like prior_tokens more tokens of the conversation.
-    Each layer's values of S sum to 1.
+    fraction of its layer's uses. W is the expert's fraction of its layer's routing weights. S is
+    then averaged with the usage in earlier runs, which counts like prior_tokens tokens. Each
+    layer's values of S sum to 1.
 
     - counts: the conversation's uses of each expert, [n_layers, n_expert].
     - gates: the sum of each expert's routing weights in the conversation, [n_layers, n_expert].
@@ -92,10 +92,10 @@ def importance(
 
 
 def bit_budget(n_cold: int, settings: PlacementSettings) -> int:
-    """Return the maximum sum of bits per weight of a layer's experts in lower tiers.
+    """Return how many bits per weight the experts of a layer in lower tiers may have in total.
 
-    n_cold: the number of these experts. On average, an expert has at most near_bits bits per
-    weight.
+    The result is n_cold * near_bits, rounded down, so the mean of these experts is at most
+    near_bits. n_cold: the number of these experts.
     """
     return int(n_cold * settings.near_bits + 1e-9)
 
@@ -133,7 +133,7 @@ def place(
 
 
 def near_tiers(tiers: Sequence[str], asked: str | None) -> list[int]:
-    """Return the lower tiers for experts that are not in the best tier, best first.
+    """Return the numbers of the lower tiers for experts that are not in the best tier, best first.
 
     Of several tiers with the same bits per weight, only the best is returned.
 

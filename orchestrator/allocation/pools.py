@@ -135,12 +135,12 @@ class Tracker:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """The slots of one or several tiers, and how many experts of each layer they hold.
+    """The number of experts per layer in one or several tiers, and rules for their slots.
 
     - tiers: each slot can hold an expert in any of these tiers.
     - n_experts: the number of experts in these tiers, by layer.
-    - reserve: whether a pool has reserve slots, which experts need to change their tier.
-    - experts_per_move: a pool has one reserve slot for this many experts of its layers.
+    - reserve: whether pools of slots get reserve slots. Experts need them to change their tier.
+    - experts_per_move: a pool gets one reserve slot for this many experts of its layers.
     - most_moves: the maximum number of reserve slots of a pool.
     - on_host: whether a system with a GPU keeps the slots in host memory.
     """
@@ -166,9 +166,9 @@ class Places:
 class TierPools:
     """The slots of all experts of a model, divided into pools of slots of one size.
 
-    Each tier belongs to one `Places` object. This object says how many experts of each layer its
-    tiers hold together. If all places except the first have reserve slots, experts can move to
-    every assignment of tiers that keeps these numbers, and each expert moves only once.
+    Each tier belongs to one `Places` object. The object fixes how many experts of each layer are in
+    its tiers. If all places except the first have reserve slots, experts can move to every
+    assignment of tiers with these numbers. Each expert then moves only once.
     """
 
     # Proof that experts can always move: a move within a place takes a reserve slot and returns

@@ -102,14 +102,14 @@ class Prompts:
     """Chooses the tiers of experts in steps with prompt tokens.
 
     Experts are ranked for each sequence of the step. Each expert gets the best tier that a sequence
-    requests. The experts that prompts use most may fill three quarters of a layer's high slots. The
-    other experts of prompts are streamed: they take at most half of the high slots, and are evicted
-    first. Experts that tokens of answers use are not streamed.
+    requests. Experts that prompts use less are streamed: they are evicted first. Experts that
+    tokens of answers use are not streamed.
 
     - critical: critical(layer, n_used) returns how many of the n_used experts of a prompt are
       requested in tier 0. The others are requested in tier `low`.
     - heavy_share: the fraction of a prompt's tokens that count as heavy hitters (important tokens).
-    - passes: whether less used experts are streamed. Otherwise they may take all slots.
+    - passes: whether less used experts of prompts are streamed. They are those after the most used
+      ones, which may fill three quarters of a layer's high slots.
     - gated: a function that returns which experts of answers are needed in tier 0; None for all.
     - room: the number of slots of each layer in each tier, indexed [layer][tier].
     """

@@ -34,7 +34,8 @@ class ModelShape:
     - n_expert, n_expert_used: the experts per layer, and the experts that a token uses.
     - slots: slots[layer][tier] maps each matrix kind to its slot size in bytes.
     - bits: the bits per weight of each tier; empty if unknown.
-    - shares_slots: whether a slot can hold every tier that is small enough, as in host memory.
+    - shares_slots: whether one slot can hold experts in different tiers if they are small enough,
+      as in host memory.
     - host_slots: like slots, but for host memory in a system with a GPU; empty without a GPU.
     """
 

@@ -231,7 +231,7 @@ class UsageKeeper(_Cached):
         return used if used.any() else None
 
     def learn(self, used: np.ndarray) -> None:
-        """Add the counts of an expert store that is being freed, [n_layers, n_expert]."""
+        """Add the number of tokens that used each expert in a run, [n_layers, n_expert]."""
         self._now = self._now + used
 
     def save(self) -> None:

@@ -245,8 +245,9 @@ def option_of(declared: Setting) -> Decorator:
 
 
 def policy_options(recorded: bool = False) -> list[Setting]:
-    """Return the settings of all policies that can be given as options, grouped by policy.
+    """Return the policy settings that are command-line options, each with its group in the help.
 
+    The group is the setting's own, or has the names of the policies that have the setting.
     recorded: return only the settings that a routing trace records. The help then shows "as
     recorded" as their default.
     """

@@ -96,7 +96,7 @@ class Bandwidth(NamedTuple):
 
     @property
     def at_first(self) -> Bandwidth:
-        """This bandwidth, with the speed for bytes that have not been read for a long time."""
+        """A copy of this bandwidth for reads of bytes that have not been read for a long time."""
         return self._replace(bytes_per_s=self.first_bytes_per_s or self.bytes_per_s)
 
     def with_compute_threads(self, config: Config) -> Bandwidth:

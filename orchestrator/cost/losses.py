@@ -79,9 +79,10 @@ class Fit(NamedTuple):
     - text: a description of the text used for the fit.
     - error: the standard error of the logarithm of a predicted mean loss.
     - scales: a further multiplier for each of `tiers`; empty if all are 1.
-    - spread: percentiles 10 and 90 of the loss of a text window, divided by its fitted loss.
-    - routing: the range of the mean surprise in these windows, with a margin. The surprise says how
-      unusual one use of an expert is (see orchestrator.allocation.estimate).
+    - spread: percentiles 10 and 90 of the measured loss of a text window divided by its fitted
+      loss.
+    - routing: the minimum and maximum of the mean surprise in a text window, with a margin. The
+      surprise says how unusual one use of an expert is (see orchestrator.allocation.estimate).
     """
 
     factors: tuple[float, ...]
@@ -219,8 +220,9 @@ class LossTable:
     def render(self) -> str:
         """Return the table as text for people, with one line for each precision.
 
-        A line gives the mean squared error as a fraction of the outputs' mean square. It has this
-        fraction over all tokens, and for the best and the worst expert.
+        A line gives the mean squared error of the experts' outputs, as a fraction of their mean
+        square. It has three such fractions: over all tokens, for the best expert and for the worst
+        expert.
         """
         lines = [f"  {'precision':>9} {'':>8}   bits     error       of the experts"]
         seen = self.counts > 0

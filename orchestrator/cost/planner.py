@@ -53,8 +53,8 @@ _WORTH_SAYING = 1.1
 class ResolvedPlan(NamedTuple):
     """The plan with which a model runs on this machine.
 
-    - request: the request for the plan. If the user allowed a loss, its settings are those of the
-      plan that was chosen.
+    - request: the request for the plan. If the user allowed a loss, the request has the settings of
+      the plan that was chosen.
     - plan: the memory plan.
     - loses: the predicted quality loss.
     """
@@ -356,8 +356,9 @@ class Planner:
     ) -> Candidate:
         """Predict the speed and the quality loss of a plan.
 
-        asked: the settings that select this plan, for the result. Raises NativeError if a timing
-        fails. Also raises NativeError if a timing is missing and nothing may be measured.
+        asked: the settings that select this plan. They become a part of the result. Raises
+        NativeError if a timing fails. Also raises NativeError if a timing is missing and nothing
+        may be measured.
         """
         plan, skips = runs.plan, self.losses.skips(runs.plan)
         short = times.of_plan(plan, runs.config, skips)

@@ -244,8 +244,9 @@ def settings_of_plans(
 ) -> list[dict[str, Any]]:
     """Return the settings of every plan that the installed policies and the file's tiers offer.
 
-    left: maps the name of each tier to a loss budget in nats. It is the part of the allowed loss
-    that remains if all experts are in this tier. None means that no loss is allowed.
+    The result has one dictionary of settings for each plan. left: maps the name of each tier to the
+    part of the allowed loss, in nats, that remains if all experts are in this tier. None means that
+    no loss is allowed.
     """
     every = [tier.name for tier in model.tiers]
     names = every

@@ -89,10 +89,10 @@ _ROUGH_ROWS, _ROUGH_S = 64, 0.04
 
 
 class Timing(NamedTuple):
-    """The stored summary of the timings of one operation.
+    """The stored summary of all timings of one operation.
 
-    seconds: the smallest of them. n_quiet: the number of timings while hardly any other program
-    ran. at: system time of the last timing, in seconds.
+    seconds: the shortest timing. n_quiet: the number of timings that were made while hardly any
+    other program ran. at: system time of the last timing, in seconds.
     """
 
     seconds: float
@@ -254,7 +254,7 @@ class Speeds(Closing):
         return self._used[key] * scale
 
     def time_again(self) -> bool:
-        """Time all single-token operations again that were timed since the last call.
+        """Repeat the timing of the single-token operations that were timed since the last call.
 
         The operations are timed in turns for several rounds. The result is False if there were no
         such operations. Raises NativeError if an operation cannot be timed.

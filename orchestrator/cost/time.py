@@ -86,7 +86,7 @@ class PlanTime:
     - residency: how often experts are in memory.
     - disk: the read speed.
     - n_ubatch: the micro-batch size in tokens.
-    - asked: for each token of an answer, the policy is called in each layer.
+    - asked: the policy is called in each layer for each token of an answer, which takes time.
     """
 
     costs: Costs
@@ -239,10 +239,13 @@ def chances(counts: np.ndarray, n_used: int) -> np.ndarray:
 
 
 def resident(tiers: np.ndarray, uses: np.ndarray, n_tiers: int) -> Residency:
-    """Return how tokens use experts (Residency) if every expert is always in memory.
+    """Return the residency of a plan that always keeps every expert in memory.
 
-    tiers: the tier (precision) of each expert, [n_layers, n_expert], an index below n_tiers. SKIP
-    is the tier of an expert that is always skipped. uses: how often a token uses each expert.
+    A residency says how often tokens use each expert, and how often they find it in memory.
+
+    - tiers: the tier (precision) of each expert, [n_layers, n_expert], an index below n_tiers. SKIP
+      is the tier of an expert that is always skipped.
+    - uses: the probability that a token uses each expert, [n_layers, n_expert].
     """
     mix = (tiers[:, :, None] == np.arange(n_tiers)) * 1.0
     present = np.where(tiers == SKIP, 0.0, 1.0)
@@ -256,14 +259,18 @@ def cached(
     mix: np.ndarray,
     foreseen: float = 0.0,
 ) -> Residency:
-    """Return how often experts are found in memory (Residency), for slots that form LRU caches.
+    """Return the residency of a plan whose expert slots are least-recently-used caches.
 
-    uses: the probability that a token uses an expert. mix: the shares of these uses in each tier
-    (precision). foreseen: the share of misses that look-ahead predicts.
+    A residency says how often tokens use each expert, and how often they find it in memory.
+
+    - uses: the probability that a token uses an expert.
+    - mix: the fraction of these uses in each tier (precision).
+    - foreseen: the fraction of misses that look-ahead predicts.
 
     Uses are assumed to be independent. An expert is then in memory if it was used within the last t
     tokens. The time t is chosen so that the expected number of experts in memory equals the number
-    of slots (Che, Tung and Wang 2002). A use in a lower tier also hits a better copy.
+    of slots (Che, Tung and Wang 2002). A copy in a better tier than the requested one is also a
+    hit.
     """
     rates = uses[:, :, None] * mix
     found = np.zeros_like(rates)
@@ -331,10 +338,13 @@ def scanned(share: float, several_layers: bool) -> tuple[float, float]:
 
 
 def with_skips(known: Residency, skips: Skips, expert_bytes: np.ndarray) -> Residency:
-    """Return how often experts are found in memory (Residency) if a policy skips missing experts.
+    """Return the residency of a plan whose policy skips some of the experts that are not in memory.
 
-    known: the residency without skipping. skips: the loss budget, which is used completely.
-    expert_bytes: bytes to read one expert of each layer, [n_layers].
+    A residency says how often tokens use each expert, and how often they find it in memory.
+
+    - known: the residency without skipping.
+    - skips: the loss budget, which is used completely.
+    - expert_bytes: bytes to read one expert of each layer, [n_layers].
 
     The experts with the least loss per byte are skipped first. At least one of each token's experts
     in a layer is never skipped. The prediction is conservative, because the policy prefers uses
@@ -358,11 +368,14 @@ def with_skips(known: Residency, skips: Skips, expert_bytes: np.ndarray) -> Resi
 
 
 def expected(plan: Plan, uses: np.ndarray, n_cells: int = 0) -> Residency:
-    """Return how often tokens find experts in memory (Residency) under a plan with an expert store.
+    """Return the predicted residency of a plan with an expert store.
+
+    A residency says how often tokens use each expert, and how often they find it in memory. If the
+    policy keeps every expert in memory, each expert is assumed to keep the tier in which it starts.
+    Otherwise, the slots are least-recently-used caches.
 
     uses: the probability that a token uses each expert, [n_layers, n_expert]. n_cells: tokens of
-    context in use. If the policy keeps every expert in memory, each is in the tier in which it
-    starts. Otherwise, the slots are least-recently-used caches.
+    context in use.
     """
     slots = plan.slots_after(n_cells)
     placement = plan.placement
@@ -376,8 +389,8 @@ def expected(plan: Plan, uses: np.ndarray, n_cells: int = 0) -> Residency:
 def spare_bytes(request: PlanRequest, model: ExpertModel) -> int:
     """Return the memory that measurements may take before a model is loaded, in bytes.
 
-    It is three quarters of the memory that remains after the memory of the process. The remainder
-    is counted from the free memory of the machine, or from --ram if that is less.
+    The memory of the process is subtracted from the free memory of the machine, or from --ram if
+    that is less. The result is three quarters of the difference, but at least _LEAST_SPARE_BYTES.
     """
     free = probe().memory_bytes
     left = min(request.config.ram or free, free) - process_bytes(model, request)

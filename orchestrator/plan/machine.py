@@ -197,7 +197,7 @@ def check_misses(gpu: Accelerator | None, config: Config) -> None:
 
 
 def serve_misses(bindings: Bindings, gpu: Accelerator | None, config: Config) -> Misses:
-    """Return how a GPU obtains experts that are not in its memory.
+    """Return the settings that say how a GPU handles experts that are not in its memory.
 
     With `--misses auto`, this function measures the link to the GPU, which takes some tenths of a
     second. Raises ConfigError if the GPU does not respond.

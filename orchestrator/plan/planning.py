@@ -296,7 +296,7 @@ def choose(config: Config, model: ExpertModel, shape_of: ShapeOf, budget: int) -
 def tiers_between(
     policy: type[Policy], high: FileTier, low: FileTier | None, n: int
 ) -> tuple[FileTier, ...]:
-    """Return the precisions (tiers) of the file that a policy uses, best first.
+    """Return the numbers of the file's tiers (precisions) that a policy uses, best first.
 
     The file has n tiers. The result starts at the tier `high`, and has at most as many tiers as the
     policy supports. If the user named a low tier (`low`), it is the last of them.
@@ -322,7 +322,10 @@ class _Layout:
         return self.request.config
 
     def laid_out(self) -> Plan | Refusal:
-        """Return the plan, or a refusal with a lower bound of the memory limit that works."""
+        """Return the plan, or a refusal if the model does not fit.
+
+        The refusal may have only a lower bound of the memory limit that works.
+        """
         usual = self.room(managed=not wants_plain(self.config, self.model))
         found = self.shared(usual)
         if found is None:
@@ -406,9 +409,10 @@ class _Layout:
     def shared(self, usual: Plan) -> Plan | Refusal | None:
         """Return a plan whose KV cache and scratch take memory from the expert slots as they grow.
 
-        usual: the plan without slots for the default context. The result is None if these parts
-        must have fixed sizes, for example on a GPU. If the requested context is too long, the
-        result is a refusal that names the longest context that fits.
+        usual: an unfinished plan for the default context, with the sizes of everything except
+        expert slots. The result is None if these parts must have fixed sizes, for example on a GPU.
+        If the requested context is too long, the result is a refusal that names the longest context
+        that fits.
         """
         config = self.config
         once = config.policy == PLAIN or config.expert_ram or self.machine.device
@@ -450,11 +454,11 @@ class _Layout:
     def divided(self, usual: Plan) -> Plan | Refusal:
         """Return a plan whose expert slots, KV cache and scratch have fixed sizes.
 
-        usual: the plan without slots for the default context. The context and the prompt cache have
-        the sizes that the user requested. Without a request, larger sizes are used if they cost
-        little memory and the policy's slots still fit. The micro-batch size is the one with which a
-        prompt and its answer read the fewest bytes. If every expert is resident, it is the smallest
-        size.
+        usual: an unfinished plan for the default context, with the sizes of everything except
+        expert slots. The context and the prompt cache have the sizes that the user requested.
+        Without a request, larger sizes are used if they cost little memory and the policy's slots
+        still fit. The micro-batch size is the one with which a prompt and its answer read the
+        fewest bytes. If every expert is resident, it is the smallest size.
         """
         config, model, asked = self.config, self.model, self.config.cache_ram or 0
         room = usual if config.ctx else self._longer(usual)
@@ -563,10 +567,11 @@ class _Layout:
         return max(0, min(room.kv_bytes + marks, most))
 
     def try_in(self, *attempts: tuple[Plan, int]) -> Plan | Refusal:
-        """Complete several plans without slots, and return the first that succeeds.
+        """Complete unfinished plans in turn, and return the first one that fits in memory.
 
-        Each attempt is (plan without slots, prompt cache bytes). The result is the last refusal if
-        no attempt succeeds.
+        Each attempt is (unfinished plan, prompt cache bytes). An unfinished plan has the sizes of
+        everything except expert slots. If no plan fits, the result is the refusal of the last
+        attempt.
         """
         for each in attempts:
             found = self.plan_in(*each)
@@ -575,11 +580,11 @@ class _Layout:
         return found
 
     def plan_in(self, room: Plan, prompts: int) -> Plan | Refusal:
-        """Complete a plan without slots, or return a refusal if the memory is too small.
+        """Complete an unfinished plan, or return a refusal if the memory is too small.
 
-        room: the plan without slots. prompts: prompt cache bytes. The result has no expert store if
-        the whole model fits, or if --policy plain was given. Otherwise, the result has the slots of
-        a policy.
+        room: the unfinished plan, with the sizes of everything except expert slots. prompts: prompt
+        cache bytes. The result has no expert store if the whole model fits, or if --policy plain
+        was given. Otherwise, the result has the slots of a policy.
         """
         config, model, asked = self.config, self.model, self._asked
         room = replace(room, prompt_bytes=prompts)
@@ -693,10 +698,11 @@ class _Layout:
         )
 
     def refusal(self, found: _TooSmall) -> Refusal:
-        """Return the refusal that names the smallest memory limit that works, and its context.
+        """Return the refusal that names the smallest memory limit that works.
 
-        found: a refusal that has only a lower bound of that limit. If the model would fit without a
-        prompt cache (--cache-ram), the returned refusal names --cache-ram instead.
+        It also names the context length with this limit. found: a refusal that has only a lower
+        bound of the limit. If the model would fit without a prompt cache (--cache-ram), the
+        returned refusal names --cache-ram instead.
         """
         plan = self.least(found.needed_bytes)
         if isinstance(plan, Refusal):

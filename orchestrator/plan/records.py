@@ -171,8 +171,8 @@ class SharedMemory:
     - least_slots: the size of the fewest slots with which the policy works.
     - all_slots: the size of slots for every expert.
     - cell_bytes: the KV cache of one token.
-    - scratch: maps the maximum number of tokens of a step to the scratch of this step, smallest
-      first. The scratch is (bytes for an empty context, bytes per KV cell).
+    - scratch: the scratch of a step, by the maximum number of tokens in the step, smallest first.
+      It is a pair: the bytes for an empty context, and the further bytes per KV cell.
     - cell_step: the number of KV cells that are allocated at once.
     - sequences: the number of sequences that share the cells.
     - prompts: the maximum size of all copies in the prompt cache.
@@ -200,11 +200,11 @@ class SharedMemory:
         return self.n_bytes - max(held, scratch) - self.cache_bytes(n_cells)
 
     def width(self, cells_end: int, n_tokens: int) -> int:
-        """Return an upper bound for the end of the used KV cells, after n_tokens more tokens.
+        """Return an upper bound for the end of the used KV cells after n_tokens more tokens.
 
-        The end is the position after the last used cell. cells_end: the end now. If several
-        sequences share the cells, each of them reserves blocks of cells and may leave part of a
-        block free.
+        The end is the position after the last used cell. cells_end: the end before these tokens. If
+        several sequences share the cells, the bound includes free cells in the blocks that each of
+        them reserves.
         """
         runs = self.sequences + 1 if self.sequences > 1 else 0
         return cells_end + n_tokens + runs * CELL_STEP
@@ -240,12 +240,13 @@ class SharedMemory:
     def micro_batch(self, n_cells: int, n_tokens: int, again: float = 1.0, width: int = 0) -> int:
         """Return the micro-batch size with which the rest of a prompt reads the fewest bytes.
 
-        A larger micro-batch reads the experts without slots less often. But it needs more scratch,
-        which takes memory from slots.
+        With larger micro-batches, experts that have no slot are read less often. But a larger
+        micro-batch needs more scratch, which takes memory from slots.
 
         - n_cells: the number of KV cells in use.
         - n_tokens: the number of prompt tokens that are left.
-        - again: how often the experts that are evicted for scratch are read after the prompt.
+        - again: the number of times that an expert is read after the prompt if it is evicted for
+          scratch.
         - width: the number of KV cells that attention covers, if this is more than the cells in
           use.
         """

@@ -46,12 +46,12 @@ def tiers_for(model: ExpertModel, ram_bytes: int) -> tuple[list[str], str]:
 
     ram_bytes: cap on all memory of the model, as in --ram.
 
-    The best tier is the model's own type if the model is quantized, otherwise Q8_0. No other tier
-    is returned if every expert fits in memory in this tier. If every expert fits only in some lower
-    type, the lower tiers are chosen by an optimal allocation of types to experts. If no type fits,
-    the lower tiers are types that suit reading experts from disk.
+    The best tier is the model's own type if the model is quantized, otherwise Q8_0. If every expert
+    fits in memory in this tier, it is the only one. If every expert fits only in some lower type,
+    the lower tiers are chosen by an optimal allocation of types to experts. If no type fits, the
+    lower tiers are types that suit reading experts from disk.
 
-    Raises BudgetError if the memory is too small in any precisions.
+    Raises BudgetError if the memory is too small for every choice of precisions.
     """
     config = Config.build(model=model.path, ram=ram_bytes, policy=BASELINE)
     found = plan(PlanRequest(config), model, Machine(1 << 62))

@@ -295,10 +295,11 @@ def pools_of(
 
 
 def as_uses(learned: np.ndarray, n_expert_used: int) -> np.ndarray:
-    """Convert the expert usage of earlier runs to numbers of uses, to add to those of this run.
+    """Convert the expert usage of earlier runs to numbers of uses, [n_layers, n_expert].
 
-    The numbers are those of _LEARNED_TOKENS tokens, each with n_expert_used experts per layer.
-    learned: the fraction of tokens that used each expert, [n_layers, n_expert].
+    The numbers are those of _LEARNED_TOKENS tokens, each with n_expert_used experts per layer. They
+    can be added to the uses in this run. learned: the fraction of tokens that used each expert,
+    [n_layers, n_expert].
     """
     return shares(learned, np.zeros_like(learned)) * n_expert_used * _LEARNED_TOKENS
 
@@ -511,8 +512,8 @@ class ContextAware(Policy):
 
         resident, target: the tiers of experts in memory and after their transitions. At the start
         of a run, these are None, and all experts are moved to the tiers that follow from earlier
-        runs. Before an answer, the experts for which slots are free are moved. The result is None
-        if answers do not wait.
+        runs. Before an answer, only experts for which slots are free now are moved. If answers do
+        not wait for transitions, the result is then None.
         """
         if resident is None or target is None:
             wanted = self._latest = self._place()

@@ -109,9 +109,9 @@ def load_ahead(
     Return the experts that were requested for the next layer. Experts in memory are requested too,
     so that the store keeps them.
 
-    critical: the number of critical experts of each layer. For each token, this many of the
-    predicted experts are requested in tier 0, the best first. low: the tier for the other predicted
-    experts; None to omit them.
+    critical: how many experts of a token are critical in each layer. They are the best of the
+    predicted experts, and are requested in tier 0. low: the tier for the other predicted experts;
+    None to omit them.
     """
     asked: list[int] = []
     for ahead in range(event.n_ahead):
@@ -315,9 +315,9 @@ class DyMoE(Policy):
         """Divide a memory budget into one slot group for each layer, matrix kind and tier.
 
         First, each layer gets slots for the k experts that one token selects: t_l slots in the high
-        tier for its critical experts, and the others in the low tier. The rest of the budget is
-        divided in proportion to the expected use of a slot. A layer gets no further low slots if a
-        high slot has at least the same expected use.
+        tier for its critical experts, and the others in the low tier. The rest of the budget pays
+        for further slots, in proportion to their expected use. A layer gets no further low slots if
+        a further high slot would be at least as useful.
         """
         settings = settings.with_usual()
         depth = Depth.of(shape, settings, rules)

@@ -135,12 +135,12 @@ def cache_plan(
 ) -> tuple[SlotPlan, int, list[int]]:
     """Return slots for only some experts, because not all experts fit in the low tier.
 
-    The result is the slot plan, the number of high experts per layer, and the number of low slots
-    of each layer. If the budget is too small, these are the minimum.
+    The result is (slot plan, number of high experts per layer, number of low slots of each layer).
+    If the budget is too small, these are the minimum.
 
-    Low slots for one token's experts are paid first. The fraction CACHED_HIGH of the remaining
-    budget is for high experts, at most most_high per layer. If that is less than one per layer, no
-    expert is high.
+    First, each layer gets low slots for the experts of one token. The fraction CACHED_HIGH of the
+    remaining budget is for experts in the high tier, with the same number in each layer, at most
+    most_high. If the fraction is too small for one expert per layer, no expert is high.
     """
     layers = range(shape.n_layers)
     low_bytes = [shape.expert_slot_bytes(layer, LOW) for layer in layers]
@@ -183,11 +183,12 @@ class DynaExqSettings(Intervals):
 
 class _TwoTiers(Precisions):
     def high(self, offer: TierOffer) -> FileTier:
-        """Return the high tier: the tier above the low tier that the user named.
+        """Return the high tier, which is the next better tier above the low tier.
 
-        If the user named none, return the best tier below which the next tier can hold all experts.
-        If there is no such tier, return the last tier but one. A tier can hold all experts if they
-        fit in the budget, with as few as possible in the high tier.
+        The low tier is the one that the user named. If the user named none, it is the best tier in
+        which all experts fit in the budget, with as few as possible in the high tier. If they fit
+        in no tier, it is the last tier of the file. A file with only one tier has this tier as its
+        high tier.
         """
         if len(offer.tiers) < 2:
             return offer.tiers[0]

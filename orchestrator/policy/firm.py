@@ -81,11 +81,11 @@ def agreed(
     layers: int,
     scores: Sequence[float] = (),
 ) -> list[int]:
-    """Return the experts that are expected in a layer, in the order of the nearest layer's vote.
+    """Return the experts that are expected in a layer, according to the votes of earlier layers.
 
-    votes: for each voting layer, the experts that it predicts, best first. The nearest layer comes
-    first. K is the argument `candidates`, and P is the argument `layers`. `way` is the voting
-    method:
+    A vote is the list of experts that one earlier layer predicts, best first. The result is in the
+    order of the nearest layer's vote. votes: the votes, nearest layer first. K is the argument
+    `candidates`, and P is the argument `layers`. `way` is the voting method:
 
     - mol (eq. 6): the experts that are among the first K in each of the P nearest votes. If fewer
       layers voted, all votes are used.
@@ -140,12 +140,12 @@ def group_of(n_layers: int) -> list[int]:
 
 
 def absent_of(missing: Mapping[int, int], kinds: Sequence[int]) -> Absent:
-    """Return which experts lack a matrix in memory, for the matrix kinds that are prefetched.
+    """Return which experts lack a prefetched matrix in memory, as pairs (experts, n).
 
-    The result has pairs (bit mask, n). A bit mask has the experts that lack the matrix of one kind.
-    n is the number of kinds with the same bit mask.
+    `experts` is a bit mask of all experts that lack the matrix of the same kind. n is the number of
+    matrix kinds that exactly these experts lack. Only kinds that are prefetched are counted.
 
-    - missing: for each expert, the bits of its matrices that are not in memory.
+    - missing: maps each expert to the bits of its matrices that are not in memory.
     - kinds: the bit of each matrix kind that is prefetched.
     """
     sets = (mask_of(e for e, bits in missing.items() if bits & kind) for kind in kinds)
@@ -191,11 +191,12 @@ class Weights(NamedTuple):
     matrices: int
 
     def mean(self, counts: np.ndarray, n: int) -> Any:
-        """Return the mean prediction loss (eq. 11) over n results of `unused_and_missed`.
+        """Return the mean prediction loss (eq. 11) over n counted pairs of a layer and a token.
 
-        A result has two numbers of matrices. Its loss is their weighted sum, divided by the number
-        of matrices that are prefetched per expert. counts: the sums of both numbers over all
-        results, [..., 2]. Return 0 if n is 0.
+        For each pair, `unused_and_missed` returned two numbers of matrices. The loss is the
+        weighted sum of the two numbers, divided by the number of matrices that are prefetched per
+        expert. counts: the sums of both numbers over all pairs, [..., 2]. The result is a float, or
+        nested lists if `counts` has more dimensions. All losses are 0 if n is 0.
         """
         lost = self.waste * counts[..., 0] + self.miss * counts[..., 1]
         return (lost / self.matrices / max(1, n)).tolist()
@@ -342,7 +343,7 @@ class Tuner:
         ]
 
     def of(self, layer: int) -> Votes:
-        """Return the numbers of candidates per vote and of voting layers now used for a layer."""
+        """Return the pair (candidates per vote, voting layers) that is now used for a layer."""
         return self.chosen[self.groups[layer]]
 
     @property
@@ -645,7 +646,10 @@ class FIRMPlacement(Placement):
 
     @property
     def text(self) -> str:
-        """The text for the status line, with the first numbers of candidates and voting layers."""
+        """The text for the status line, with the first numbers of candidates and voting layers.
+
+        These are the numbers with which a run starts. Tuning may change them later.
+        """
         n_ahead = self.wants.n_ahead
         if not n_ahead:
             return f"firm {self.shape.tiers[0]}, one precision"
@@ -656,9 +660,9 @@ class FIRMPlacement(Placement):
         return self.voting(chosen[group] for group in groups)
 
     def voting(self, votes: Iterable[Votes]) -> str:
-        """Return the description for the status line with the given choice of each layer group.
+        """Return the text for the status line with these numbers of candidates and voting layers.
 
-        votes: pairs (candidates per vote, voting layers).
+        votes: a pair (candidates per vote, voting layers) for each group of layers.
         """
         pairs = " ".join(f"{k},{p}" for k, p in dict.fromkeys(votes))
         asked = self.settings

@@ -111,7 +111,7 @@ class LayerCosts:
         - An expert in memory in the high tier can only be skipped.
         - An expert in memory in the low tier can be computed in that tier.
         - An expert that is not in memory can be skipped. If reading it in the low tier costs less
-          per saved byte, this is the first way, and skipping is the second.
+          per saved byte, the result has this as its first way, and skipping as its second.
 
         square: the sum of the expert's squared gate weights over the tokens that need it. resident:
         the expert's tier in memory, or ABSENT.
@@ -215,7 +215,8 @@ _BURST_EXPERTS = 8
 class ReadBehind:
     """Prefetches experts that were skipped or lowered twice within a few steps, for later tokens.
 
-    They are read in the high tier, at a limited rate, after the reads that the current tokens need.
+    A lowered expert was computed in the low tier. The experts are read in the high tier, at a
+    limited rate, after the reads that the current tokens need.
     """
 
     def __init__(self, shape: ModelShape, rate: int) -> None:

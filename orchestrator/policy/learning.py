@@ -64,8 +64,8 @@ class Learning(Policy):
 
     S is a moving average of the fraction f of tokens that use an expert (DynaExq, section 3.5). At
     the end of each interval, S <- a S + (1 - a) f. An interval ends after update_steps decode
-    steps, or after a prefill step. With the setting update_ms, as in the paper, an interval is that
-    much compute time of steps.
+    steps, or after a prefill step. With the setting update_ms, as in the paper, an interval instead
+    ends after this many milliseconds of compute time.
 
     a = alpha ** w, where alpha is the setting hotness_decay and w is at most 1. w is the number of
     tokens that the layer computed, divided by the interval's number of tokens. Without update_ms,

@@ -100,8 +100,9 @@ def moves(
 ) -> list[Transition]:
     """Return the transitions of experts to their wanted tiers for which slots are free now.
 
-    If no expert is moving and no slot is free for a wanted transition, experts block each other.
-    Then those that should get a lower tier first move to the lowest tier, which has reserve slots.
+    If no expert is moving and no slot is free for a wanted transition, experts block each other. In
+    that case, experts that should get a lower tier are first moved to the lowest tier, which has
+    reserve slots.
 
     - wanted: the wanted tier of each expert.
     - resident, target: the tier of each expert in memory and after its transition, uint8 [n_layers,
@@ -142,9 +143,9 @@ class _AnyTiers(Precisions):
     def high(self, offer: TierOffer) -> FileTier:
         """Return the best tier that the policy uses.
 
-        It is usually the tier above the best one in which all experts fit. A still better tier is
-        used if one slot of it takes a negligible part of the budget. The store requires at least
-        one slot of each tier in use.
+        It is usually the tier above B, where B is the best tier in which all experts fit in the
+        budget. A still better tier is used if one slot of it takes a negligible part of the budget.
+        The store requires at least one slot of each tier in use.
         """
         tiers = offer.tiers
         fits = next((each for each in tiers if offer.fits_whole(each)), tiers[-1])
