@@ -107,7 +107,7 @@ class GpuOptions(BenchOptions):
         "Upstream's rows are left out, because its copies are not slower.",
         notation=BANDWIDTH,
         metavar="SPEED",
-        shown="the link's own speed",
+        shown="its own",
     )
     table3: bool = setting(
         False,
