@@ -103,7 +103,7 @@ class GpuOptions(BenchOptions):
     )
     link: int | None = setting(
         None,
-        "Imitate a slower link, such as 12GB/s. Each expert is then copied several times. "
+        "Imitate a slow link, such as 12GB/s. Each expert is then copied several times. "
         "Upstream's rows are left out, because its copies are not slower.",
         notation=BANDWIDTH,
         metavar="SPEED",
