@@ -83,7 +83,7 @@ def test_low_copies_that_do_not_fit_are_cached(both, tiny_model):
     least = refused.value.needed_bytes
     for budget in (least, 2 * least):
         with opened(both, expert_ram=budget, hot_experts=0) as runtime, runtime.evaluator() as e:
-            assert "caching" in runtime.mode
+            assert "as a cache" in runtime.mode
             np.testing.assert_array_equal(logits(e), reference)
             stats = e.inside.store.stats()
             assert stats.slot_bytes_peak <= stats.budget_bytes
