@@ -13,23 +13,66 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 from gguf_tools.errors import GGUFError
+from models.real.judge import interval
 from models.real.make import report
 from orchestrator.config import Config
 from orchestrator.errors import MoeEdgeError
 from orchestrator.lab.eval.judge import Reference
 from orchestrator.lab.eval.run import EvalOptions, best_config, read_reference
 from orchestrator.lab.study.dymoe import SPREADS, Accuracy, Critical, Depth
-from orchestrator.lab.study.study import Case, Study
+from orchestrator.lab.study.study import Case, Findings, ScoredStudy, Scores, Study
 from orchestrator.lab.study.subject import Subject
+from orchestrator.lab.table import Column, Row, Table
 from orchestrator.runtime.runtime import Runtime
 
 RETENTIONS = (0.75, 0.9)
 _LABELS = [f"{kind}, {SPREADS['cosine']}" for kind in ("heavy hitters", "total load")]
+
+
+def intervals(found: Scores) -> Table:
+    """Return a table of the scored cases, with 95 % intervals over the contexts of the text.
+
+    Perplexities are divided by that of the high tier, token by token.
+    """
+    on = found.on
+    contexts = np.repeat(np.arange(len(on.windows)), [each.n_scored for each in on.windows])
+    base = next((score for case, score in found.scored if case.row.get("tier") == on.high), None)
+    rows: list[Row] = []
+    for case, score in found.scored:
+        row: Row = {"case": case.label, "r": case.row.get("retention")}
+        row["kl"] = interval(score.text.kl, contexts)
+        if base is not None:
+            change = interval(score.text.nll - base.text.nll, contexts)
+            row["ratio"] = [float(np.exp(each)) for each in change]
+        rows.append(row)
+
+    def shown(values: Sequence[float]) -> str:
+        return "{:.3f} ({:.3f} to {:.3f})".format(*values)
+
+    columns = (
+        Column("configuration", "case", left=True),
+        Column("r", "r"),
+        Column(f"KL from {on.best} (95 %)", "kl", shown),
+        Column(f"perplexity over {on.high} (95 %)", "ratio", shown),
+    )
+    return Table(f"Intervals over {len(on.windows)} contexts: {on.basis}", columns, rows)
+
+
+class Shown(ScoredStudy):
+    """A study that adds a table of intervals."""
+
+    def show(self, found: Scores, on: Subject) -> Findings:
+        """Return the tables of the study, and the table of intervals."""
+        shown = super().show(found, on)  # type: ignore[safe-super]
+        return replace(shown, tables=[*shown.tables, intervals(found)])
 
 
 class Prompts(Subject):
@@ -42,7 +85,7 @@ class Prompts(Subject):
             return read_reference(e, self.windows, True, partial(report, "Reference"))
 
 
-class DepthOfPrompts(Depth):
+class DepthOfPrompts(Shown, Depth):
     """The study Depth for prompts: the loss if one layer is in the low tier."""
 
     def cases(self, on: Subject) -> list[Case]:
@@ -50,7 +93,7 @@ class DepthOfPrompts(Depth):
         return [replace(case, prefill=True) for case in super().cases(on)]
 
 
-class Hitters(Critical):
+class Hitters(Shown, Critical):
     """A part of the study Critical: Figure 3 of the DyMoE paper for prompts.
 
     It is measured only with the cosine schedule, and with the retention ratios in RETENTIONS.
@@ -70,7 +113,7 @@ class Hitters(Critical):
         ]
 
 
-class Mixes(Accuracy):
+class Mixes(Shown, Accuracy):
     """A part of the study Accuracy: the high tier, the low tier, and two mixtures of both."""
 
     def cases(self, on: Subject) -> list[Case]:
