@@ -265,9 +265,9 @@ def usage_of(
 
     - found: activations of the window.
     - layer_ids: layer number of each MoE layer.
-    - router: router matrix of the last layer, float32 [n_expert, width]. With this matrix, the last
-      layer's experts for the prompt are predicted from the layer before, as the policy predicts
-      them. With None, the experts that the model chose are counted.
+    - router: router matrix of the last layer, float32 [n_expert, width]. It is used to predict,
+      from the layer before, the last layer's experts for the prompt, as the policy does. With None,
+      the experts that the model chose are counted instead.
     - gating: the router's gating function, SOFTMAX or SIGMOID.
     """
     n = prompt_tokens(window)
@@ -365,10 +365,10 @@ NearTiers = dict[float, str]
 
 
 def near_tiers(tiers: Sequence[str]) -> NearTiers:
-    """Return the tiers that near experts (experts that are not hot) can have, by bits per weight.
+    """Return the tiers (precisions) that a layer's less used experts can have, by bits per weight.
 
-    If several tiers have the same number of bits, the best of them is returned. `tiers` are all
-    tiers of a file, best first.
+    The best tier of the file is not included. If several tiers have the same number of bits, the
+    best of them is returned. `tiers` are all tiers of a file, best first.
     """
     return {nominal_bits(name): name for name in best_of_each_width(tiers[1:])[-MAX_WIDTHS:]}
 
