@@ -291,10 +291,11 @@ def load_within(
     - stack: closes the model and the store.
     - n_ctx: number of tokens that are evaluated in one batch.
     - budget: the memory cap; None means no cap.
-    - sequences: number of additional sequences that the plan includes.
+    - sequences: number of sequences that may decode in parallel, in addition to the first.
     - more: further settings of Config.build.
 
-    The caller creates the context. Raises BudgetError with the minimum cap if the cap is too small.
+    The caller creates the llama.cpp context. Raises BudgetError with the minimum cap if the cap is
+    too small.
     """
     with ExitStack() as own:
         model = own.enter_context(ExpertModel.open(path))

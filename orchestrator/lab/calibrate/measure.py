@@ -216,11 +216,11 @@ class OutputSums:
     """Statistics of each expert's output, summed while a model reads a text.
 
     - counts int64 [n_layers, n_expert]: number of tokens that were routed to the expert.
-    - gates float64 [n_layers, n_expert]: sums of the squared gate weights.
-    - squares float64 [n_layers, n_expert]: sums of the outputs' mean squares.
-    - weighs bool [n_layers]: whether the gate weights multiply the experts' inputs, not their
-      outputs.
-    - samples: a sample of the inputs of each layer.
+    - gates float64 [n_layers, n_expert]: sum of the squared gate weights of these tokens.
+    - squares float64 [n_layers, n_expert]: sum of the mean squares of the expert's outputs.
+    - weighs bool [n_layers]: True if the layer multiplies its experts' inputs by the gate weights;
+      False if it multiplies their outputs.
+    - samples: for each layer, a sample of its experts' inputs.
     """
 
     def __init__(self, model: ExpertModel, folder: Path | None = None) -> None:
@@ -293,11 +293,12 @@ class OutputSums:
 
 @dataclass(frozen=True, slots=True)
 class Precisions:
-    """Measures the loss table of a model: the error of each expert in each precision.
+    """Measures a loss table: how much the output of each expert changes in each precision.
 
-    - model: the model whose precisions the table describes.
-    - reference: the same model in full precision, to which the errors are relative.
-    - types, quantizer: further types to include, and the method that quantizes experts to them.
+    - model: the model file whose precisions are measured.
+    - reference: the same model in full precision. Errors are relative to its outputs.
+    - types: further quantization types to measure.
+    - quantizer: the method that quantizes experts to these types.
     """
 
     model: ExpertModel
@@ -313,9 +314,9 @@ class Precisions:
 
     @property
     def listed(self) -> list[_Precision]:
-        """The precisions of the table, from the highest to the lowest number of bits.
+        """The precisions in the table, from the highest to the lowest number of bits.
 
-        They are the tiers of the model file and the further types in the field `types`.
+        They are the precisions (tiers) of the model file, and those in the field `types`.
         """
         found = [
             _Precision(TablePrecision(tier.name, round(tier.bpw, 4), True), index, None)
@@ -428,7 +429,10 @@ class Precisions:
 
 
 def expert_bytes(model: ExpertModel) -> int:
-    """Return the memory for the float32 matrices of one expert in two precisions, in bytes."""
+    """Return the memory to hold an expert's matrices twice, in two precisions, in bytes.
+
+    Both copies are decoded to float32, so that they can be compared.
+    """
     shapes = (shape for shape in model.shapes[0] if shape is not None)
     return 2 * 4 * sum(n * rows for n, rows in shapes)
 

@@ -147,10 +147,11 @@ class Method:
 def open_quantizer(
     method: Method, source: Path, progress: Progress, note: Callable[[str], None]
 ) -> Iterator[ExpertQuantizer | None]:
-    """Yield the quantizer of a method for a model's experts, after the calibration that it needs.
+    """Perform the calibration that a quantization method needs, and yield its quantizer.
 
-    Yields None for the method rtn, which needs no data. `source` is the model file. `note` receives
-    warnings for the user. Raises MoeEdgeError if the options are invalid or the calibration fails.
+    Yields None for the method rtn (rounding to the nearest value), which needs no data. `source` is
+    the model file. `note` receives warnings for the user. Raises MoeEdgeError if the options are
+    invalid or the calibration fails.
     """
     method.check()
     if method.chosen == RTN:

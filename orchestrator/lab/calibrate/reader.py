@@ -142,9 +142,11 @@ class TextReader(Closing):
     def read(self, change: Change, seen: Seen | None = None, masks: bool = False) -> Iterator[Step]:
         """Read the whole text once, and yield the result of each step.
 
-        `change` is called in each layer and may lower or skip experts. `seen` receives the products
-        of expert matrices. Set `masks` if `change` may skip an expert for some tokens only. Raises
-        NativeError if the evaluation fails, and the exceptions of `change` and `seen`.
+        - change: called in each layer. It may set experts to a lower precision, or skip them.
+        - seen: receives the products of expert matrices.
+        - masks: whether `change` may skip an expert for some tokens but not for others.
+
+        Raises NativeError if the evaluation fails, and the exceptions of `change` and `seen`.
         """
         self._change, self._seen, self._masks = change, seen, masks
         for numbers in self.steps:

@@ -77,12 +77,14 @@ PARTS, ALL = "skip in parts", "skip"
 
 
 class Moved(NamedTuple):
-    """The effect of lowering or skipping some experts while a text of n windows is read.
+    """The measured effect of computing some experts in a lower precision, or of skipping them.
 
-    - kl float64 [n]: measured mean KL divergence per token.
-    - lost float64 [n, n_layers]: mean loss per token and layer, as predicted by the loss table.
-    - surprise float64 [n]: how rarely used the chosen experts are, as a mean over tokens. A larger
-      value means that they are used less often.
+    The effect is measured on a text of n windows (pieces of text).
+
+    - kl float64 [n]: measured mean KL divergence per token from the unchanged model.
+    - lost float64 [n, n_layers]: mean loss per token and layer that the loss table predicts.
+    - surprise float64 [n]: how unusual the window's choice of experts is. The value is large if the
+      window often uses experts that are otherwise rarely used.
     """
 
     kl: np.ndarray
@@ -93,8 +95,9 @@ class Moved(NamedTuple):
 def passes(tiers: Sequence[str]) -> list[tuple[str, str | None]]:
     """Return the passes of a calibration over its text, each as (name, precision).
 
-    `tiers` are the precisions of the model file, best first. A pass lowers some experts to its
-    precision. If the precision is None, the pass skips some experts instead.
+    In each pass the model reads the whole text. Some experts are computed in the given precision,
+    or are skipped if the precision is None. `tiers` are the precisions of the model file, best
+    first.
     """
     return [*((name, None) for name in (PARTS, ALL)), *((tier, tier) for tier in tiers[1:])]
 
@@ -117,14 +120,16 @@ def moved(
     against: Reference,
     progress: Progress,
 ) -> Moved:
-    """Read the text once with some experts lowered or skipped, and measure the effect.
+    """Read the text once with some experts changed, and measure the effect on the output.
+
+    A changed expert is computed in a lower precision, or is skipped.
 
     - reader: the loaded model with its text.
-    - name: a name from passes(). It decides which experts are lowered or skipped.
-    - costs float64 [n_layers, n_expert]: the loss of a token with gate weight 1 if the expert is
-      lowered or skipped.
-    - unusual float64 [n_layers, n_expert]: how rarely each expert is used. A larger value means
-      that the expert is used less often.
+    - name: a name from passes(). It decides which experts are changed, and how.
+    - costs float64 [n_layers, n_expert]: the loss if a token with gate weight 1 uses the changed
+      expert.
+    - unusual float64 [n_layers, n_expert]: a number that is larger for experts that are used less
+      often.
     - against: the log-probabilities of the unchanged model.
     """
     n_layers, n_windows = len(costs), len(reader.scored)
@@ -172,9 +177,9 @@ def fitted(tiers: Sequence[str], found: dict[str, Moved], text: str, weights: np
     """Return the factors that convert the losses of a loss table to KL divergence.
 
     - tiers: the precisions of the model file, best first.
-    - found: the result of each pass, by the name of the pass.
+    - found: the measured effect of each pass over the text, by the name of the pass.
     - text: a description of the text.
-    - weights: float64 [n], the number of tokens of each window.
+    - weights: float64 [n], the number of tokens of each window (piece of text).
 
     Raises ConfigError if no factor can be computed, because the losses do not change the output.
     """
@@ -316,7 +321,10 @@ class Kept:
 
     @property
     def table(self) -> Path:
-        """Path of the saved loss table. It lacks the conversion of losses to KL divergence."""
+        """Path of the saved loss table.
+
+        The factors that convert its losses to KL divergence are still missing.
+        """
         # When this file exists, the file `rows` is complete.
         return self.folder / "table.json"
 
@@ -445,10 +453,14 @@ class _Run:
     def measured(
         self, reference: Path | None, types: Sequence[str], note: Callable[[str], None]
     ) -> LossTable:
-        """Measure the losses of all precisions, and return them as a loss table.
+        """Measure how much each precision changes each expert's output, and return a loss table.
 
-        The table cannot convert the losses to KL divergence yet. Also saves the log-probabilities
-        of the model's best tier.
+        The factors that convert these losses to KL divergence are still missing in the table. Also
+        saves the log-probabilities of the model's best tier to a file.
+
+        - reference: the model in full precision. None uses the best tier of the model.
+        - types: further quantization types that the table includes.
+        - note: receives messages for the user.
         """
         # rtn does not use the text, but the measurement of the losses does.
         method, model, path = self._method, self._model, reference or self._model.path
@@ -492,9 +504,10 @@ class _Run:
     def fit(self, table: LossTable, tiers: Sequence[str]) -> Fit:
         """Compute the factors that convert the losses of a loss table to KL divergence.
 
-        For this purpose, the text is read several times with some experts lowered or skipped. Saved
-        results of these passes are used again. Raises ConfigError if no factor can be computed, and
-        the exceptions of loading a model.
+        For this purpose, the text is read several times. Each time, some experts are computed in a
+        lower precision or are skipped. Measurements that an interrupted calibration saved are not
+        repeated. Raises ConfigError if no factor can be computed, and the exceptions of loading a
+        model.
         """
         plain = replace(table, fit=Fit((1.0,) * len(table.counts), (), "", 0.0))
         found = {}

@@ -52,9 +52,13 @@ _MACHINE = (
 def played(
     on: Measured, prompt: int | None = None, answer: int | None = None, reads: float = SLOW
 ) -> Played:
-    """Return a trace that contains predictions for later layers, and the options to replay it.
+    """Return a recorded trace of the text, and the options of its replays.
 
-    - prompt, answer: number of recorded tokens of the prompt and of the answer.
+    The trace also contains the recorded run's predictions of which experts later layers use.
+
+    - on: the model and the text.
+    - prompt, answer: number of tokens that are read as a prompt, and then as the answer. None means
+      the usual number.
     - reads: simulated time to read all experts of a token, divided by the time to compute a token.
     """
     trace = on.trace(prompt or PROMPT, answer or ANSWER)
@@ -255,11 +259,11 @@ def figure_5(on: Measured) -> Made:
 
 
 def figure_6(on: Measured) -> Made:
-    """Make Figure 6: the loss of eq. 11 for each pair (K, P).
+    """Make Figure 6: the prediction loss (eq. 11) for each pair of the parameters K and P.
 
     To predict the experts of a layer, each of the P layers before it names K experts. K is at most
-    twice the number of experts per token. Also shows which pairs Algorithm 1 of the paper and our
-    searches choose.
+    twice the number of experts per token. Also shows the pairs that the paper's Algorithm 1 and our
+    search methods choose.
     """
     subject = on.subject(LOGITS)
     k, n_expert = subject.n_expert_used, subject.n_expert

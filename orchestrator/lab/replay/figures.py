@@ -52,10 +52,12 @@ def figures(
 ) -> Figures:
     """Return the metrics of a run of S steps as a dict: cache hits, waits, TTFT and TPOT.
 
-    - tiers: names of the precisions in use, best first. skip: whether experts may be skipped.
-    - counters [2, len(COUNTERS)] and wait_ms [2]: counters and waits of the phases prefill and
-      decode.
-    - phases [S] and step_ms [S]: phase and duration of each step.
+    - tiers: names of the precisions in use, best first.
+    - skip: whether experts may be skipped.
+    - counters [2, len(COUNTERS)]: counters of the expert store, for prefill and decode.
+    - wait_ms [2]: time spent waiting for reads, for prefill and decode.
+    - phases [S]: phase of each step.
+    - step_ms [S]: duration of each step.
     """
     found: Figures = {}
     for phase in Phase:
@@ -92,8 +94,9 @@ Expert = tuple[int, int]  # (layer, expert)
 def belady(trace: Trace, shape: ModelShape, plan: SlotPlan, tier: int) -> dict[str, list[int]]:
     """Compute the cache hits of an optimal cache, which knows the whole trace in advance.
 
-    The cache has one precision and the same slots as the replay. It keeps the experts whose next
-    use is soonest. No policy with one precision that loads experts on demand has more hits.
+    It has the same slots as the replay, holds one precision, and keeps the experts whose next use
+    is soonest. Its hits are an upper bound for policies that load experts of one precision on
+    demand.
 
     - tier: index of the precision among the tiers of the trace's model.
 

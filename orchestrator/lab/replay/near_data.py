@@ -68,6 +68,9 @@ def link_ms(n_bytes: float) -> float:
 class PaperModel:
     """A model of the paper's Table 1, with the times of its parts on the simulated machine.
 
+    The machine is a GPU and a near-data memory, which computes experts itself. A link connects
+    them.
+
     - kv_width: width of a token's key vector, which is also the width of its value vector.
     - other_weights: number of weights outside the experts.
     - n_hot: number of experts per layer that are on the GPU.
@@ -117,7 +120,9 @@ class PaperModel:
         return 1e3 * max(read, 2 * n_tokens * self.expert_weights / GPU_FLOPS)
 
     def near_ms(self, bits: float = FULL_BITS, n_tokens: float = 1) -> float:
-        """Return the time to compute one expert in the near-data memory, in milliseconds.
+        """Return the time in which the near-data memory computes one expert, in milliseconds.
+
+        A near-data memory computes experts in the memory that holds them, without the GPU.
 
         - bits: bits per weight of the expert.
         - n_tokens: number of tokens that use the expert.
@@ -127,9 +132,10 @@ class PaperModel:
         return 1e3 * max(read, n_tokens * self.expert_weights / macs_per_s)
 
     def trip_ms(self, n_tokens: float = 1) -> float:
-        """Return the time to send activations to the near-data memory and back, in milliseconds.
+        """Return the time to send activations from the GPU to the near-data memory and back.
 
-        These are the FP16 activations of n_tokens tokens for one layer.
+        The near-data memory needs them because it computes experts itself. They are the FP16
+        activations of n_tokens tokens for one layer. The time is in milliseconds.
         """
         return 2 * (LINK_US / 1e3 + link_ms(2 * self.hidden * n_tokens))
 
@@ -147,9 +153,9 @@ class PaperModel:
     ) -> tuple[float, np.ndarray]:
         """Return the time of one layer in a prompt, and which experts are copied to the GPU.
 
-        Experts that are not on the GPU are computed in the near-data memory, except those that are
-        copied to the GPU over the link. The experts with the most tokens are copied. Their number
-        is the one with which the layer takes the least time.
+        The GPU computes its own and the copied experts. The near-data memory, which can compute
+        experts itself, computes the others. The experts with the most tokens are copied. Their
+        number is chosen so that the layer takes the least time.
 
         - tokens: number of tokens of each expert, float64 [n_expert].
         - on_gpu: whether each expert is on the GPU from the start, bool [n_expert].
@@ -183,7 +189,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class NearData(PlacementSettings):
-    """Options for the simulation of a GPU with a near-data memory.
+    """Options for the simulation of a GPU with a memory that computes experts (near-data memory).
 
     Raises SettingError for a value out of range. Raises ConfigError if a layer has fewer experts
     than `hot`, or if the GPU cannot hold this number of experts of each layer.
@@ -346,10 +352,10 @@ def _choose(
 
 
 def from_trace(shape: PaperModel, trace: Trace) -> Routing:
-    """Convert the routing of a trace to the number of layers and experts of a model of the paper.
+    """Return the routing of a trace, adapted to the layers and experts of a model of the paper.
 
-    The layers of the trace are repeated as often as needed. If the trace has more experts than the
-    model, groups of neighboring experts are merged into one expert each.
+    If the model has more layers than the trace, the trace's layers are repeated. If it has fewer
+    experts, groups of neighboring experts are merged into one expert each.
 
     Raises ConfigError if the experts cannot be divided into equal groups, or if the trace has fewer
     experts per token than the model. Raises TraceError if the trace has no prompt with an answer.
@@ -451,9 +457,11 @@ def _rows(
 class Plan:
     """The placement of all experts while one sequence is computed.
 
-    - hot: whether each expert is on the GPU, with 16 bits per weight, bool [n_layers, n_expert].
-    - bits: bits per weight of the other experts, which are in the near-data memory, float64
-      [n_layers, n_expert].
+    An expert is either on the GPU, with 16 bits per weight, or in the near-data memory, which
+    computes experts itself.
+
+    - hot: whether each expert is on the GPU, bool [n_layers, n_expert].
+    - bits: bits per weight of each expert, float64 [n_layers, n_expert].
     """
 
     hot: np.ndarray
@@ -464,8 +472,10 @@ class Plan:
 class Decoded:
     """The simulated decoding of an answer, as means per token.
 
-    - step_ms: duration of a step.
-    - near_ms: compute time of the near-data memory.
+    Some experts are on the GPU. The near-data memory holds the others and computes them itself.
+
+    - step_ms: duration of a decode step.
+    - near_ms: time in which the near-data memory computes its experts.
     - hot_mass: fraction of the used experts that are on the GPU.
     """
 
@@ -475,10 +485,11 @@ class Decoded:
 
 
 def placed(asked: NearData, scores: np.ndarray) -> Plan:
-    """Return the placement in which the n_hot best experts of each layer are on the GPU.
+    """Return the placement with the n_hot best experts of each layer on the GPU.
 
     The best experts have the largest `scores` [n_layers, n_expert]. All other experts are in the
-    near-data memory, with at most near_bits bits per weight on average.
+    near-data memory, which computes them itself, with at most near_bits bits per weight on average.
+    n_hot and near_bits are options in `asked`.
     """
     losses = nominal_losses(NEAR_BITS, *asked.model.size)
     tiers = place(scores, asked.n_hot, losses, NEAR_BITS, asked)
@@ -506,9 +517,8 @@ def on_demand(
 ) -> Decoded:
     """Simulate decoding on a GPU that copies missing experts when they are needed.
 
-    The GPU has a cache of experts, and there is no near-data memory. Returns means over all tokens.
-    The first sequence is simulated twice, and only the second pass counts, because the first
-    pass fills the cache.
+    The GPU has an LRU cache of experts. Returns means over all tokens. The first sequence is
+    simulated an additional time before, to fill the cache, and this run is not counted.
 
     - bits: bits per weight of a token's first expert, of its second, and so on.
     - n_slots: size of the GPU's cache, as a number of experts with 16 bits per weight.
@@ -643,10 +653,11 @@ def _before(
 
 
 def replay_near_data(asked: NearData, trace: Trace | None) -> dict[str, Any]:
-    """Simulate a GPU with a near-data memory, with all methods of placing experts.
+    """Simulate a GPU with a near-data memory (a memory that computes experts itself).
 
-    The routing is that of a trace. With None, random routing is generated. Returns a dict for JSON.
-    Raises ConfigError or TraceError if the trace is not suitable.
+    All methods of placing experts are simulated with the same routing. This is the routing of the
+    trace, or random routing if `trace` is None. Returns a dict for JSON. Raises ConfigError or
+    TraceError if the trace is not suitable.
     """
     shape = asked.model
     routing = generated(shape) if trace is None else from_trace(shape, trace)

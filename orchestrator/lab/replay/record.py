@@ -39,9 +39,9 @@ class Recorder:
     Enter and leave this context manager while no step runs, then call trace(). Meanwhile, no
     experts may be prefetched between answers.
 
-    Raises ConfigError if the model runs without an expert store. Also raises it if a replay could
-    not repeat the run, because the policy has learned from earlier steps or experts were prefetched
-    between answers.
+    Raises ConfigError if the model runs without an expert store. Also raises it if the policy has
+    learned from earlier steps, or if experts were prefetched between answers, because a replay
+    could not repeat such a run.
     """
 
     def __init__(self, inside: Inside) -> None:

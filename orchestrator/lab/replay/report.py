@@ -46,9 +46,10 @@ WAITS = MATRIX, WHOLE = ("matrix", "whole")
 
 @dataclass(frozen=True)
 class ReplayOptions(Settings):
-    """Options of a replay. With None, an option has the same value as in the recorded run.
+    """Options of a replay. An option that is None has the same value as in the recorded run.
 
-    `settings` has settings of policies by name. Raises SettingError for a value out of range.
+    `settings` maps the names of policy settings to values. Raises SettingError for a value out of
+    range.
     """
 
     policy: str | None = setting(
@@ -125,9 +126,9 @@ class ReplayOptions(Settings):
 def replay(library: Library, trace: Trace, options: ReplayOptions) -> dict[str, Any]:
     """Replay a trace with the chosen policy and with the policy lru, and compare the results.
 
-    Both replays start with an empty store. They have the same simulated disk and the same memory
-    for experts. For comparison, the result has the hits of an optimal cache, and the shortest
-    possible time with these hits.
+    Both replays start with an empty expert store, and have the same simulated disk and memory. The
+    result also has two limits: the hits of an optimal cache, and the shortest possible time with
+    these hits.
 
     Returns a dict for JSON. Raises MoeEdgeError if the trace cannot be replayed with these options.
     """

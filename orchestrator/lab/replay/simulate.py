@@ -281,10 +281,10 @@ def set_up(
 
 
 class RecordedHistory(History):
-    """Gives a policy in a replay the history that the policy had in the recorded run.
+    """The expert usage and losses that a policy knows at the start of a replay.
 
-    The history is the expert usage and the losses that were known before the recording. `estimate`
-    is the quality loss of the precisions in use; None if unknown.
+    They are those that the policy knew at the start of the recorded run. `estimate` is the quality
+    loss of the precisions in use; None if unknown.
     """
 
     def __init__(
@@ -305,10 +305,10 @@ class RecordedHistory(History):
 
 
 def foreseen(trace: Trace, tiers: tuple[int, ...], path: Path | None) -> KlEstimate | None:
-    """Return an estimate of the quality loss in each precision; None if the losses are unknown.
+    """Return an estimate of the quality loss in each precision, or None if it is unknown.
 
-    The losses are relative to the best of these precisions. They are stored in the trace, or in
-    the loss table `path` of another model if a path is given.
+    It is relative to the best of these precisions. It is computed from the losses stored in the
+    trace. If `path` is given, it is computed from this loss table of another model instead.
 
     `tiers` are the precisions, as indices into the trace's tiers, best first. Raises ConfigError if
     the loss table lacks a precision of the trace.

@@ -56,10 +56,11 @@ def _mixes(on: Subject, ratios: tuple[float, ...], ask: bool = False) -> list[Ca
 
 
 class Accuracy(ScoredStudy):
-    """Study for Tables 1 and 2 of DyMoE: quality with one and with two precisions.
+    """Study for Tables 1 and 2 of DyMoE: quality with one precision, and with two.
 
-    In the mixes, critical experts have the high tier. All other experts are skipped, or have the
-    low tier. Each mix is measured with three fractions of critical experts.
+    With two precisions, the most important experts (critical experts) have the high one. All other
+    experts have the low precision, or are skipped. Three fractions of critical experts are
+    measured.
     """
 
     def cases(self, on: Subject) -> list[Case]:

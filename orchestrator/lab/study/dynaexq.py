@@ -48,7 +48,10 @@ NEVER = {"update_steps": 0}
 
 
 class Residency:
-    """Computes memory sizes and settings for experts in the two tiers of a study's subject."""
+    """Computes memory sizes and settings for configurations in which experts have two precisions.
+
+    The precisions are the high and the low tier of a study's model.
+    """
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
@@ -92,8 +95,8 @@ class Residency:
     def placed(self, n_high: int) -> Settings:
         """Return settings for the policy `context`, which chooses experts' tiers after each prompt.
 
-        The memory is that of the policy `dynaexq` with n_high experts of each layer in the high
-        tier.
+        The experts get as much memory as in settings(n_high), where n_high experts of each layer
+        have the high tier.
         """
         bits = float(nominal_bits(self.subject.low))
         return self.settings(n_high, policy="context", hot_experts=None, near_bits=bits)

@@ -59,7 +59,10 @@ class Part(NamedTuple):
 
 
 class Played(NamedTuple):
-    """A trace that contains predictions for later layers, and the options of its replays."""
+    """A recorded trace and the options with which it is replayed.
+
+    The trace also contains the recorded run's predictions of which experts later layers use.
+    """
 
     library: Library
     trace: Trace
@@ -97,11 +100,13 @@ class Played(NamedTuple):
 
 
 def parts(k: int) -> dict[str, list[Part]]:
-    """Return two lists of systems to compare, by the name of the baseline that they belong to.
+    """Return the systems to compare in replays: one list of systems for each of two baselines.
 
-    The baseline NO_PREFETCH reads missing experts on demand, as our store does. The baseline BASE
-    is that of the FIRM-MoE paper: it prefetches whole experts over a link with one queue. `k` is
-    the number of experts per token.
+    - NO_PREFETCH: the baseline reads missing experts on demand, as our store does.
+    - BASE: the baseline of the FIRM-MoE paper. It prefetches whole experts over a link that serves
+      all reads in order.
+
+    `k` is the number of experts per token.
     """
     off, whole, rigid = {"prefetch": "off"}, {"wait": WHOLE}, {"link": RIGID}
     dymoe = {"prefetch": "on", "retention": 1.0}
@@ -157,10 +162,12 @@ def on_link(trace: Trace, reads: float, tier: str | None = None) -> ReplayOption
 def played_parts(on: Played, base: str, shares: Sequence[float]) -> tuple[Table, Panel]:
     """Replay the trace with each part of FIRM-MoE, and return a table and a plot of the speeds.
 
+    - on: the trace and its replay options.
     - base: name of the baseline, NO_PREFETCH or BASE.
-    - shares: fractions of the experts that have slots. A fraction that is too small is left out.
+    - shares: sizes of the memory for experts, as fractions of the size of all experts. A size that
+      is too small is left out.
 
-    Raises ConfigError if all fractions are too small.
+    Raises ConfigError if all sizes are too small.
     """
     # Slots are divided evenly among the layers. The paper has one LRU cache for all layers.
     every, world, rows = expert_bytes(on.trace), WORLDS[base], []
@@ -238,10 +245,11 @@ def _measured(on: Played, part: Part, expert_bytes: int) -> Row:
 
 
 def measure_votes(on: Played) -> Findings:
-    """Measure the loss (eq. 11 of FIRM-MoE) of every pair of K candidates and P voting layers.
+    """Measure the prediction loss (eq. 11 of FIRM-MoE) for each pair of the parameters K and P.
 
     To predict the experts of a layer, each of the P layers before it names K experts. K is at most
-    the number of experts per token. The result also has the pair that each tuning method chooses.
+    the number of experts per token. Also returns the pairs that the methods of tuning K and P
+    choose.
 
     Raises ConfigError if all experts were in memory, so that there was no loss.
     """

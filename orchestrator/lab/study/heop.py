@@ -36,11 +36,11 @@ PATIENCE = 2
 
 
 class Losses:
-    """Computes how large the prediction loss of FIRM-MoE (eq. 11) is with each choice of K and P.
+    """Computes the prediction loss of FIRM-MoE (eq. 11) for each pair of the parameters K and P.
 
     To predict the experts of a layer, each of the P layers before it names K experts. The loss
-    counts the experts that are predicted but not used, and those that are used but not predicted.
-    Experts in the simulated cache are not counted. Losses are kept for each token and each group of
+    counts wrong predictions: experts that are predicted but not used, or used but not predicted.
+    Experts in a simulated cache are not counted. Losses are kept for each token and each group of
     layers: shallow, middle and deep.
     """
 
@@ -101,8 +101,8 @@ class Losses:
     def of(self, group: int) -> np.ndarray:
         """Return the losses of one group of layers (shallow, middle or deep), float64 [T, P, K].
 
-        Each value is the loss of one token for one pair of K candidates and P voting layers, as a
-        mean over the layers of the group.
+        Each value is the loss of one token for one pair of K and P, as a mean over the layers of
+        the group. The pair means that each of the P layers before a layer predicts K experts.
         """
         n = sum(each == group for each in self._groups[1:])
         found: np.ndarray = np.stack([token[group] for token in self._tokens]) / max(1, n)
@@ -119,9 +119,12 @@ class Losses:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """The pair of K candidates and P voting layers that a search method chose.
+    """The pair of K and P that a search method chose.
+
+    Each of the P layers before a layer predicts K of its experts.
 
     - way: the name of the method.
+    - votes: the chosen pair (K, P).
     - ratio: mean loss of this pair, divided by the smallest mean loss of all pairs.
     """
 
@@ -131,10 +134,11 @@ class Search:
 
 
 def searches(losses: np.ndarray) -> list[Search]:
-    """Search the best pair of K candidates and P voting layers with each search method.
+    """Search the pair of K and P with the smallest loss, with several search methods.
 
-    The methods are Algorithm 1 of the FIRM-MoE paper, our hill climbing, and a search of all pairs.
-    `losses` is float64 [T, P, K], the loss of each token for each pair.
+    Each of the P layers before a layer predicts K of its experts. The methods are Algorithm 1 of
+    the FIRM-MoE paper, our hill climbing, and a search of all pairs. `losses` is float64 [T, P, K],
+    the loss of each token for each pair.
     """
     means = losses.mean(axis=0)
     smallest = float(means.min())
@@ -159,10 +163,11 @@ def searches(losses: np.ndarray) -> list[Search]:
 
 
 def as_printed(losses: np.ndarray, axis: int, delta: int) -> Votes:
-    """Return the pair of K candidates and P voting layers that FIRM-MoE's Algorithm 1 chooses.
+    """Return the pair (K, P) that Algorithm 1 of the FIRM-MoE paper chooses.
 
-    The algorithm is run as printed, so its mean loss includes all pairs visited before. The search
-    starts at the largest K and P.
+    Each of the P layers before a layer predicts K of its experts. The search starts at the largest
+    K and P. As printed in the paper, the mean loss of a pair includes the losses of all tokens
+    before, even those with other pairs.
 
     - losses: float64 [T, P, K], the loss of each token for each pair.
     - axis: 0 changes K first, 1 changes P first. The paper decides this at random.
@@ -188,9 +193,10 @@ def as_printed(losses: np.ndarray, axis: int, delta: int) -> Votes:
 
 
 def climbed(losses: np.ndarray) -> Votes:
-    """Return the pair of K candidates and P voting layers that our hill climbing chooses.
+    """Return the pair (K, P) that our hill climbing chooses.
 
-    `losses` is float64 [T, P, K], the loss of each token for each pair.
+    Each of the P layers before a layer predicts K of its experts. `losses` is float64 [T, P, K],
+    the loss of each token for each pair.
     """
     n_p, n_k = losses.shape[1:]
     climb = Climb(n_k, n_p, PATIENCE)

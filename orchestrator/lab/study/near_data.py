@@ -99,7 +99,7 @@ class Usage:
 
 
 def captured(scores: np.ndarray, used: np.ndarray, n_hot: int) -> float:
-    """Return how many of all expert uses belong to hot experts.
+    """Return the number of uses of hot experts, summed over the layers.
 
     The hot experts of a layer are the n_hot experts with the highest scores.
 
@@ -111,11 +111,12 @@ def captured(scores: np.ndarray, used: np.ndarray, n_hot: int) -> float:
 
 
 def choices(usages: Sequence[Usage], at: int, k: int) -> Choices:
-    """Predict with each method how often the answer in one window uses each expert.
+    """Predict, with several methods, how often the answer in one window uses each expert.
 
-    Some methods use the window's own prompt. Some use other windows, of the same domain or of other
-    domains. Some combine the prompt with other windows. The result maps the name of each method to
-    the predicted scores [n_layers, n_expert], or to None if the method has no text to use.
+    A window is a piece of text that consists of a prompt and its answer. Most methods use the
+    window's own prompt, other windows of the same or of other domains, or both. The result maps
+    each method's name to the predicted scores [n_layers, n_expert], or to None if the windows that
+    it needs are missing.
 
     - usages: the expert usage of all windows.
     - at: index of the window.
@@ -264,9 +265,9 @@ def usage_of(
 
     - found: activations of the window.
     - layer_ids: layer number of each MoE layer.
-    - router: router matrix of the last layer, float32 [n_expert, width]. With this matrix, the last
-      layer's experts for the prompt are predicted from the layer before, as the policy predicts
-      them. With None, the experts that the model chose are counted.
+    - router: router matrix of the last layer, float32 [n_expert, width]. It is used to predict,
+      from the layer before, the last layer's experts for the prompt, as the policy does. With None,
+      the experts that the model chose are counted instead.
     - gating: the router's gating function, SOFTMAX or SIGMOID.
     """
     n = prompt_tokens(window)
@@ -298,9 +299,10 @@ def domain_rows(usages: Sequence[Usage], every: Sequence[Choices], n_hot: int) -
     """Yield a table row for each domain and each prediction method.
 
     A row has the mean cosine similarity of predicted and actual expert usage. It also has the
-    fraction of the answers' experts that are among the n_hot predicted experts of their layer.
+    fraction of the answers' expert uses that belong to predicted experts, the n_hot experts of each
+    layer with the highest predicted usage.
 
-    - usages: the expert usage of each window.
+    - usages: the expert usage of each window (piece of text).
     - every: the predictions for each window.
     """
     for domain in dict.fromkeys(usage.domain for usage in usages):
@@ -363,20 +365,20 @@ NearTiers = dict[float, str]
 
 
 def near_tiers(tiers: Sequence[str]) -> NearTiers:
-    """Return the tiers that near experts (experts that are not hot) can have, by bits per weight.
+    """Return the tiers (precisions) that a layer's less used experts can have, by bits per weight.
 
-    If several tiers have the same number of bits, the best of them is returned. `tiers` are all
-    tiers of a file, best first.
+    The best tier of the file is not included. If several tiers have the same number of bits, the
+    best of them is returned. `tiers` are all tiers of a file, best first.
     """
     return {nominal_bits(name): name for name in best_of_each_width(tiers[1:])[-MAX_WIDTHS:]}
 
 
 class NearBits(ScoredStudy):
-    """Study of low precision for near experts, which are the experts that are not hot.
+    """Study of the quality if a layer's less used experts (near experts) have few bits per weight.
 
-    The study compares two ways to choose their bits per weight: by the prompt, or equal for all
-    near experts. The first half of each domain measures expert usage, and only its second half is
-    scored.
+    The other experts, called hot, are those with the highest expected usage. The study compares two
+    ways to choose the bits of near experts: by the prompt, or the same number for all. The first
+    half of each domain measures expert usage, and only the second half is scored.
     """
 
     def scored(self, on: Subject) -> Subject:

@@ -118,7 +118,8 @@ class Findings:
 class Study(ABC):
     """Base class of a study, which measures configurations of a model on a text.
 
-    `rivals` is True if files with all experts in one type are measured for comparison.
+    If `rivals` is True, the study also measures copies of the model in which all experts have the
+    same quantization type.
     """
 
     rivals: ClassVar[bool] = False
@@ -135,12 +136,12 @@ class Study(ABC):
 class Case:
     """One configuration of the model that a study scores.
 
-    - settings: settings that replace those of the subject.
+    - settings: settings that replace those of the study's subject (the model and text).
     - group: name of the table or plot that shows the case.
     - row: values of the table row that are known before the case is scored.
     - part: the part of the text to score. None scores the whole text.
     - used: returns the expert usage that the policy knows at the start. None means no usage.
-    - decider: returns an object that replaces the policy. None keeps the policy.
+    - decider: receives the policy and returns its replacement. None keeps the policy.
     - prefill: read the text as prompts, not token by token.
     - ask: also score the multiple-choice questions.
     """
@@ -157,9 +158,9 @@ class Case:
 
     @property
     def place(self) -> tuple[str, str, Row, Part | None]:
-        """The identity of the case.
+        """The key of the case: its group, label, table row and part of the text.
 
-        The scores of consecutive cases with the same identity are averaged.
+        The scores of consecutive cases with the same key are averaged.
         """
         return self.group, self.label, self.row, self.part
 

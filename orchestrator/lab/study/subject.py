@@ -63,10 +63,11 @@ class Wrapper:
 
 
 def random_critical(inner: Policy, seed: int) -> Wrapper:
-    """Return a policy that chooses critical experts at random, as a baseline for Figure 3 of DyMoE.
+    """Return a policy that assigns precisions at random, as a baseline for Figure 3 of DyMoE.
 
-    In each step, it shuffles the tiers that `inner` requested among the experts that a layer uses.
-    The number of experts in each tier does not change. `seed` is the seed of the random choices.
+    It takes the precisions (tiers) that the policy `inner` chooses for the used experts of a layer,
+    and shuffles them among these experts. The number of experts in each tier does not change.
+    `seed` is the seed of the random choices.
     """
 
     def decide(event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
@@ -170,9 +171,9 @@ class Score:
     """The scores of one configuration on a text.
 
     - choices: scores of the multiple-choice questions; None if they were not asked.
-    - usage: summary of the expert store's work.
-    - realised: mean fraction of critical experts in decode steps; None if the policy does not count
-      critical experts.
+    - usage: work of the expert store, such as the fraction of cache hits; None without a store.
+    - realised: mean fraction of critical experts, which keep high precision, in decode steps; None
+      if the policy does not count them.
     - report: values that the policy reports about itself.
     - slot_bytes: memory of all expert slots.
     """
@@ -337,9 +338,10 @@ class Subject:
 
     @contextmanager
     def open(self, settings: Settings, used: np.ndarray | None = None) -> Iterator[Evaluator]:
-        """Load the model with these settings, and yield its evaluator.
+        """Load the model with these settings, and yield an evaluator, which computes logits.
 
-        `used` [n_layers, n_expert] is the expert usage that the policy finds in its profile.
+        `used` [n_layers, n_expert] is the expert usage that the policy knows at the start. None
+        means that no usage is given.
         """
         with tempfile.TemporaryDirectory() as folder:
             if used is not None:
@@ -363,9 +365,11 @@ class Subject:
     ) -> Score:
         """Score the text with a loaded model, and the questions if `ask` is set.
 
+        - evaluator: the loaded model.
         - label: name of the configuration, for the progress display.
         - against: log-probabilities with which the model is compared.
-        - decider: returns an object that replaces the policy during the scoring.
+        - decider: receives the policy and returns its replacement for the scoring. None keeps the
+          policy.
         - prefill: read the text as prompts, not token by token.
         """
         own = evaluator.inside.policy

@@ -35,7 +35,7 @@ USUAL = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k")
 
 @dataclass(frozen=True, slots=True)
 class UniformFile:
-    """A model file with all experts in one type.
+    """A model file in which all experts have the same quantization type.
 
     - method: quantization method, "" if the file does not name it.
     - n_bytes: size of all experts.
@@ -56,10 +56,10 @@ class UniformFile:
 
 
 class UniformTypes:
-    """Creates files of a model with all experts in one type, for comparison with mixed precisions.
+    """Creates copies of a model in which all experts have the same quantization type.
 
-    The types are common ones that have fewer bits than the model's best tier. Each file is deleted
-    before the next one is created.
+    They are compared with the model's mixed precisions. The types are common ones that have fewer
+    bits than the model's best tier. Each copy is deleted before the next one is created.
     """
 
     def __init__(self, config: Config) -> None:

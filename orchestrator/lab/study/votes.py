@@ -98,12 +98,13 @@ def strategies(k: int, most: int) -> dict[str, tuple[str, Predict]]:
 
 
 class Voted:
-    """Counts how many experts each strategy predicts for each token, and how many of them are used.
+    """Counts, for each prediction strategy, the predicted experts and how many of them are used.
 
     The first layer is left out, because no earlier layer can predict its experts.
 
+    - strategies: the ways to predict a layer's experts from earlier layers.
     - distance: how well a single earlier layer predicts. `distance[d]` lists, for each token and
-      layer, the fraction of the used experts that are predicted from d layers before.
+      layer, the fraction of the used experts that the layer d layers before predicted.
     """
 
     def __init__(self, n_layers: int, k: int, n_expert: int) -> None:
@@ -167,11 +168,11 @@ class Voted:
         }
 
     def rows(self) -> list[Row]:
-        """Return a row of metrics for each strategy.
+        """Return a row of metrics for each strategy, a way to predict a layer's experts.
 
-        The metric "cut" is for comparison: the utilization if the nearest layer alone predicted as
-        many experts as the strategy. It is interpolated from the strategies that use only that
-        layer.
+        The metric "cut" compares a strategy with a prediction by the nearest earlier layer alone.
+        It is the fraction of used experts among that layer's predicted experts, if it predicts as
+        many experts as the strategy. Its value is interpolated.
         """
         rows = [self.row(label) for label in self.strategies]
         ranked = [row for row in rows if row["way"] == RANK]
