@@ -72,13 +72,14 @@ class LossMeter:
 
     @property
     def needs_tiers(self) -> bool:
-        """Whether the precision (tier) of each expert is unknown, before a call of `holds`."""
+        """Whether `holds` has not been called yet. It must be called before `counted`."""
         return self._tiers is None
 
     def holds(self, tiers: np.ndarray) -> None:
-        """Set the precision (tier) of each expert in steps in which the policy does not decide.
+        """Set the precision (tier) of each expert, from which `counted` estimates the loss.
 
-        The method `counted` uses these precisions from now on. tiers: uint8 [n_layers, n_expert].
+        These precisions are for steps in which the policy does not decide. tiers: uint8 [n_layers,
+        n_expert].
         """
         if self._tiers is None or not np.array_equal(tiers, self._tiers):
             self._tiers, self._of_use = tiers.copy(), self.estimate.of_use(tiers)
