@@ -229,9 +229,9 @@ class Driver(BaseDriver):
             self.meter.decided(event, self.store.view, self.store.decision)
 
     def asks(self, phase: int) -> bool:
-        """Return whether the policy decides in steps of this phase (prefill or decode).
+        """Return whether the policy chooses precisions in steps of this phase (prefill or decode).
 
-        In other steps, the store uses the policy's default tier.
+        In other steps, the store uses the policy's default precision (tier).
         """
         return phase in self.policy.wants.asked_in
 

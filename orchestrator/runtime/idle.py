@@ -40,7 +40,7 @@ def likely(
 
 
 class Idle:
-    """Reads likely experts in a background thread while no request runs.
+    """Reads experts that will probably be used, in a background thread, while no request runs.
 
     Experts are read only into free slots, so nothing is evicted. No step may begin before `stop`
     has returned. prefetched: number of experts that were read so far.

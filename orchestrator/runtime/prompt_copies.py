@@ -148,10 +148,10 @@ class Listed:
         return usable(len(self.tokens), self.has_part, places, common)
 
     def file_marks(self) -> list[FileMark]:
-        """Return the positions of the saved model states in the file, as a list of FileMark.
+        """Return the model states that the file holds for earlier lengths of the sequence.
 
-        Each item has the offset and the size of a state, and the length to which the sequence can
-        be truncated with it.
+        Each FileMark has the offset and the size of a state in the file, and the number of tokens
+        to which the sequence can be truncated with it.
         """
         found, at = [], self.state_end
         for each in self.marks:

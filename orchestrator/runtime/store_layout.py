@@ -151,10 +151,10 @@ def store_layers(
 
 
 def importance_window(config: Config, plan: Plan) -> int:
-    """Return how many of a prompt's last queries determine the importance of its tokens.
+    """Return the number of attention queries that determine the importance of a prompt's tokens.
 
-    The importance of a token is the attention that it receives from these queries. The result is 0
-    if the policy does not use importance, and -1 for all queries.
+    The importance of a token is the attention that it receives from the last queries of the prompt.
+    The result is 0 if the policy does not use importance, and -1 for all queries.
     """
     if plan.placement is None or not plan.placement.wants.importance:
         return 0

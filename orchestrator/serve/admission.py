@@ -264,10 +264,10 @@ class Conversation:
     n_common: int = 0
 
     def n_shared_with(self, before: Conversation) -> int:
-        """Return how many pieces this conversation and an earlier one have in common at the start.
+        """Return the number of equal pieces at the start of this conversation and an earlier one.
 
         Returns 0 unless this conversation repeats `before`, adds pieces to it, or changes at most
-        its last piece. Also returns 0 if only tools and system messages are in common.
+        its last piece. Also returns 0 if only tools and system messages are equal.
         """
         shared = 0
         for ours, theirs in zip(self.pieces, before.pieces, strict=False):
