@@ -147,7 +147,10 @@ class Answer:
 
     @property
     def n_left(self) -> int:
-        """Number of bytes of an ended answer that `take` has not returned yet."""
+        """Number of bytes of a complete answer that `take` has not returned yet.
+
+        The value is 0 while the answer is still being computed.
+        """
         return self._request.n_left
 
     @property

@@ -158,10 +158,10 @@ def _stamp(path: Path) -> tuple[tuple[int, int], int, int] | None:
 
 
 def managed_places(model: ExpertModel) -> set[Place]:
-    """Return the positions of the experts and lookup tables in the model's files.
+    """Return the file positions of the tensors that llama.cpp does not read as a whole.
 
-    Each position is (number of the file, offset in the file). llama.cpp does not read these tensors
-    as a whole; they are read in parts.
+    These are the experts, which the expert store reads one by one, and the lookup tables, which are
+    also read in parts. Each position is (number of the file, offset in the file).
     """
     experts = {
         (each.file_index, each.offset)

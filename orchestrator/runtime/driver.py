@@ -56,8 +56,9 @@ class BaseDriver:
     def set_prompts(self, n_bytes: int, keep: Callable[[int], int]) -> None:
         """Set the maximum memory for copies of earlier conversations, in bytes.
 
-        keep: applies a limit in bytes to the copies, and returns how many bytes the copies use. The
-        driver calls it before steps. It may pass a limit below n_bytes if other parts need memory.
+        keep: a function that the driver calls before steps to change the limit for the copies. Its
+        argument is the new limit in bytes, which is below n_bytes if other parts need memory. It
+        returns how many bytes the copies then use.
         """
 
     def begin(self, phase: Phase) -> None:
@@ -228,9 +229,9 @@ class Driver(BaseDriver):
             self.meter.decided(event, self.store.view, self.store.decision)
 
     def asks(self, phase: int) -> bool:
-        """Return whether the policy decides in steps of this phase (prefill or decode).
+        """Return whether the policy chooses precisions in steps of this phase (prefill or decode).
 
-        In other steps, the store uses the policy's default tier.
+        In other steps, the store uses the policy's default precision (tier).
         """
         return phase in self.policy.wants.asked_in
 
@@ -266,9 +267,10 @@ class Driver(BaseDriver):
             self._prompt_read = False
 
     def on_route_unasked(self, event: RouteEvent) -> None:
-        """Give each expert of one MoE layer the precision that it gets in steps without the policy.
+        """Choose the precision of the experts of one MoE layer, in a step without the policy.
 
-        This is the policy's default precision (tier), or a better precision that is in memory.
+        Each expert gets the policy's default precision (tier), or a better precision that is in
+        memory.
         """
         resident = self.store.view.resident_array[event.layer]
         self.store.decision.tier_array[:] = served(self.policy.wants.default_tier, resident)
@@ -286,10 +288,10 @@ class Driver(BaseDriver):
     def learn(self, step: ComputedStep, unusual: bool | None = None) -> Sequence[Transition]:
         """Report a computed step to the policy, and return the transitions that the policy wants.
 
-        A transition (layer, expert, tier) reads an expert in another precision (tier). unusual:
-        whether recent tokens used experts unlike the texts of the model's loss table. The argument
-        is ignored if the driver has a loss meter, because the driver then determines the value
-        itself.
+        A transition (layer, expert, tier) makes the store read an expert in another precision
+        (tier). unusual: whether recent tokens used other experts than the texts with which quality
+        losses were measured. A driver with a loss meter ignores the argument, and determines the
+        value itself.
         """
         policy = self.policy
         wants, is_reported = policy.wants, step.phase in policy.wants.told_in
@@ -327,12 +329,12 @@ class Driver(BaseDriver):
         )
 
     def judge_routing(self, n_tokens: int) -> bool | None:
-        """Return whether recent tokens used experts unlike the texts of the loss table.
+        """Return whether recent tokens used other experts than the texts of the loss table.
 
-        The loss table states the quality loss of lower precisions, as measured with its texts. A
-        comparison is made once every ROUTING_TOKENS tokens. The result is None if no comparison is
-        made, and always without a loss budget. n_tokens: number of tokens of the step that has
-        ended.
+        The loss table holds the quality loss of experts in lower precision, measured with these
+        texts. If a text uses other experts, the measured losses may not apply to it. The result is
+        None if nothing was compared. A comparison takes place once every ROUTING_TOKENS tokens, and
+        only if the policy has a loss budget. n_tokens: number of tokens of the step that has ended.
         """
         policy, meter = self.policy, self.meter
         routing = meter.estimate.routing if meter is not None else None
@@ -358,9 +360,9 @@ class Driver(BaseDriver):
     def set_route(self, route: Callable[[RouteEvent], None] | None = None) -> None:
         """Set the function that chooses the precision (tier) of routed experts in each layer.
 
-        route: a function that chooses in every step. With None, the policy chooses in the phases
-        (prefill, decode) that it has asked for. In other phases, experts get the policy's default
-        tier.
+        route: a function that is called in every step. With None, the policy is called instead, but
+        only in the phases (prefill, decode) in which it wants to choose. In other phases, experts
+        get the policy's default tier.
         """
         if route is not None:
             self.store.set_route(route, self.policy.wants.default_tier)
@@ -374,9 +376,9 @@ class Driver(BaseDriver):
     ) -> None:
         """Read experts into memory before the first token, and wait for the reads.
 
-        The call also sets the policy's limit for the rate of later transitions (reads of experts in
-        another precision). first: (layer, expert, tier) of the experts. progress: gets the share
-        that is read, 0 to 1.
+        first: the experts as (layer, expert, tier), where tier is the precision. progress: called
+        with the share that is read, 0 to 1. The method also sets how fast the store may later
+        replace experts by copies in another precision. The policy determines this rate.
         """
         self.store.set_transition_rate(self.policy.wants.transition_rate)
         if first:
@@ -388,12 +390,13 @@ class Driver(BaseDriver):
         self.store.set_phase(phase)
 
     def make_room(self, room: CRoom) -> None:
-        """Adapt the memory of the KV cache, scratch, prompt copies and expert slots to a step.
+        """Divide the memory for a step between KV cache, scratch, prompt copies and expert slots.
 
         Called before a step is computed or a saved sequence is restored. The KV cache and scratch
-        get as much memory as they need. Copies of earlier conversations and expert slots share the
-        rest. room: describes the memory in use and the tokens of the step. The method sets its
-        fields at_once (the micro-batch size) and drop_scratch.
+        (temporary buffers of a step) get as much memory as they need. Copies of earlier
+        conversations and expert slots share the rest. room: describes the memory in use and the
+        tokens of the step. The method sets two of its fields: at_once is the micro-batch size, and
+        drop_scratch is 1 if scratch of earlier steps is to be freed.
         """
         shared = self.shared
         assert shared is not None

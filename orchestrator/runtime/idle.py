@@ -19,10 +19,12 @@ def likely(
 ) -> Sequence[Transition]:
     """Return the experts that are not in memory, in the order in which to read them.
 
-    Each item is (layer, expert, the policy's default precision). The experts with the largest share
-    of their layer's tokens come first. A policy that wants whole layers gets all experts of the
-    first layer first, then those of the next layer, and so on. The result is empty for a policy
-    that keeps all experts in memory. resident: the best precision in memory of each expert, or
+    Each item is (layer, expert, tier), where tier is the policy's default precision. Experts with a
+    larger share of their layer's tokens come first. If the policy wants whole layers, each layer is
+    completed before the next layer begins. The result is empty for a policy that keeps all experts
+    in memory.
+
+    wants: the policy's requirements. resident: the best precision in memory of each expert, or
     ABSENT. used: how often tokens used each expert. Both arrays are [n_layers, n_expert].
     """
     if wants.all_resident:
@@ -38,7 +40,7 @@ def likely(
 
 
 class Idle:
-    """Reads likely experts in a background thread while no request runs.
+    """Reads experts that will probably be used, in a background thread, while no request runs.
 
     Experts are read only into free slots, so nothing is evicted. No step may begin before `stop`
     has returned. prefetched: number of experts that were read so far.

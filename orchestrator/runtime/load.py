@@ -132,7 +132,8 @@ class Loader:
     def on_disk(self) -> str:
         """A text with the names and sizes of the model's lookup tables; empty if it has none.
 
-        Lookup tables stay on disk while an expert store holds the experts.
+        A lookup table is a tensor of which a token needs only a few rows. It stays on disk if an
+        expert store holds the experts.
         """
         return self._model.lookup_text
 

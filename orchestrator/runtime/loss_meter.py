@@ -9,11 +9,12 @@ from orchestrator.events import DecisionBuffer, Phase, RouteEvent, StoreView, se
 
 
 class LossMeter:
-    """Adds up the estimated quality loss (KL divergence) of the experts that a run computes.
+    """Adds up the estimated quality loss (KL divergence) from experts in lower precision.
 
     nats, tokens: the total loss and the number of tokens since the start, for each phase. halved:
-    whether a policy may now use only half of its loss budget, because the text is unusual.
-    halved_tokens: number of tokens that were decoded while `halved` was true.
+    whether a policy may now use only half of its loss budget, because the text uses other experts
+    than the texts with which losses were measured. halved_tokens: number of tokens that were
+    decoded while `halved` was true.
     """
 
     def __init__(self, estimate: KlEstimate, exact: bool) -> None:
@@ -36,10 +37,11 @@ class LossMeter:
         self.halved, self.halved_tokens = False, 0
 
     def decided(self, event: RouteEvent, view: StoreView, decision: DecisionBuffer) -> None:
-        """Add the estimated loss of one layer, after the policy has decided on its experts.
+        """Add the estimated loss of one layer, after the policy has chosen its experts' precisions.
 
-        The totals include this loss only after step_done was called for the step. A failed step
-        adds nothing.
+        event: the experts that the router chose. view: the experts that are in memory. decision:
+        the precisions that the policy chose. The totals include the loss only after step_done was
+        called for the step. A failed step adds nothing.
         """
         if event.step != self._step:
             self._step = event.step
@@ -72,13 +74,14 @@ class LossMeter:
 
     @property
     def needs_tiers(self) -> bool:
-        """Whether the precision (tier) of each expert is unknown, before a call of `holds`."""
+        """Whether `holds` has not been called yet. It must be called before `counted`."""
         return self._tiers is None
 
     def holds(self, tiers: np.ndarray) -> None:
-        """Set the precision (tier) of each expert in steps in which the policy does not decide.
+        """Set the precision (tier) of each expert, from which `counted` estimates the loss.
 
-        The method `counted` uses these precisions from now on. tiers: uint8 [n_layers, n_expert].
+        These precisions are for steps in which the policy does not decide. tiers: uint8 [n_layers,
+        n_expert].
         """
         if self._tiers is None or not np.array_equal(tiers, self._tiers):
             self._tiers, self._of_use = tiers.copy(), self.estimate.of_use(tiers)

@@ -71,7 +71,10 @@ class PartType(Enum):
 
 
 class Part(NamedTuple):
-    """Messages of a conversation that stay together. start: index of the first message."""
+    """A part of a conversation, such as a user's question or tool calls with their results.
+
+    start: index of its first message in the conversation. messages: all messages of the part.
+    """
 
     start: int
     type: PartType
@@ -85,9 +88,10 @@ class Part(NamedTuple):
     def length(self, count: Count) -> int | None:
         """Return the number of tokens that the part adds to a prompt, or None if not known.
 
-        The part is counted among fillers, because templates want a user's message first and write
-        an answer in another way if a question follows. The length of one filler is missing in that
-        of a question, and is part of that of an answer, so the sums are right.
+        count: returns the number of tokens of messages. Short filler messages are counted together
+        with the part, because chat templates want a user's message first. Filler lengths are then
+        subtracted. A question is counted one filler too short and an answer one filler too long, so
+        sums are right.
         """
         if self.type is PartType.SYSTEM:
             before, after = [FILLER, _ANSWER], [FILLER]
@@ -100,9 +104,10 @@ class Part(NamedTuple):
 
 
 def parts_of(messages: Sequence[Message]) -> list[Part]:
-    """Divide a conversation into parts, in the order of their first messages.
+    """Divide a conversation into questions, answers, tool calls with results, and system messages.
 
-    User messages that follow the results of tools belong to the same part as the results.
+    The parts are in the order of their first messages. User messages next to tool results belong to
+    the same part as the results.
     """
     authors = [author_of(each) for each in messages]
     places = [at for at, author in enumerate(authors) if author is not Author.SYSTEM]
@@ -123,13 +128,15 @@ def parts_of(messages: Sequence[Message]) -> list[Part]:
 def first_kept(
     parts: Sequence[Part], lengths: Sequence[int], n_head: int, n_ctx: int, n_answer: int
 ) -> int:
-    """Return the index of the first message that stays, apart from system messages.
+    """Return the index of the first message to keep, so that the conversation fits in the context.
 
-    `lengths` has the number of tokens of each part, and `n_head` is that of a prompt without the
-    parts. n_answer is the maximum length of an answer. Each request of the conversation is replayed
-    in turn. If its prompt leaves too little of the context (n_ctx tokens) for the answer, the
-    oldest exchanges leave until the prompt takes at most half of the context. The next requests
-    then need not drop more. The latest exchange always stays.
+    The requests of the conversation are replayed in turn. When a prompt leaves too little space for
+    an answer, old exchanges are dropped until the prompt takes at most half of the context. An
+    exchange is a question and everything up to the next one. The latest exchange and all system
+    messages are always kept.
+
+    lengths: number of tokens of each part. n_head: number of tokens of a prompt without the parts.
+    n_ctx: length of the context in tokens. n_answer: maximum length of an answer in tokens.
     """
     most = n_ctx - min(max(n_answer, n_ctx // LEAST_FREE), n_ctx // MOST_FREE)
     n_prompt, exchanges = n_head, deque[list[int]]()  # of each: first message, number of tokens
@@ -155,11 +162,12 @@ def first_kept(
 def shortened(
     messages: Sequence[Message], n_bytes: int, count: Count, n_ctx: int, n_answer: int
 ) -> list[Message]:
-    """Return a conversation without the exchanges for which the context has no space.
+    """Return a conversation without the oldest exchanges if they do not fit in the context.
 
-    n_bytes: length of the request as JSON. No prompt has more tokens, so the parts of a short
-    conversation are not counted. n_answer: maximum length of the answer in tokens. If the chat
-    template refuses a part, all messages are returned.
+    An exchange is a question and everything up to the next one. n_bytes: length of the request as
+    JSON, an upper limit for its tokens. If it is small, nothing is counted. count: returns the
+    number of tokens of messages. n_ctx: length of the context in tokens. n_answer: maximum length
+    of the answer in tokens. If the chat template refuses a part, all messages are returned.
     """
     said = list(messages)
     head = list(takewhile(_is_system, said))
@@ -185,18 +193,18 @@ def shortened(
 
 
 class PromptLengths:
-    """Remembers the numbers of tokens of prompts, the latest MOST_LENGTHS of them.
+    """A cache of the number of tokens of the latest MOST_LENGTHS prompts.
 
-    A client repeats its conversation in each request, and each count takes some milliseconds.
+    A client repeats its conversation in each request, and counting takes some milliseconds.
     """
 
     def __init__(self) -> None:
         self._known: OrderedDict[bytes, int] = OrderedDict()
 
     def of(self, request: bytes, count: Callable[[bytes], int | None]) -> int | None:
-        """Return the number of tokens of a request's prompt, which `count` counts once.
+        """Return the number of tokens of a request's prompt, from the cache or from `count`.
 
-        None, which means that the tokens cannot be counted, is not remembered.
+        `count` returns None if the tokens cannot be counted. This result is not cached.
         """
         key = hashlib.sha256(request).digest()[:16]
         found = self._known.pop(key, None)

@@ -88,10 +88,11 @@ _CHUNK = 1 << 22
 
 
 class Stored(NamedTuple):
-    """The size of a saved sequence in a file, and the model states that follow it in the file.
+    """A record of the data that was written to a file for one sequence.
 
-    n_bytes: size of the sequence's tokens and state, which llama.cpp wrote. marks: the position of
-    each further state. With such a state, the sequence can be truncated to an earlier length.
+    n_bytes: size of the sequence's tokens and state, which llama.cpp wrote. marks: positions in the
+    file of further states of the model. With such a state, the sequence can be truncated to an
+    earlier length.
     """
 
     n_bytes: int
@@ -124,9 +125,10 @@ class Listed:
     """The description of a file in the prompt cache, which holds one sequence.
 
     key: identifies the model and settings of the run (state_key). tokens: the tokens of the
-    sequence, int32. has_part: whether the sequence can only be truncated at its marks. marks: these
-    positions. state_end: size of llama.cpp's data at the start of the file. n_stored: number of
-    entries in llama.cpp's list of tokens, including a possible header.
+    sequence, int32. marks: entries for states that were saved at earlier lengths of the sequence.
+    has_part: whether the sequence can be truncated only to such lengths. state_end: size of
+    llama.cpp's data at the start of the file. n_stored: number of entries in llama.cpp's list of
+    tokens, including a possible header.
     """
 
     path: Path
@@ -146,10 +148,10 @@ class Listed:
         return usable(len(self.tokens), self.has_part, places, common)
 
     def file_marks(self) -> list[FileMark]:
-        """Return the positions of the saved model states in the file, as a list of FileMark.
+        """Return the model states that the file holds for earlier lengths of the sequence.
 
-        Each item has the offset and the size of a state, and the length to which the sequence can
-        be truncated with it.
+        Each FileMark has the offset and the size of a state in the file, and the number of tokens
+        to which the sequence can be truncated with it.
         """
         found, at = [], self.state_end
         for each in self.marks:
@@ -224,9 +226,10 @@ class PromptFolder:
     ) -> None:
         """Save a sequence to a file, and remove files that hold only the beginning of it.
 
-        write_state: writes llama.cpp's data to the given path, and returns its size. It returns 0
-        if it fails, and None if there is nothing to save. A result of type Stored also lists model
-        states that were written to the file. marks: further states to save. If saving fails, a
+        write_state: writes llama.cpp's data to the given path. It returns the size of the data, or
+        a Stored if it also wrote model states. It returns 0 if it fails, and None if there is
+        nothing to save. marks: states at earlier lengths of the sequence, which are saved too.
+        has_part: whether the sequence can be truncated only to such lengths. If saving fails, a
         sentence is added to `notes`, and no error is raised.
         """
         path = self._target(key, tokens)

@@ -91,13 +91,20 @@ class Quantizations:
     disturbed: str
 
     def here(self, row: Quantization) -> str | None:
-        """Return how a model runs here: FITS, STREAMS, NOT or NO_ROOM; None if it is unknown."""
+        """Return how a model would run on this machine, or None if this is unknown.
+
+        - FITS: the whole model fits in memory.
+        - STREAMS: some experts are read from disk while the model runs.
+        - NOT: the model cannot run, for example because memory is too small.
+        - NO_ROOM: the rest of the download is larger than the free disk space.
+        """
         return _here(row, self.free_bytes)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the table as JSON values.
 
-        The fields of the outlook are in each row itself, and are None if it is unknown.
+        Each row directly contains the fields of its outlook, which say how the model would run.
+        They are None if this is unknown.
         """
         found = asdict(self)
         for row, model in zip(found["rows"], self.rows, strict=True):
@@ -111,12 +118,12 @@ def compare(
 ) -> Quantizations:
     """Return how the models of a repository would run on this machine.
 
-    Only the headers of the models are downloaded. If one cannot be read, its row has a sentence
-    that says why. request: the settings for each model. begins: called with the name of the current
-    activity and its progress.
+    Only the headers of the models are downloaded. If a header cannot be read, the row of the model
+    has a sentence that says why. request: the settings for each model. begins: called with the name
+    of the current activity and the share of it that is done, or None if the share is unknown.
 
-    Raises ConfigError for settings of a single model or of a GPU, and NativeError without the
-    library. Raises OSError if the disk cannot be measured.
+    Raises ConfigError for settings that only suit a single model or a GPU. Raises NativeError if
+    moe-edge's build of llama.cpp is missing. Raises OSError if the disk cannot be measured.
     """
     from orchestrator.cost.disk import machine_bandwidth
     from orchestrator.cost.speeds import DISTURBED, Speeds
@@ -176,8 +183,9 @@ def compare(
 def best_of(rows: Sequence[Quantization], free_bytes: int) -> str | None:
     """Return the file name of the model that suits this machine best; None if no model runs.
 
-    It is the most precise model that is fast enough (WELL, in tokens per second), or else the
-    fastest one. A model above _ENOUGH_BITS per weight is chosen only if no other model runs.
+    This is the largest, and so most precise, model that generates at least WELL tokens per second.
+    If no model is that fast, it is the fastest one. A model above _ENOUGH_BITS per weight is chosen
+    only if no other model runs.
 
     free_bytes: free space on the disk that would hold the model.
     """

@@ -68,9 +68,9 @@ def memory_now(library: Library, loaded: Loaded, prompts: int) -> dict[str, int]
     """Return the bytes of host memory in use, as {purpose: bytes}.
 
     The entry "free" has the bytes that are free under the memory cap. The entry "stranded context"
-    is memory of KV cells that hold no token any longer. The entry "rest of the process" is resident
-    memory that no other entry explains. The result is empty if the model is on a GPU. prompts:
-    bytes in use by copies of earlier conversations.
+    is memory of KV cells that are no longer in use, but still resident. The entry "rest of the
+    process" is resident memory that no other entry explains. The result is empty if the model is on
+    a GPU. prompts: bytes in use by copies of earlier conversations.
     """
     plan, driver = loaded.plan, loaded.driver
     if plan.device:

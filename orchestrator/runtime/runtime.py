@@ -94,7 +94,7 @@ class About:
 
     name: name for clients. digest: identifies the model file. modified_s: time of the file's last
     change, in seconds of the Unix clock. n_ctx: largest number of tokens of one conversation.
-    n_cells: number of tokens of the context that all conversations share. policy: name of the
+    n_cells: number of KV cells in the context, which all conversations share. policy: name of the
     policy. settings: settings of the policy; None for a model without an expert store.
     """
 
@@ -547,9 +547,10 @@ class Runtime(Closing):
     def set(self, **changes: Any) -> bool:
         """Change settings of the loaded model, by their names in Config.
 
-        Live settings of a policy take effect at the next token. For all other settings, the model
-        is loaded again after the running answers, and all sequences are emptied. If loading fails,
-        the former settings stay, and MoeEdgeError, OSError or KeyboardInterrupt is raised.
+        A live setting is a setting of a policy that takes effect at the next token. After a change
+        of any other setting, the model is loaded again when the running answers have ended, and all
+        sequences are emptied. If loading fails, the former settings stay, and MoeEdgeError, OSError
+        or KeyboardInterrupt is raised.
 
         Returns False if all changes are live settings that the current policy does not have. They
         are then stored for a policy that is chosen later. Otherwise returns True.

@@ -25,8 +25,8 @@ StoreLayers = tuple[tuple[int, dict[tuple[int, int], Slices]], ...]
 class StoreSpecs:
     """Makes the parameters (StoreSpec) of the expert stores of one model.
 
-    With a GPU, the speed of copies and of the host's computing is measured for the first store. The
-    results are used for later stores, too.
+    With a GPU, it measures the speed of copies to the GPU and of computing on the host. It measures
+    for the first store, and uses the results for later stores, too.
     """
 
     def __init__(
@@ -96,10 +96,10 @@ def store_spec(config: Config, model: ExpertModel, plan: Plan, misses: Misses) -
 
 
 def spec_for(placement: Placement, layers: StoreLayers, **rest: Any) -> StoreSpec:
-    """Return the parameters of an expert store with the slots and rules of a policy.
+    """Return the parameters of an expert store that suits a policy.
 
-    placement: contains the slots and rules. layers: the file positions of each layer's experts.
-    rest: the other fields of StoreSpec.
+    placement: the slots in memory that the policy gets, and its requirements. layers: the file
+    positions of each layer's experts. rest: the other fields of StoreSpec.
     """
     shape, slots, wants = placement.shape, placement.slots, placement.wants
     return StoreSpec(
@@ -124,10 +124,11 @@ def store_layers(
 ) -> StoreLayers:
     """Return the file positions and slot groups of all experts, in the form of StoreSpec.layers.
 
-    layer_ids: llama.cpp's number of each MoE layer. slices: the experts' positions in the files,
-    [layer][kind][tier]. tiers: the precisions in use, as indices of the last axis of `slices`. In
-    the result, these precisions have the numbers 0, 1, and so on. slots: contains the slot group of
-    each expert.
+    A slot group is a set of slots in memory, each of the same size. layer_ids: llama.cpp's number
+    of each MoE layer. slices: the positions of expert matrices in the files, [layer][kind][tier],
+    where a kind is up, gate, gate_up or down. tiers: the precisions in use, as indices of the last
+    axis of `slices`. The result numbers them 0, 1, and so on. slots: contains the slot group of
+    each layer, kind and tier.
     """
     return tuple(
         (
@@ -150,10 +151,10 @@ def store_layers(
 
 
 def importance_window(config: Config, plan: Plan) -> int:
-    """Return how many of a prompt's last queries determine the importance of its tokens.
+    """Return the number of attention queries that determine the importance of a prompt's tokens.
 
-    The importance of a token is the attention that it receives from these queries. The result is 0
-    if the policy does not use importance, and -1 for all queries.
+    The importance of a token is the attention that it receives from the last queries of the prompt.
+    The result is 0 if the policy does not use importance, and -1 for all queries.
     """
     if plan.placement is None or not plan.placement.wants.importance:
         return 0

@@ -136,8 +136,8 @@ class Gate:
         """Put a request into the queue and return its ticket. Its turn may come at once.
 
         The request reserves `places` answers and `cells` KV cells, for its prompt and its answers.
-        Raises Refusal (an error response) if the queue is full. Raises ValueError if the gate has
-        fewer places in total.
+        Raises Refusal (an error response) if the queue is full. Raises ValueError if `places`
+        exceeds the number of places that the gate has in total.
         """
         if not 1 <= places <= self.places:
             raise ValueError(f"{places} places of {self.places}")
@@ -264,10 +264,10 @@ class Conversation:
     n_common: int = 0
 
     def n_shared_with(self, before: Conversation) -> int:
-        """Return how many pieces this conversation and an earlier one have in common at the start.
+        """Return the number of equal pieces at the start of this conversation and an earlier one.
 
         Returns 0 unless this conversation repeats `before`, adds pieces to it, or changes at most
-        its last piece. Also returns 0 if only tools and system messages are in common.
+        its last piece. Also returns 0 if only tools and system messages are equal.
         """
         shared = 0
         for ours, theirs in zip(self.pieces, before.pieces, strict=False):
@@ -344,10 +344,11 @@ class SlotManager:
         self._n_taken = 0
 
     def take(self, asked: Iterable[Conversation], cells: int = 0) -> tuple[list[int], int]:
-        """Take a free slot for each conversation. Return (slots, number of KV cells in use there).
+        """Take a free slot for each conversation. Return (slots, number of KV cells in them).
 
-        KV cells of earlier requests are in use until a new prompt starts in their slot. `cells` is
-        the number of KV cells that this request may use in each of its slots.
+        A slot keeps the KV cells of its last request until a new prompt starts in it. The result
+        counts these cells. `cells` is the number of KV cells that this request may use in each of
+        its slots.
         """
         taken, held = [], 0
         for each in asked:
@@ -448,10 +449,11 @@ class Bodies:
     async def run(
         self, call: Callable[[], T], client: str, give_up: Callable[[], None] = lambda: None
     ) -> T:
-        """Run `call`, which parses one body, on a thread at the client's turn. Return its result.
+        """Run `call`, which parses one body, on the parsing thread. Return its result.
 
-        If this coroutine is cancelled before the turn, `call` never runs. If it is cancelled later,
-        it calls `give_up` to end `call` soon, and waits for the end.
+        `call` starts when it is its client's turn. If this coroutine is cancelled before that,
+        `call` never runs. If it is cancelled later, it calls `give_up` to end `call` soon, and
+        waits for the end.
         """
         ticket = self._line.join(client=client)
         try:
@@ -490,10 +492,10 @@ class Body:
         self._n_bytes = n_bytes
 
     async def run(self, call: Callable[[], T]) -> T:
-        """Run `call`, which parses this body, on a thread at its client's turn. Return its result.
+        """Run `call`, which parses this body, on the parsing thread. Return its result.
 
-        If this coroutine is cancelled, a query to llama.cpp's server that `call` waits for is
-        cancelled too.
+        `call` starts when it is its client's turn. If this coroutine is cancelled, a query to
+        llama.cpp's server that `call` waits for is cancelled too.
         """
         return await self._bodies.run(call, self._client, self.give_up)
 

@@ -500,11 +500,11 @@ def rewritten(schema: Any, where: str) -> tuple[Any, list[str]]:
 
 
 def rewritten_arguments(schema: Schema, where: str) -> tuple[Schema, list[str]]:
-    """Return (schema of a tool's arguments that llama.cpp can enforce, lost constraints).
+    """Rewrite the schema of a tool's arguments into a schema that llama.cpp can enforce.
 
-    The returned schema is one object with its properties at the top level, because many chat
-    templates write the arguments one by one. Each lost constraint is a sentence about a rule that
-    is not enforced. The sentence names `where`, the schema's path in the request.
+    Returns (new schema, sentences about constraints that are not enforced). The new schema is one
+    object with its properties at the top level, because many chat templates write the arguments one
+    by one. `where` is the schema's path in the request, with which the sentences begin.
     """
     made, lost = rewritten(schema, where)
     if not schema:

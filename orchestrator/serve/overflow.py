@@ -28,11 +28,12 @@ _TRUNCATION = {"auto": DROP, "disabled": REFUSE}
 def drop_oldest(
     route: str, data: dict[str, Any], served: Served, asker: Body, setting: str | None
 ) -> int:
-    """Drop the oldest exchanges from a request whose conversation outgrows the context, in place.
+    """Drop the oldest exchanges of a conversation that is too long for the context, in place.
 
-    Returns the number of dropped messages. `data` is a request in the form of the path `route`,
-    after settle_request. `setting` is the value of --overflow. If it is None, the request decides
-    with its field `overflow`. `asker` sends the queries that count tokens. Call this on a thread.
+    An exchange is a question and everything up to the next one. Returns the number of dropped
+    messages. `data` is a request in the form of the path `route`, after settle_request. `setting`
+    is the value of --overflow. If it is None, the field `overflow` of the request decides instead.
+    `asker` sends the queries that count tokens. Call this on a thread.
     """
     wish = _TRUNCATION.get(data.pop("truncation", ""), data.pop("overflow", REFUSE))
     name = "input" if route == RESPONSES else "messages"

@@ -81,8 +81,9 @@ def translated(pattern: str, least: int = 0, most: int | None = None) -> str:
 def of_words(words: Iterable[str]) -> str:
     """Return a regular expression for llama.cpp that matches exactly these words.
 
-    Words with a common prefix share it, because the cost of a grammar per token grows with the
-    number of alternatives. Raises PatternError if the words branch too often.
+    Common prefixes of words are written only once, because the cost of a grammar per token grows
+    with the number of alternatives. Raises PatternError if words share beginnings at too many
+    places.
     """
     return f"^{_branches(sorted(set(words)), 0, 0)}$"
 

@@ -742,11 +742,11 @@ def settle_probs(
 ) -> Shaping | None:
     """Translate a request's fields for token probabilities, and limit the memory that they take.
 
-    Returns the Shaping that converts llama.cpp's answer to the format of the path, or None if no
-    conversion is needed. `most_tokens` is the longest possible answer, and n_dropped the number of
-    messages that were dropped. If the request sets no limit of tokens, it gets a limit with which
-    the probabilities fit in memory. Raises Refusal (an error response) if the limit of the request
-    is too large.
+    Returns the Shaping, a converter of llama.cpp's answer to the format of the path, or None if no
+    conversion is needed. `most_tokens` is the longest possible answer, and `n_dropped` the number
+    of messages that were dropped from the conversation. A request without a limit of tokens gets a
+    limit with which the probabilities fit in memory. Raises Refusal (an error response) if the
+    request's own limit is too large for that.
 
     The memory is PROBS_BYTES for each answer to one prompt. The answers to several prompts share
     it, because llama.cpp keeps them until the last one is complete.
@@ -847,9 +847,10 @@ def settle_length(
 def check_length(route: str, body: bytes, served: Served, asker: Body) -> int | None:
     """Return the number of tokens of a request's prompt, or None if it cannot be counted.
 
-    It cannot be counted for several texts, for infill requests, and for requests that llama.cpp
-    will refuse. Call this on a thread, because it waits for llama.cpp. Raises Refusal (an error
-    response) if the prompt does not fit in the context or the chat template fails.
+    The result is None for a list of texts, for infill requests, and for requests that llama.cpp
+    will refuse. `asker` sends the query that counts the tokens. Call this on a thread, because it
+    waits for llama.cpp. Raises Refusal (an error response) if the prompt does not fit in the
+    context or the chat template fails.
     """
     counting = COUNTED_BY.get(route)
     prompt = json.loads(body).get("prompt")

@@ -19,9 +19,9 @@ class Router(ConsistentHashRouter):
     ) -> list[list[Any]]:
         """Return the replicas that may get a request, as lists in order of preference.
 
-        Ray tries the first list first. For a request with a session, the first list has the
-        replicas of that session, and the second list has all others. Otherwise one list has all
-        replicas.
+        Ray tries the first list first. If the request has a session id, the first list has the
+        replicas to which the session belongs, and the second list has all others. Otherwise one
+        list has all replicas.
         """
         if pending_request is None or not pending_request.metadata.session_id:
             return [candidate_replicas]

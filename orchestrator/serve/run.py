@@ -150,8 +150,8 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen on the sockets. The system queues up to BACKLOG new connections.
 
-        asyncio itself is given a backlog of 1, because it repeats a failed accept that many times
-        without a pause.
+        asyncio itself gets a backlog of 1. If accepting a connection fails, it retries as many
+        times as its backlog, without a pause.
         """
         asyncio.get_running_loop().set_exception_handler(self._failed)
         await super().startup(sockets)

@@ -217,9 +217,9 @@ def _logits(
 def judged(prompt: Prompt, parts: Iterable[np.ndarray], top: int, n_generated: int) -> Scores:
     """Return the log-probabilities of a prompt's tokens, except the tokens that the server added.
 
-    `parts` are arrays of logits, float32 [m, n_vocab], for successive tokens of the prompt. With
-    n_generated 0, `parts` end before the prompt's last token. With n_generated 1, they include the
-    last token, and the most likely next token is added to the result. `top` is the number of
+    `parts` are arrays of logits, float32 [m, n_vocab], with one row for each token of the prompt.
+    If n_generated is 0, they have no row for the prompt's last token. If n_generated is 1, they
+    have this row, and the most likely next token is added to the result. `top` is the number of
     alternatives for each token.
     """
     n_prompt = len(prompt.tokens)

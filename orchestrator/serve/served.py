@@ -67,10 +67,10 @@ def answering(config: Config, settings: ServeSettings, words: Words, threads: st
 class Served:
     """The loaded model of a server, and the limits for requests to it.
 
-    `runtime` computes the answers, and `about` describes the model. `max_tokens` is the length of
-    an answer if the request sets no limit. `most_body_bytes` is the longest allowed body.
+    `runtime` computes the answers, and `about` describes the model. `max_tokens` is the maximum
+    length of an answer if the request sets no limit. `most_body_bytes` is the longest allowed body.
     `most_scored` limits the prompt tokens whose log-probabilities a request may ask for. `lengths`
-    remembers the lengths of messages.
+    remembers the numbers of tokens of recent prompts.
     """
 
     def __init__(

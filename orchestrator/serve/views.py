@@ -77,9 +77,9 @@ def picture(runtime: Runtime) -> dict[str, Any]:
 
     `resident` has the best precision in memory of each expert, uint8 [layers, experts] in base64.
     Its values are indices into `tiers`, or 254 for an expert that is only on disk. `used` is how
-    often tokens used each expert, little-endian uint32 of the same shape. Without expert
-    management, the object has `streams_below` instead: a value of --ram in bytes with which some
-    experts would be read from disk.
+    often tokens used each expert, little-endian uint32 of the same shape. If the model runs without
+    an expert store, the object has `streams_below` instead: a value of --ram in bytes at which some
+    experts would have to be read from disk.
     """
     plan, stats = runtime.plan, runtime.stats()
     about = {"model": runtime.about.name, "mode": stats.mode, "memory": runtime.memory()}

@@ -123,8 +123,8 @@ async def read_body(
 
     `count` is called after each piece, with the number of bytes so far. Raises Refusal (an error
     response) as soon as the body or its declared length exceeds most_bytes. `useful_bytes` is the
-    longest body that the context could use. If this is larger, the error suggests it as
-    --body-limit.
+    longest body that the context could use. If it is larger than most_bytes, the error suggests it
+    as --body-limit.
     """
     body, said = bytearray(), request.headers.get("content-length", "")
     try:
@@ -222,16 +222,17 @@ def without_empty_events(events: bytes) -> bytes:
 def is_whole(last: bytes, is_stream: bool) -> bool:
     """Return whether an answer is complete. `last` is the last part of it that is not empty.
 
-    A stream is complete if `last` contains a final event or an error.
+    A stream is complete if `last` contains a final event or an error. Any other answer arrives in
+    one piece, so it is complete as soon as there is a `last`.
     """
     return bool(last) and (not is_stream or any(mark in last for mark in _LAST_EVENTS))
 
 
 def failure_at(status: int, text: bytes) -> int:
-    """Return where llama.cpp's answer reports a failed step or a failed grammar, or -1.
+    """Return the position of an error about a failed step or grammar in llama.cpp's answer, or -1.
 
-    The result is an offset in `text`. In a stream, `text` holds whole events. The same words in
-    text that the model generated are not a report.
+    The position is an offset in `text`. `status` is the HTTP status of the answer. In a stream,
+    `text` holds whole events. Text that the model generated is never taken for such an error.
     """
     if STEP_FAILED not in text and GRAMMAR_FAILED not in text:
         return -1
@@ -295,10 +296,10 @@ def error_event(route: str, error: bytes) -> bytes:
 
 
 def has_costs(part: bytes, is_stream: bool, route: str) -> bool:
-    """Return whether this part of an answer should contain measurements of the experts.
+    """Return whether to add measurements, such as cache hits, to this part of an answer.
 
-    Examples of measurements are cache hits and bytes read. They belong in a part with `timings`. On
-    paths whose answers have no `timings`, they belong in the complete answer.
+    They belong in a part with `timings`, or in the event `message_delta` of Anthropic's streams. On
+    paths whose answers have no `timings`, they belong in an answer that is not a stream.
     """
     if not is_stream and route in _WITHOUT_TIMINGS:
         return True
