@@ -48,8 +48,8 @@ class NamedPath(click.Path):
 class NewPath(NamedPath):
     """The type of an option or argument that names an output file.
 
-    An existing file is refused, unless --force was given. Once the output is written, the command
-    is complete, and an interrupt (Ctrl-C) has no effect.
+    An existing file is refused, unless --force was given. The command is complete when the last of
+    its output files is written. An interrupt (Ctrl-C) after that has no effect.
     """
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:

@@ -510,8 +510,8 @@ def foreseen(plan: Plan, uses: np.ndarray, estimate: KlEstimate | None, base: st
 class LossModel:
     """Reads the loss table of one model and answers questions about losses.
 
-    The table is the one that the setting `losses` names, or else the one next to the model. note: a
-    sentence for the user why no table is used, or None.
+    The table is in the file that the setting `losses` names, or else in the file next to the model.
+    note: a sentence that tells the user why no table is used, or None.
     """
 
     def __init__(self, config: Config, model: ExpertModel) -> None:

@@ -138,8 +138,8 @@ class Timings:
     def is_due(self, key: str, n_needed: int = QUIET_TIMINGS) -> bool:
         """Return whether to time an operation now.
 
-        An operation is timed until `n_needed` of its timings were made on a quiet machine, but at
-        most once in ten minutes (APART_S).
+        A machine is quiet if hardly any other program runs. An operation is timed until `n_needed`
+        of its timings were made on a quiet machine, but at most once in ten minutes (APART_S).
         """
         kept = self.of.get(key)
         return kept is None or (kept.n_quiet < n_needed and self._now - kept.at >= APART_S)
@@ -308,7 +308,7 @@ class Speeds(Closing):
 
     @property
     def disturbed(self) -> bool:
-        """Whether other programs ran during every timing of some operation."""
+        """Whether there is an operation for which other programs ran during each of its timings."""
         now = {key for key, rounds in self._measured.items() if _middle(rounds)[1]}
         before = set(filter(self._kept.was_quiet, self._used))
         return not self._used.keys() <= now | before

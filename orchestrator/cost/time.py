@@ -455,8 +455,8 @@ class TimeModel:
         """Return a predictor of the times of one plan.
 
         config: the configuration of the plan. skips: the loss budget of its policy, or None.
-        n_cells: tokens of context in use. uses: replaces the probabilities with which tokens use
-        experts.
+        n_cells: tokens of context in use. uses: the probabilities that a token uses each expert, if
+        they differ from those of this object.
 
         Missing timings are measured, which takes some seconds. Raises NativeError if an operation
         cannot be timed.

@@ -235,8 +235,8 @@ class CTouched(ctypes.Structure):
 class CRoom(ctypes.Structure):
     """The arguments and results of the callback that makes memory free for a batch (C struct).
 
-    The callback writes two fields: at_once, the micro-batch size of the batch, and drop_scratch,
-    whether unused scratch memory is freed first.
+    The callback writes two fields. at_once is the number of tokens to compute at a time (the
+    micro-batch size). drop_scratch tells whether unused scratch memory is freed first.
     """
 
     _fields_ = [
