@@ -21,7 +21,10 @@ from orchestrator.errors import MoeEdgeError
 
 
 class Where(NamedTuple):
-    """The module and the name of a command in this package, and its line in the help."""
+    """The place of a command's code: its module in this package, and its name in the module.
+
+    help: the line about the command in the help.
+    """
 
     module: str
     name: str

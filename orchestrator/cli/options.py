@@ -48,8 +48,8 @@ class NamedPath(click.Path):
 class NewPath(NamedPath):
     """The type of an option or argument that names an output file.
 
-    An existing file is refused, unless --force was given. Once the output is written, the command
-    is complete, and an interrupt (Ctrl-C) has no effect.
+    An existing file is refused, unless --force was given. The command is complete when the last of
+    its output files is written. An interrupt (Ctrl-C) after that has no effect.
     """
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
@@ -245,9 +245,9 @@ def option_of(declared: Setting) -> Decorator:
 
 
 def policy_options(recorded: bool = False) -> list[Setting]:
-    """Return the policy settings that are command-line options, each with its group in the help.
+    """Return the policy settings that are command-line options, each with its heading in the help.
 
-    The group is the setting's own, or has the names of the policies that have the setting.
+    If a setting has no heading of its own, the heading names the policies that have the setting.
     recorded: return only the settings that a routing trace records. The help then shows "as
     recorded" as their default.
     """
@@ -273,7 +273,7 @@ _MODEL = [each for each in _OWN if not (each.answer or each.conversation)]
 def options_of_model(none: str | None = None) -> Decorator:
     """Return the decorator that adds the options that choose a model and how the model runs.
 
-    none: what the command does without a model, as the help shows it.
+    none: the text that the help shows as the default of -m. An example is "a table".
     """
     own = [
         replace(each, shown=none or each.shown) if each.name == "model" else each for each in _MODEL
@@ -393,8 +393,8 @@ def quantizer(source: Path, options: dict[str, Any]) -> Iterator[ExpertQuantizer
 def chosen_method(options: dict[str, Any], has_text: bool = False) -> Method:
     """Return the quantization method that the options of a command request.
 
-    has_text: the command has a default calibration text. Raises UsageError for options that need a
-    text if no text was given.
+    has_text: whether the command has a default calibration text. Raises UsageError for options that
+    need a text if no text was given.
     """
     from orchestrator.lab.calibrate.methods import Method
 

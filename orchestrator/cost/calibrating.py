@@ -40,10 +40,12 @@ _TEST_SIZE, _TEST_RUNS = 768, 4
 class CalibrationTime(NamedTuple):
     """The predicted seconds of the parts of `moe-edge calibrate`.
 
-    - read_s: one pass over the text, which also measures the squares of the experts' outputs.
-    - measure_s: measuring the errors of all experts in each precision.
-    - pass_s: one pass over the text to fit the conversion from errors to nats.
-    - n_passes: number of these fitting passes.
+    - read_s: the first pass over the text, which also measures the mean square of each expert's
+      output.
+    - measure_s: measuring the error of each expert's output in each precision.
+    - pass_s: one further pass over the text. Such passes relate the errors to the quality loss in
+      nats.
+    - n_passes: number of further passes.
     """
 
     read_s: float

@@ -78,11 +78,13 @@ class Bandwidth(NamedTuple):
     """The measured read speed of a disk.
 
     - bytes_per_s: the speed of all I/O threads together.
-    - direct: the reads used O_DIRECT; otherwise they were buffered.
-    - slice_bytes: the mean size of the reads.
-    - core_s_per_byte: the seconds by which reading one byte delays the compute threads.
-    - latency_s: the additional seconds for an expert that is read alone.
-    - first_bytes_per_s: the speed for bytes that have not been read for a long time; 0 if unknown.
+    - direct: the reads bypassed the page cache (O_DIRECT); otherwise they were buffered.
+    - slice_bytes: the mean size of one read.
+    - core_s_per_byte: the delay of the compute threads for each byte that is read, in seconds. A
+      read takes a core from a compute thread.
+    - latency_s: the time that each request takes in addition to its bytes, in seconds.
+    - first_bytes_per_s: the speed for bytes that no cache holds, because they have not been read
+      for a long time; 0 if unknown.
     """
 
     bytes_per_s: float
@@ -306,14 +308,15 @@ def device_of(path: Path) -> int:
 
 
 def kept_bandwidth(model: ExpertModel, config: Config, measures: bool = True) -> Bandwidth:
-    """Return the bandwidth of the disk for this model file, from the user cache.
+    """Return the measured bandwidth of the disk that holds a model file.
 
     The bandwidth is for reads while compute threads run. It is the best of several measurements at
-    different times, because other programs slow a disk down. If a measurement is due, this function
-    measures for one or two seconds. measures: if False, nothing is measured.
+    different times, because other programs slow a disk down. They are stored in the user cache. If
+    more measurements are needed, this function makes one, which takes one or two seconds. measures:
+    whether it may do so.
 
-    Raises OSError if a read fails. With measures=False, also raises OSError if the disk was never
-    measured.
+    Raises OSError if a read fails. Also raises OSError if the disk was never measured, and measures
+    is False.
     """
     place = [str(model.path.resolve()), device_of(model.path), identity(model)]
     measure = partial(read_bandwidth, model, threads=config.io_threads) if measures else None
@@ -323,11 +326,11 @@ def kept_bandwidth(model: ExpertModel, config: Config, measures: bool = True) ->
 
 
 def machine_bandwidth(config: Config) -> Bandwidth:
-    """Return the bandwidth of the disk that holds the user cache.
+    """Return the measured bandwidth of the disk that holds the user cache.
 
-    It is used to predict the speed of a model that is not on this machine yet. If a measurement is
-    due, this function writes a file of random bytes to the cache and deletes it. Raises OSError if
-    the file cannot be written or read.
+    It is used to predict the speed of a model that is not on this machine yet. The measurements are
+    stored in the user cache. If more of them are needed, this function writes a file of random
+    bytes, reads it and deletes it. Raises OSError if the file cannot be written or read.
     """
     folder = user_folder("cache") / "speed"
     folder.mkdir(parents=True, exist_ok=True)
@@ -425,8 +428,8 @@ def slow_kind(path: Path, sysfs: Path = Path("/sys")) -> str | None:
 def slow_disk(model: ExpertModel, config: Config) -> str | None:
     """Return a note with the measured speed if a model is on a disk that is usually slow.
 
-    The result is None for any other disk. If a measurement is due, this function measures for one
-    or two seconds.
+    The result is None for any other disk. If the speed must be measured first, this takes one or
+    two seconds.
     """
     kind = slow_kind(model.path)
     if kind is None:

@@ -34,7 +34,9 @@ _MOST = 8
 class Row:
     """One row of the table of known models: a model in one precision.
 
-    The fields from `runs` on are those of Outlook.
+    total_b, active_b: number of all parameters, and of those that one token uses, in billions.
+    disk_bytes: size of the file. The fields from `runs` on have the same meaning as in Outlook
+    (orchestrator.cost.outlook).
     """
 
     model: str
@@ -73,9 +75,11 @@ class Known:
     disturbed: str
 
     def runs(self, row: Row) -> str:
-        """Return how a model runs here: it fits in memory, streams experts, or does not run.
+        """Return how a model runs here: FITS, STREAMS, NOT or NO_ROOM.
 
-        If the disk has too little free space for the model, the result is NO_ROOM.
+        FITS means that the model fits in memory, and STREAMS that its experts are read from disk
+        while it runs. NOT means that the memory is too small even for streaming, and NO_ROOM that
+        the disk has too little free space for the file.
         """
         return row.runs if row.disk_bytes <= self.free_bytes else NO_ROOM
 

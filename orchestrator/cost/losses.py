@@ -72,17 +72,17 @@ class TablePrecision(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """The conversion of errors of experts' outputs into quality loss in nats.
+    """Factors that convert errors of experts' outputs into quality loss (KL divergence) in nats.
 
     - factors: one factor for each layer, in nats per mean squared error.
-    - tiers: the precisions used for the fit.
+    - tiers: the precisions with which the quality loss was measured for the fit.
     - text: a description of the text used for the fit.
     - error: the standard error of the logarithm of a predicted mean loss.
-    - scales: a further multiplier for each of `tiers`; empty if all are 1.
-    - spread: percentiles 10 and 90 of the measured loss of a text window divided by its fitted
-      loss.
-    - routing: the minimum and maximum of the mean surprise in a text window, with a margin. The
-      surprise says how unusual one use of an expert is (see orchestrator.allocation.estimate).
+    - scales: a multiplier for each of `tiers`, in addition to `factors`; empty if all are 1.
+    - spread: percentiles 10 and 90 of the ratio of measured to fitted loss, over windows of the
+      text.
+    - routing: the minimum and maximum of the mean surprise in a window of the text, with a margin.
+      The surprise is high if rarely used experts are used (see orchestrator.allocation.estimate).
     """
 
     factors: tuple[float, ...]
@@ -99,8 +99,8 @@ class LossTable:
     """The error of each expert's output in each precision, measured by `moe-edge calibrate`.
 
     - candidates: the precisions, best first.
-    - loss: the mean squared error of the expert's output against full precision, over tokens and
-      output elements, float64 [n_layers, n_expert, n_candidates]. It is not weighted by gates.
+    - loss: the mean squared error of the expert's output against full precision, float64 [n_layers,
+      n_expert, n_candidates]. The mean is over tokens and output elements, without gate weights.
     - power: the mean square of the output elements in full precision, float64 [n_layers, n_expert].
     - counts: tokens of the text that were routed to each expert, int64 [n_layers, n_expert].
     - gates: the mean squared gate weight of these tokens, or None if it was not measured.
@@ -292,9 +292,11 @@ def _numbers(values: Any) -> Any:
 
 
 def load(path: Path, model: ExpertModel | None) -> LossTable:
-    """Read the loss table of a model file, or of any file if model is None.
+    """Read the loss table in the file `path`.
 
-    Raises LossTableError if the table is missing, damaged, or belongs to another file.
+    model: the model that the table must belong to. If it is None, the table may belong to any
+    model. Raises LossTableError if the table is missing or damaged, or belongs to another model
+    file.
     """
     command = calibrate_command(None if model is None else model.path)
     again = f"run {command}"
@@ -413,10 +415,12 @@ def calibrate_command(model: Path | str | None) -> str:
 
 
 def no_losses(reason: str, is_missing: bool = False) -> ConfigError:
-    """Return the error that a loss budget or a policy cannot be used, because losses are unknown.
+    """Return an error that says which options cannot be used, because quality losses are unknown.
 
-    reason: why the losses are unknown. is_missing: the model has no usable loss table, so `moe-edge
-    calibrate` can make one. The error is then a NoLossTableError.
+    These are the option --max-loss (a loss budget) and the policies that have such a budget.
+    reason: why the losses are unknown. is_missing: the model has no usable loss table. The error is
+    then a NoLossTableError, because `moe-edge calibrate` can make the table. Otherwise it is a
+    ConfigError.
     """
     spending = [name for name in POLICIES if spends_loss(name)]
     options = [policy_settings()[ALLOWED_LOSS].flag, *(f"--policy {name}" for name in spending)]
@@ -427,8 +431,8 @@ def no_losses(reason: str, is_missing: bool = False) -> ConfigError:
 class Skips(NamedTuple):
     """The quality loss that a policy may cause by skipping experts.
 
-    nats: the mean loss of skipping one use of each expert, float64 [n_layers, n_expert]. allowed:
-    the loss budget in nats per token.
+    nats: for each expert, the mean loss if one use of the expert is skipped, float64 [n_layers,
+    n_expert]. allowed: the maximum loss (loss budget) in nats per token.
     """
 
     nats: np.ndarray
@@ -458,11 +462,11 @@ class Foreseen:
 
 
 def started(placement: Placement, uses: np.ndarray | None = None) -> np.ndarray:
-    """Return the tier of each expert at the start of a run, int [n_layers, n_expert].
+    """Return the tier (precision) of each expert at the start of a run, int [n_layers, n_expert].
 
-    A tier is an index among the precisions in use. placement: the slots of a policy that keeps
-    every expert resident. uses: how often a token uses each expert; None for the usage in earlier
-    runs.
+    The values are indices into the precisions of the plan, 0 for the best. placement: the expert
+    slots of a policy that keeps every expert in memory. uses: how often a token uses each expert;
+    None for the usage in earlier runs.
     """
     shape = placement.shape
     found = np.full((shape.n_layers, shape.n_expert), len(shape.tiers) - 1)
@@ -478,9 +482,9 @@ def foreseen(plan: Plan, uses: np.ndarray, estimate: KlEstimate | None, base: st
     - estimate: the losses of all precisions of the file, best first, or None if they are unknown.
     - base: the name of the best precision.
 
-    A policy with a loss budget is assumed to use the whole budget. For a policy that lowers experts
-    during decoding, the result is an upper bound, because such a policy prefers experts with small
-    gates.
+    A policy with a loss budget is assumed to use the whole budget. If the policy chooses between
+    precisions for each token, the result is an upper bound. Such a policy uses low precisions where
+    the gate weights are small, so it loses less than predicted.
     """
     placement = plan.placement
     if placement is not None and placement.wants.all_resident:
@@ -506,8 +510,8 @@ def foreseen(plan: Plan, uses: np.ndarray, estimate: KlEstimate | None, base: st
 class LossModel:
     """Reads the loss table of one model and answers questions about losses.
 
-    The table is the one that the setting `losses` names, or else the one next to the model. note: a
-    sentence for the user why no table is used, or None.
+    The table is in the file that the setting `losses` names, or else in the file next to the model.
+    note: a sentence that tells the user why no table is used, or None.
     """
 
     def __init__(self, config: Config, model: ExpertModel) -> None:
@@ -518,9 +522,10 @@ class LossModel:
     def recall(self, tiers: Sequence[str], per_use: bool = False) -> np.ndarray | None:
         """Return the loss of each expert in these tiers, float64 [n_layers, n_expert, n_tiers].
 
-        The loss is the mean squared error of the expert's output. With per_use, it is the loss of
-        one use of the expert, in nats if the table can convert errors to nats. The result is None
-        if the losses are unknown. Raises ConfigError if a table that the user named cannot be used.
+        Tiers are precisions. The loss is the mean squared error of the expert's output. per_use:
+        return the loss of one use of the expert in nats instead, if the table can convert errors to
+        nats. The result is None if the losses are unknown. Raises ConfigError if a table that the
+        user named cannot be used.
         """
         table, why = self._loaded
         self.note = None
@@ -556,8 +561,9 @@ class LossModel:
     def costs(self, tiers: Sequence[str]) -> np.ndarray | None:
         """Return the quality loss of one use of each expert with gate weight 1, in nats.
 
-        The result is float64 [n_layers, n_expert, n_tiers + 1], with skipping last. It is None if
-        the model has no loss table, or if the table does not cover the tiers.
+        The result is float64 [n_layers, n_expert, n_tiers + 1]: the loss in each tier (precision),
+        and then the loss if the expert is skipped. It is None if the model has no loss table, or if
+        the table does not cover the tiers.
         """
         table, _ = self._loaded
         return None if table is None else table.costs(tiers)
@@ -574,7 +580,7 @@ class LossModel:
         return found
 
     def unknown(self, tiers: Sequence[str]) -> str:
-        """Return why the losses of these tiers are unknown, and the remedy for the user.
+        """Return why the losses of these tiers are unknown, and which command measures them.
 
         The text is empty if the losses are known.
         """

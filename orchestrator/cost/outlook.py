@@ -30,9 +30,9 @@ FITS, STREAMS, NOT, NO_ROOM = "fits", "streams", "does not run", "no room"
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """How a model runs on this machine, as foreseen from its header.
+    """The predicted memory and speed of a model on this machine.
 
-    - runs: whether the model fits in memory, streams experts from disk, or does not run.
+    - runs: "fits" in memory, "streams" its experts from disk, or "does not run".
     - ram_bytes: the memory that the model takes. If it does not run, the memory that it needs.
     - tokens_s: tokens per second after a short context, if all experts are used equally often.
     - tokens_s_skewed: tokens per second after a short context, if few experts get most of the

@@ -53,8 +53,8 @@ _WORTH_SAYING = 1.1
 class ResolvedPlan(NamedTuple):
     """The plan with which a model runs on this machine.
 
-    - request: the request for the plan. If the user allowed a loss, the request has the settings of
-      the plan that was chosen.
+    - request: the configuration and the needs of the front end. If the user allowed a loss, the
+      configuration has the settings that the planner chose to meet it.
     - plan: the memory plan.
     - loses: the predicted quality loss.
     """
@@ -242,9 +242,9 @@ class Planner:
     def plan(self, config: Config, more_scratch: int = 0) -> Plan:
         """Return the memory plan for these settings.
 
-        more_scratch: scratch bytes that llama.cpp took beyond an earlier estimate. Raises
-        BudgetError if the model does not fit. Raises PolicyError or ConfigError if the settings do
-        not suit the model.
+        more_scratch: bytes to add to the estimate of llama.cpp's scratch memory, because llama.cpp
+        took more than an earlier plan had estimated. Raises BudgetError if the model does not fit.
+        Raises PolicyError or ConfigError if the settings do not suit the model.
         """
         with self._probe:
             return self._plan(config, more_scratch)
@@ -286,8 +286,8 @@ class Planner:
     def loses(self, plan: Plan) -> Foreseen:
         """Return the predicted quality loss of a plan.
 
-        If the policy keeps every expert in memory, the result is the loss with the tiers at the
-        start.
+        If the policy keeps every expert in memory, the result is the loss with the precisions that
+        the experts have at the start of a run.
         """
         return self.losses.foreseen(plan, self._uses)
 
@@ -356,9 +356,9 @@ class Planner:
     ) -> Candidate:
         """Predict the speed and the quality loss of a plan.
 
-        asked: the settings that select this plan. They become a part of the result. Raises
-        NativeError if a timing fails. Also raises NativeError if a timing is missing and nothing
-        may be measured.
+        times: predicts the times of plans. runs: the plan. asked: the settings that select this
+        plan, which become `settings` of the result. Raises NativeError if a timing fails, or if it
+        is missing and may not be measured.
         """
         plan, skips = runs.plan, self.losses.skips(runs.plan)
         short = times.of_plan(plan, runs.config, skips)

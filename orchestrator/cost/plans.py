@@ -94,11 +94,10 @@ class Candidate:
 
     @property
     def is_redundant(self) -> bool:
-        """Whether the list of plans omits this plan.
+        """Whether this plan is left out of the list of plans.
 
-        Only plans with every expert in memory are omitted. Such a plan is omitted if it has only
-        one tier, because the baseline policy then computes the same. It is also omitted if it has a
-        loss budget.
+        Two kinds of plans with every expert in memory are left out: those with only one tier
+        (precision), because the baseline policy computes the same, and those with a loss budget.
         """
         alone = len(self.tiers) == 1 and self.policy not in (PLAIN, BASELINE)
         return self.resident and (alone or ALLOWED_LOSS in self.settings)
@@ -109,8 +108,8 @@ class Frontier:
     """All plans that fit in memory, fastest first, and the chosen plan.
 
     taken: the plan that runs if the user names no policy. why: a sentence that explains this
-    choice. why_not: the reason if the losses are unknown, otherwise empty. disturbed: other
-    programs ran while this machine was measured.
+    choice. why_not: why the quality losses of plans are unknown; empty if they are known.
+    disturbed: whether other programs ran while this machine was measured.
     """
 
     candidates: tuple[Candidate, ...]
@@ -242,11 +241,11 @@ def _marked(found: Sequence[Candidate]) -> list[Candidate]:
 def settings_of_plans(
     config: Config, model: ExpertModel, left: Mapping[str, float] | None
 ) -> list[dict[str, Any]]:
-    """Return the settings of every plan that the installed policies and the file's tiers offer.
+    """Return the settings of each plan that is possible with the installed policies and the file.
 
-    The result has one dictionary of settings for each plan. left: maps the name of each tier to the
-    part of the allowed loss, in nats, that remains if all experts are in this tier. None means that
-    no loss is allowed.
+    The result has one dictionary of settings for each plan. left: the loss budget of a plan, by the
+    name of its best tier (precision). It is the allowed loss minus the loss of using this tier for
+    all experts, in nats per token. None means that no loss is allowed.
     """
     every = [tier.name for tier in model.tiers]
     names = every
@@ -307,9 +306,10 @@ class TakenPlans:
         self._path = cached_path(model, "plans")
 
     def recall(self) -> Mapping[str, Any] | None:
-        """Return the settings of the plan that was chosen before, without its loss budget.
+        """Return the settings of the plan that was chosen for this request before.
 
-        The result is None if no plan was chosen for this request.
+        The setting max_loss (the loss budget) is left out. The result is None if no plan was chosen
+        for this request.
         """
         found = recalled(self._path, _FORMAT, "taken").get(self._key)
         return found if isinstance(found, dict) else None

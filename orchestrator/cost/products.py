@@ -44,8 +44,9 @@ class Product(NamedTuple):
     - n_in, n_out: the length of a row of the matrix, and the number of its rows.
     - rows: the number of rows of activations.
     - repacked: the weights are in llama.cpp's repacked layout.
-    - routed: one operation multiplies the matrices of several experts, as in an MoE layer.
-    - in_slots: the weights are in huge pages, as in expert slots.
+    - routed: the product is that of an MoE layer, whose operation multiplies several experts at
+      once.
+    - in_slots: the weights are in huge memory pages, like experts in the slots of the expert store.
     """
 
     type: GGMLType

@@ -101,7 +101,10 @@ class Timing(NamedTuple):
 
 
 class Timings:
-    """The valid timings of many operations at the time `now`, by the key of the operation."""
+    """Timings of operations, each under a key (a text) that identifies the operation.
+
+    Only timings that are valid at the time `now` are kept.
+    """
 
     def __init__(self, now: float, of: Mapping[str, Timing] | None = None) -> None:
         """Keep the stored timings that are still valid.
@@ -135,8 +138,8 @@ class Timings:
     def is_due(self, key: str, n_needed: int = QUIET_TIMINGS) -> bool:
         """Return whether to time an operation now.
 
-        An operation is timed until `n_needed` of its timings were made on a quiet machine, but at
-        most once in ten minutes (APART_S).
+        A machine is quiet if hardly any other program runs. An operation is timed until `n_needed`
+        of its timings were made on a quiet machine, but at most once in ten minutes (APART_S).
         """
         kept = self.of.get(key)
         return kept is None or (kept.n_quiet < n_needed and self._now - kept.at >= APART_S)
@@ -161,9 +164,9 @@ def _read(seconds: object, n_quiet: object, at: object) -> Timing:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """The seconds that the parts of a model take to compute on one machine.
+    """The time that each part of a model takes to compute on one machine, in seconds.
 
-    - expert_s: one expert for each number of input rows in ROWS, float64 [n_layers, n_tiers,
+    - expert_s: one expert, for each number of input rows in ROWS, float64 [n_layers, n_tiers,
       len(ROWS)].
     - expert_bytes: bytes to read one expert, int64 [n_layers, n_tiers].
     - dense_s: everything except the experts and the output matrix, for each number of tokens in
@@ -172,7 +175,7 @@ class Costs:
     - attention_s: attention of all layers, per token and KV cell. The first value is for steps with
       one token, the second for steps with many tokens.
     - step_s: the rest of a step, such as sampling.
-    - asked_s: one decision of a policy for a layer.
+    - asked_s: one call of the policy for a layer.
     """
 
     expert_s: np.ndarray
@@ -254,10 +257,11 @@ class Speeds(Closing):
         return self._used[key] * scale
 
     def time_again(self) -> bool:
-        """Repeat the timing of the single-token operations that were timed since the last call.
+        """Time operations again, so that the result depends less on a single moment.
 
-        The operations are timed in turns for several rounds. The result is False if there were no
-        such operations. Raises NativeError if an operation cannot be timed.
+        These are the operations for a single token that were timed since the last call. They are
+        timed one after another, in several rounds. The result is False if there were no such
+        operations. Raises NativeError if an operation cannot be timed.
         """
         once, self._once = self._once, {}
         for _ in range(_ROUNDS - 1):
@@ -304,7 +308,7 @@ class Speeds(Closing):
 
     @property
     def disturbed(self) -> bool:
-        """Whether other programs ran during every timing of some operation."""
+        """Whether there is an operation for which other programs ran during each of its timings."""
         now = {key for key, rounds in self._measured.items() if _middle(rounds)[1]}
         before = set(filter(self._kept.was_quiet, self._used))
         return not self._used.keys() <= now | before
@@ -312,9 +316,10 @@ class Speeds(Closing):
     def costs(self, model: ExpertModel, tiers: tuple[int, ...], layout: str) -> Costs:
         """Return the seconds of a model's parts, with its experts in these tiers and this layout.
 
-        layout: FILE for the layout of the file, OWN for interleaved rows in slots, or UPSTREAM for
-        llama.cpp's repacked layout. Missing timings are measured, which takes some seconds. Raises
-        NativeError if an operation cannot be timed.
+        tiers: indices of the file's precisions. layout: the layout of the experts' weights in
+        memory. FILE is the layout of the file, OWN is the expert store's layout with interleaved
+        rows, and UPSTREAM is llama.cpp's repacked layout. Missing timings are measured, which takes
+        some seconds. Raises NativeError if an operation cannot be timed.
         """
         found = self._costs(model, tiers, layout)
         return self._costs(model, tiers, layout) if self.time_again() else found

@@ -58,9 +58,9 @@ class Residency:
     - mix: the fraction of an expert's uses in each tier (precision), float64 [n_layers, n_expert,
       n_tiers]. In its other uses, the expert is skipped.
     - present: the fraction of an expert's uses that find it resident, [n_layers, n_expert].
-    - scanned: the fraction of experts that a micro-batch of a prompt finds resident. The first
-      value is for the first micro-batch, the second for each later one.
-    - loaded: experts are loaded before the first token.
+    - scanned: the fraction of the experts that is resident when a micro-batch of a long prompt
+      needs them. The first value is for the first micro-batch, the second for each later one.
+    - loaded: whether experts are read into memory before the first token.
     - foreseen: the fraction of misses that is predicted one layer ahead.
     """
 
@@ -86,7 +86,8 @@ class PlanTime:
     - residency: how often experts are in memory.
     - disk: the read speed.
     - n_ubatch: the micro-batch size in tokens.
-    - asked: the policy is called in each layer for each token of an answer, which takes time.
+    - asked: whether the policy is called in each layer for each token of an answer, which takes
+      time.
     """
 
     costs: Costs
@@ -433,7 +434,7 @@ class TimeModel:
     """Predicts the times of plans of one model from the measured speed of this machine.
 
     uses: the probability that a token uses each expert, float64 [n_layers, n_expert]. profiled:
-    earlier runs measured these probabilities.
+    whether earlier runs measured these probabilities. Otherwise they are assumed to be equal.
     """
 
     model: ExpertModel
@@ -454,8 +455,8 @@ class TimeModel:
         """Return a predictor of the times of one plan.
 
         config: the configuration of the plan. skips: the loss budget of its policy, or None.
-        n_cells: tokens of context in use. uses: replaces the probabilities with which tokens use
-        experts.
+        n_cells: tokens of context in use. uses: the probabilities that a token uses each expert, if
+        they differ from those of this object.
 
         Missing timings are measured, which takes some seconds. Raises NativeError if an operation
         cannot be timed.

@@ -20,10 +20,10 @@ T = TypeVar("T")
 
 
 class Stops:
-    """A function object that ends native work soon, to pass as `stop` to Worker.call.
+    """A function object that ends native work when it is called. Pass it as `stop` to Worker.call.
 
-    A call of the object calls all functions that were added with `including`. The native work adds
-    the functions that end it.
+    Native work that begins registers a function that can end it (see `including`), and removes the
+    function afterwards. A call of this object calls all registered functions.
     """
 
     def __init__(self) -> None:
@@ -45,10 +45,10 @@ class Stops:
 
 
 class Posted(Generic[T]):
-    """A function call that a worker thread runs for a caller, and the result of the call.
+    """A function that a worker thread runs for another thread, and the function's result.
 
-    When the event `ended` is set, `result` or `error` is valid. If the caller cancels the call, the
-    function `discard` frees its result.
+    After the event `ended` is set, `result` or `error` is valid. If the other thread has cancelled
+    the call, `discard` frees the result.
     """
 
     def __init__(
@@ -127,8 +127,8 @@ class Worker:
 
         Ctrl-C during the wait cancels the function. The KeyboardInterrupt is raised when the
         function has ended, or at a second Ctrl-C. `stop` is called after the first Ctrl-C, and ends
-        native work that does not notice the cancel. `discard` frees the result of a function that
-        was cancelled too late.
+        native work that does not notice the cancel. `discard` frees the result if the function
+        returned one although it was cancelled.
 
         Raises ClosedError after the end of the worker.
         """

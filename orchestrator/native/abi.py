@@ -35,7 +35,10 @@ def fields_of(ctype: Any, *names: str) -> list[tuple[str, Any]]:
 
 
 class CSlices(ctypes.Structure):
-    """The position of the experts of one (layer, matrix kind, tier) in a file (C struct)."""
+    """The position in a file of one layer's experts, for one matrix kind and tier (C struct).
+
+    Matrix kinds are gate, up, down, and gate and up in one matrix. Tiers are precisions.
+    """
 
     _fields_ = [
         *fields_of(_U64, "offset", "expert_bytes"),
@@ -46,13 +49,16 @@ class CSlices(ctypes.Structure):
 
 
 class CGroup(ctypes.Structure):
-    """A group of expert slots of one size, whose experts evict each other (C struct)."""
+    """A group of expert slots of one size (C struct).
+
+    An expert can evict only experts of its own group.
+    """
 
     _fields_ = [("slot_bytes", _U64), *fields_of(_I32, "n_slots", "n_passing", "place", "reserved")]
 
 
 class CLayer(ctypes.Structure):
-    """The positions of the experts of one MoE layer, by matrix kind and tier (C struct)."""
+    """The positions in files of one MoE layer's experts, by matrix kind and tier (C struct)."""
 
     _fields_ = [*fields_of(_I32, "il", "reserved"), ("slices", (CSlices * MAX_TIERS) * N_KINDS)]
 
@@ -229,8 +235,8 @@ class CTouched(ctypes.Structure):
 class CRoom(ctypes.Structure):
     """The arguments and results of the callback that makes memory free for a batch (C struct).
 
-    The callback writes two fields: at_once, the micro-batch size of the batch, and drop_scratch,
-    whether unused scratch memory is freed first.
+    The callback writes two fields. at_once is the number of tokens to compute at a time (the
+    micro-batch size). drop_scratch tells whether unused scratch memory is freed first.
     """
 
     _fields_ = [

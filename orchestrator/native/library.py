@@ -212,10 +212,10 @@ def slow_copies(library: Library, device: DeviceInfo, times: int) -> None:
 
 
 class FreeCores:
-    """Makes a context on the CPU decode with as many threads as cores are free.
+    """Adapts a context's number of decode threads to the number of free CPU cores.
 
-    A core is free if no other program uses it. context: handle of the llama_context. Call `close`
-    before the context is freed.
+    A core is free if no other program uses it. context: handle of a llama_context on the CPU. Call
+    `close` before the context is freed.
     """
 
     def __init__(self, library: Library, context: int) -> None:

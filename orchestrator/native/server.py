@@ -67,9 +67,9 @@ _DROP = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
 
 
 class CNotes(ctypes.Structure):
-    """Callbacks that save and restore external state of a sequence, such as a policy's state.
+    """Callbacks that save and restore a state that the caller keeps for each sequence.
 
-    C struct moe_edge_server_notes.
+    An example is the state of a policy. C struct moe_edge_server_notes.
     """
 
     _fields_ = [
@@ -323,13 +323,15 @@ class NativeServer:
         save: Callable[[int], bytes | None],
         restore: Callable[[int, bytes], None],
     ) -> None:
-        """Set functions that save and restore a state of the caller for each sequence.
+        """Set functions that save and restore a state that the caller keeps for each sequence.
 
         An example is the state of a policy. save: returns the current state of a sequence, or None.
-        The server calls it at some positions, such as the start of an answer, and stores the
-        result. restore: gets a stored state when the sequence goes back to its position. Call this
-        before `run`. Both functions run on the thread of `run`. Their exceptions are stored in
-        `error`.
+        The server calls it at some token positions, such as the start of an answer, and stores the
+        state for that position. restore: called when the server takes the sequence back to such a
+        position. It gets the sequence and the state that was stored for the position.
+
+        Call this before `run`. Both functions run on the thread of `run`. Their exceptions are
+        stored in `error`.
         """
         notes: dict[int, bytes] = {}
         numbers = count()
@@ -427,10 +429,10 @@ class NativeServer:
         return self.match(sequence, prompt)[0]
 
     def as_held(self, prompt: Sequence[int], held: Sequence[int]) -> list[int]:
-        """Return a prompt's tokens, with tokens of a sequence where both stand for the same text.
+        """Return a prompt's tokens, replaced by tokens of a sequence where the text is the same.
 
-        The same text can have several tokenizations, but a sequence can reuse only equal tokens.
-        held: the tokens of the sequence. Safe on any thread.
+        The same text can have several tokenizations, but a sequence can reuse its KV cells only for
+        equal tokens. held: the tokens of the sequence. Safe on any thread.
         """
         given, known = _array(prompt), _array(held)
         made = (ctypes.c_int32 * (len(prompt) + len(held)))()
@@ -446,8 +448,9 @@ class NativeServer:
         """Save the tokens and the state of a sequence to a file.
 
         Returns (size of tokens and state in bytes, number of tokens, list of FileMark). Each
-        FileMark is a position to which the sequence can be truncated. Its state follows in the
-        file. The size is 0 if saving fails, and during shutdown.
+        FileMark is a position to which the sequence can be truncated later. The file also has the
+        model's state at this position, after the state of the sequence. The size is 0 if saving
+        fails, and during shutdown.
         """
         n_tokens, n_marks = ctypes.c_int32(), ctypes.c_int32(_MOST_MARKS)
         marks = (CMark * _MOST_MARKS)()
@@ -469,8 +472,8 @@ class NativeServer:
         """Replace the contents of a sequence with those of a file.
 
         Returns False on failure; the sequence is then empty. marks: the positions to which the
-        sequence can be truncated, with their states in the file. If there are more marks than the
-        server stores checkpoints, only the latest are restored.
+        sequence can be truncated, with their states in the file. The server restores only the
+        latest marks if there are more than it can keep.
         """
         given = (CMark * len(marks))(*(CMark(*each) for each in marks))
         done = self.lib.moe_edge_server_restore(

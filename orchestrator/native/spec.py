@@ -22,7 +22,9 @@ from orchestrator.native.abi import (
 
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """The position of the experts of one (layer, matrix kind, tier) in a file.
+    """The position in a file of one layer's experts, for one matrix kind and one tier.
+
+    Matrix kinds are gate, up, down, and gate and up in one matrix. Tiers are precisions.
 
     file: number of the file. offset: offset of expert 0; the others follow without gaps. type:
     quantization type. group: number of the slot group for these experts. checksums: CRC-32 of each
@@ -69,10 +71,11 @@ class StoreSpec:
     prompt needs; empty means 1. on_host: for each group of a store on a GPU, whether its slots are
     in host memory, so that host threads compute the experts in them; empty means False.
 
-    importance_window: number of last queries that determine the importance of prompt tokens; 0 for
-    none, -1 for all. exact_tiers: do not use a copy in a better tier than requested. whole_experts:
-    start to compute an expert only when all of its matrices are in memory. rigid: read in the order
-    of the requests, and cancel no read.
+    importance_window: the importance of a prompt token is the attention that the last tokens of the
+    prompt pay to it. This is the number of these tokens; 0 to compute no importance, -1 for all
+    tokens. exact_tiers: do not use a copy in a better tier than requested. whole_experts: start to
+    compute an expert only when all of its matrices are in memory. rigid: read in the order of the
+    requests, and cancel no read.
     """
 
     files: tuple[Path, ...]

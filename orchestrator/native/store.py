@@ -274,10 +274,11 @@ class Store(Closing):
             return 1
 
     def apply(self, decision: DecisionBuffer) -> None:
-        """Pass a decision of the policy to the store. Call this after the decision is complete.
+        """Pass a policy's decision for a layer to the store. Call this in the route callback.
 
-        The call copies the number of prefetches and the flag `renormalize`. The store reads the
-        other values of `decision` when the route callback returns.
+        Call it after the decision is complete, because it copies the number of prefetches and the
+        flag `renormalize`. The store reads the other values of `decision` when the route callback
+        returns.
         """
         self._decision_header[6] = decision.n_prefetch
         self._decision_header[7] = decision.renormalize
@@ -348,8 +349,8 @@ class Store(Closing):
     def forget_counts(self) -> np.ndarray:
         """Return how many tokens used each expert since the last call, uint32 [n_layers, n_expert].
 
-        A call of take_counts also counts as the last call. Unlike take_counts, this method does not
-        add the counts to the result of taken_counts.
+        The last call may be one of this method or of take_counts. Unlike take_counts, this method
+        does not add the counts to the sum that taken_counts returns.
         """
         return self._of_each(self.library.take_counts, ctypes.c_uint32)
 
@@ -415,8 +416,8 @@ class Store(Closing):
         planned size of the cache means no limit.
 
         Call this between steps or in the step callback, on any thread. Raises NativeError during a
-        step or a warm start, for slots on a GPU, and for a limit below one slot per group. Nothing
-        changes then.
+        step or a warm start, for slots on a GPU, and for a limit below one slot per group. The
+        earlier limit then stays.
         """
         message = ctypes.create_string_buffer(_ERROR_BYTES)
         to_come = self.library.store_limit(self.handle, n_bytes, message, _ERROR_BYTES)
