@@ -41,10 +41,10 @@ _DENSE_KEEP = (
 
 
 class Target(NamedTuple):
-    """A tensor to be written: a layer's expert matrices of one kind, in one precision.
+    """A tensor to be written: one kind of matrix of all experts of a layer, in one precision.
 
-    copy_from: position of data in the source file that already has this type and is copied. If
-        copy_from is None, the tensor is quantized from the source's best tier.
+    copy_from: where the source file stores this tensor in the same type, to be copied. If it is
+        None, the tensor is quantized from the source's best precision.
     """
 
     name: str
@@ -53,9 +53,9 @@ class Target(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """A layer's expert matrices of one kind, and the tensors to be written from them.
+    """One kind of matrix of all experts of a layer, and the tensors to be written from it.
 
-    source: position of the best precision in the source.
+    source: where the source file stores these matrices in its best precision.
     shape: (row length, rows) of one expert's matrix.
     """
 

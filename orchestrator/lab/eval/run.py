@@ -51,8 +51,8 @@ def usage_between(
 ) -> dict[str, Any] | None:
     """Summarize the work of the expert store between two readings of its counters.
 
-    `old` and `new` are the readings. Only steps of the given phase count. Returns None if a reading
-    is None. A fraction is None if nothing was counted.
+    `old` and `new` are the readings. `losses` has the estimated quality loss. Only steps of the
+    given phase count. Returns None if a reading is None. A fraction is None if nothing was counted.
 
     - high, low, skip: fractions of the routed experts that the policy requested in the high tier,
       in a lower tier, and not at all.
@@ -61,7 +61,8 @@ def usage_between(
     - bytes_read: bytes read on demand, prefetched and moved by changes of tier.
     - kl_low, kl_estimate: lower and upper estimate of the quality loss in nats per token, relative
       to the best tier, since `losses` began; None if unknown.
-    - limit_halved: fraction of tokens for which the policy halved its loss limit.
+    - limit_halved: fraction of tokens for which the loss limit was halved, because the routing was
+      unusual.
     """
     if old is None or new is None:
         return None
@@ -100,8 +101,9 @@ class EvalOptions:
     - prefill: read everything as prompts, without decode steps.
     - reuse: compute an expert in a higher tier than the policy chose if this tier is in memory, as
       a chat does (DyMoE 4.4.2).
-    - bandwidth (bytes per second), latency_us (per read), compute_ms (per token): speeds of a
-      simulated store, for policies that depend on cached experts. None means measured.
+    - bandwidth (bytes per second), latency_us (per read), compute_ms (per token): speeds for a
+      simulation. The decisions of some policies depend on the experts that are cached. With such a
+      policy, the cache is simulated with these speeds. None means measured.
     """
 
     text: Path | None = None
@@ -179,8 +181,8 @@ def eval_config(config: Config, options: EvalOptions) -> Config:
 def best_config(config: Config, best: str) -> Config:
     """Return the config of the reference model, with all experts in the tier `best`.
 
-    The KV cache has its default type. The memory cap of `config` stays. A cap on the expert slots
-    alone is removed.
+    The KV cache has its default type. The reference model has the same memory cap as `config`, but
+    no separate cap on its expert slots.
     """
     return config.compared(
         policy=BASELINE,
