@@ -358,7 +358,7 @@ def listening() -> Iterator[None]:
 
 
 def ends_with(path: Path) -> None:
-    """Declare the file that the running command writes last.
+    """Declare `path` as the last file that the running command writes.
 
     After `rename` has given this file its name, the command's work is complete, and interrupts have
     no effect. Does nothing outside of a `listening` block.

@@ -342,7 +342,7 @@ def run_engine(job: Job) -> Result:
 
 
 def store_counters(stats: Any) -> Result:
-    """Return the counters of an expert store as a dict.
+    """Return the counters of an expert store, the cache of experts in memory, as a dict.
 
     The values are sums over prefill and decode, because a part of a measurement has only one phase.
     """

@@ -163,7 +163,7 @@ class GpuOptions(BenchOptions):
 
     @property
     def caps_process(self) -> bool:
-        """Whether a memory cap applies to more than the expert slots.
+        """Whether a memory cap applies to more than the cache of experts.
 
         This is always True, because a cap limits all GPU memory of the model.
         """
@@ -450,7 +450,7 @@ class Gpu(Benchmark):
             super().forget()
 
     def ask_link(self) -> Result:
-        """Measure the bandwidth of copies to the GPU, and return it for each kind of memory.
+        """Measure the bandwidth of copies to the GPU, from pinned and from pageable memory.
 
         If --link imitates a slower link, the bandwidth of the slower link is measured.
         """

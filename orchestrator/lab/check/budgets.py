@@ -139,7 +139,7 @@ def three_budgets(config: Config, planner: Planner, tier: str) -> Iterator[tuple
 
     - "minimum": the smallest possible budget, with the baseline policy.
     - "half way": a budget between the other two, with every other lossless policy that needs no
-      loss table.
+      loss table, a file with the measured error of each expert in each precision.
     - "everything": all experts in memory, with the baseline policy. If the memory is too small, the
       run uses all of the memory, and the budget has another name.
 
@@ -186,7 +186,8 @@ def budgets_of(config: Config, path: Path, tier: str) -> list[tuple[str, Config]
 def half_way() -> list[str]:
     """Return the names of the policies that run with the memory budget "half way".
 
-    These are the lossless policies that need no loss table, without the baseline policy.
+    These are all lossless policies except the baseline policy, and except those that need a loss
+    table, a file with the measured error of each expert in each precision.
     """
     return [
         name
