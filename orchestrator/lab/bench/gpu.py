@@ -450,9 +450,10 @@ class Gpu(Benchmark):
             super().forget()
 
     def ask_link(self) -> Result:
-        """Measure the bandwidth of copies to the GPU, from pinned and from pageable memory.
+        """Measure the bandwidth of copies to the GPU, and the computing speed of the host.
 
-        If --link imitates a slower link, the bandwidth of the slower link is measured.
+        The result has the fields of native.Bandwidths. If --link imitates a slower link, the
+        bandwidth of the slower link is measured.
         """
         found: Result = ask_device(self.on.device, self.times)["copies"]
         return found
