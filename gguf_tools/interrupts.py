@@ -279,8 +279,11 @@ _watch = _Watch()
 def leaving(last_work: Callable[[], None]) -> Iterator[None]:
     """Let SIGTERM and SIGHUP end the process in the `with` block even if a C call does not return.
 
-    last_work: function that is called on another thread before the process is ended in this way. It
-        must return soon. If blocks are nested, the function of the innermost block is called first.
+    If the C call still runs LEAVE_AFTER_S seconds after the signal, another thread calls
+    `last_work` and then ends the process.
+
+    last_work: function that must return soon. If blocks are nested, the function of the innermost
+        block is called first.
     """
     _state.last_work.append(last_work)
     try:
@@ -355,7 +358,7 @@ def listening() -> Iterator[None]:
 
 
 def ends_with(path: Path) -> None:
-    """Declare the file that the running command writes last.
+    """Declare `path` as the last file that the running command writes.
 
     After `rename` has given this file its name, the command's work is complete, and interrupts have
     no effect. Does nothing outside of a `listening` block.

@@ -276,12 +276,13 @@ def refresh(sdist: Sdist, upstream: Upstream, tree: Path | None, folder: Path = 
 def read_edited(
     sdist: Sdist, upstream: Upstream, tree: Path, owned: set[str]
 ) -> tuple[dict[str, bytes], dict[str, bytes]]:
-    """Return the original and the edited contents of files in an edited source tree, by path.
+    """Compare an edited source tree with the release. Return the original and the edited contents.
 
-    These are the files in `owned`, and all other files that differ from the release. Raises
-    BuildError if `tree` is not a copy of the source.
+    Both results map paths to contents. They have the changed files of the release, and the files in
+    `owned` even if these are unchanged. Raises BuildError if `tree` is not a copy of the source.
 
     tree: an edited copy of the source distribution or of the llama.cpp in it.
+    owned: paths of the files that belong to a patch.
     """
     prefix = upstream.source + "/"
     if (tree / upstream.source).is_dir():

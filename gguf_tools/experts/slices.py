@@ -18,10 +18,10 @@ class Tier(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """The position in a model's file of a layer's expert matrices of one kind, in one precision.
+    """The place in a model's files of one kind of matrix, such as up, of all experts of a layer.
 
-    The matrix of expert e starts at byte `offset + e * expert_bytes` of the model's file number
-    `file_index`.
+    Each precision has its own place. The matrix of expert e starts at byte
+    `offset + e * expert_bytes` of the model's file number `file_index`.
     """
 
     file_index: int

@@ -348,10 +348,10 @@ def fitting_type(ggml_type: GGMLType, n: int) -> GGMLType:
 
 
 def fallback(kind: int, requested: GGMLType, n: int) -> list[str]:
-    """Return a list with one note if a matrix cannot have the type of its precision (tier).
+    """Return a note if a matrix cannot have the requested type, as a list with one text.
 
-    This is the case if the block size of the requested type does not divide the row length n.
-    Otherwise the list is empty. A packed file stores these notes.
+    This is the case if the type's block size does not divide the row length n. The note names the
+    type that the matrix gets instead. If the matrix can have the requested type, the list is empty.
 
     kind: kind of the matrix, an index into KINDS.
     """
@@ -394,9 +394,9 @@ POOL_ALIGNMENT = 256
 def device_slot_bytes(ggml_type: GGMLType, expert_bytes: int, row_length: int) -> int:
     """Return the size of a slot in GPU memory that holds one expert's matrix.
 
-    The slot also has space for the bytes after the matrix that kernels may read, rounded up to
-    whole blocks of the type. The native function `moe_edge_device_slot_bytes` returns the same
-    size.
+    Kernels may read some bytes past the end of the matrix. The slot includes these bytes, rounded
+    up to whole blocks of the type. The native function `moe_edge_device_slot_bytes` returns the
+    same size.
 
     expert_bytes: size of the matrix.
     row_length: number of weights in a row of the matrix.

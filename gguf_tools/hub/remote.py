@@ -91,9 +91,9 @@ def fetch_listed_headers(
 ) -> tuple[list[Headers | MoeEdgeError], int]:
     """Download the headers of a repository's models, as fetch_headers does for one model.
 
-    The quantizations of a model share its vocabulary, which is most of a header. So the vocabulary
-    is downloaded once, and only the rest of the other headers. At most MOST_OF_ALL bytes are
-    downloaded in total. Of a model in the cache, nothing is downloaded.
+    All quantizations of a model have the same vocabulary, which is most of a header. It is
+    therefore downloaded only once. At most MOST_OF_ALL bytes are downloaded in total, and nothing
+    for models that are in the cache.
 
     folder: receives one folder for each model. progress: called with the finished share, 0 to 1.
 

@@ -44,8 +44,9 @@ def export(
 ) -> PackReport:
     """Write one precision (tier) of a packed model as an ordinary GGUF file.
 
-    Tensor data is copied unchanged. Other tiers and all `moe_edge.*` metadata are left out. Raises
-    GGUFError, such as MissingTierError for an unknown tier. On an exception, `dst` is not created.
+    A packed model has its experts in several precisions. Tensor data is copied unchanged. Other
+    tiers and all `moe_edge.*` metadata are left out. Raises GGUFError, such as MissingTierError for
+    an unknown tier. On an exception, `dst` is not created.
 
     src: the packed model.
     dst: path of the new file.

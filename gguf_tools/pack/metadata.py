@@ -38,7 +38,7 @@ def write_tiers(
     types: list[GGMLType],
     how: tuple[str, str],
 ) -> None:
-    """Set the `moe_edge.*` metadata that describes the precisions (tiers) of a packed file.
+    """Set the `moe_edge.*` metadata that describes the precisions (tiers) of a file's experts.
 
     types: the ggml types of the tiers, the best first.
     how: quantization method and calibration, as texts.

@@ -41,10 +41,10 @@ _DENSE_KEEP = (
 
 
 class Target(NamedTuple):
-    """A tensor to be written: a layer's expert matrices of one kind, in one precision.
+    """A tensor to be written: one kind of matrix of all experts of a layer, in one precision.
 
-    copy_from: position of data in the source file that already has this type and is copied. If
-        copy_from is None, the tensor is quantized from the source's best tier.
+    copy_from: where the source file stores this tensor in the same type, to be copied. If it is
+        None, the tensor is quantized from the source's best precision.
     """
 
     name: str
@@ -53,9 +53,9 @@ class Target(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """A layer's expert matrices of one kind, and the tensors to be written from them.
+    """One kind of matrix of all experts of a layer, and the tensors to be written from it.
 
-    source: position of the best precision in the source.
+    source: where the source file stores these matrices in its best precision.
     shape: (row length, rows) of one expert's matrix.
     """
 
@@ -67,7 +67,7 @@ class Matrix(NamedTuple):
 
 
 class Dense(NamedTuple):
-    """A tensor that is not an expert, and the type that it gets in the packed file."""
+    """A tensor that is not an expert, and the type that it gets in the file to be written."""
 
     file: GGUFFile
     info: TensorInfo
@@ -83,7 +83,7 @@ def refuse_same_file(model: ExpertModel, dst: Path) -> None:
 def expert_targets(
     model: ExpertModel, dst: Path, types: list[GGMLType], reuse_lower: bool
 ) -> tuple[list[Matrix], PackReport]:
-    """Return the expert tensors of the packed file, and a report with notes and warnings.
+    """Return the expert tensors of the file to be written, and a report with notes and warnings.
 
     types: the requested types of the tiers (precisions), the best first.
     reuse_lower: whether lower tiers of the source can be copied instead of quantized anew.
@@ -146,7 +146,7 @@ def expert_targets(
 
 
 def dense_target_type(info: TensorInfo, requested: GGMLType | None) -> GGMLType:
-    """Return the type that a tensor other than an expert gets in the packed file.
+    """Return the type that a tensor other than an expert gets in the file to be written.
 
     Only two-dimensional float matrices get the requested type. Routers and other small or sensitive
     matrices, and matrices whose row length the type does not support, keep their type.

@@ -98,12 +98,12 @@ def put_codes(ggml_type: GGMLType, blocks: Blocks, codes: Blocks) -> None:
 
 
 def code_values(ggml_type: GGMLType, blocks: Blocks, decode: Decode) -> Floats:
-    """Return the value that each weight of quantized blocks would have with one or two test codes.
+    """Return the values that the weights of quantized blocks would have with certain codes.
 
     A code is the integer that stands for a weight. Its value depends on the scales of the block.
-    The test codes are the first and the last code of a type whose code values are equally spaced.
-    For other types, the only test code is the one whose value equals the block's scale. The values
-    of all other codes can be computed from the result.
+    If the code values of the type are equally spaced, the first and the last code are used.
+    Otherwise only the code is used whose value equals the block's scale. The values of all other
+    codes can be computed from the result.
 
     blocks: uint8 [number of blocks, bytes per block].
     decode: function that decodes the bytes of blocks to float32 values.

@@ -102,9 +102,9 @@ def outer_sum(parts: Iterable[Floats], device: str) -> Square:
 def smoothed(own: Square, tokens: int, shared: Square | None = None) -> Square:
     """Return an expert's Hessian [n, n] for GPTQ, regularized because it may have few tokens.
 
-    The result is own + n * R. R is the average of `shared` and of the diagonal matrix of
-    own / tokens. Without `shared`, R is the diagonal matrix alone. For an expert without tokens, R
-    is `shared`, or zero without `shared`.
+    The result is own + n * R, where n is the number of rows. R is the average of `shared` and of
+    the diagonal matrix of own / tokens. Without `shared`, R is the diagonal matrix alone. For an
+    expert without tokens, R is `shared`, or zero without `shared`.
 
     own: sum of x x^T over the inputs x of the tokens routed to the expert.
     tokens: number of these tokens.
@@ -185,13 +185,13 @@ class _Grid:
             self._inverse = (1 / self._step.masked_fill(zero, 1)).masked_fill(zero, 0)
 
     def nearest(self, column: int, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the best code of each row of a column, and the values of these codes, both [rows].
+        """Round a column: return the closest code of each row and the codes' values, both [rows].
 
-        The best code has the value that is closest to the wanted value. Codes are counted from 0,
-        which is the first code of the type.
+        The closest code is the code whose value is closest to the wanted value. Codes are counted
+        from 0, which is the first code of the type.
 
-        column: number of the column in the group.
-        wanted: [rows], the wanted values of the column.
+        column: index of the column in the group of columns that this object describes.
+        wanted: [rows], the wanted value of each row.
         """
         if self._scales is None:
             base, step = self._values[0, column], self._step[column]

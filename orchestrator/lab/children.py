@@ -122,9 +122,9 @@ def _create_limited_group(folder: Path, limit_bytes: int) -> None:
 
 
 def memory_folders() -> list[Path]:
-    """Return the cgroup folders in which a cgroup with a memory limit might be created.
+    """Return the folders in which a cgroup with a memory limit might be created.
 
-    The most likely folder comes first.
+    A cgroup is a group of processes whose memory Linux limits. The most likely folder comes first.
     """
     found = []
     for line in Path("/proc/self/cgroup").read_text().splitlines():

@@ -72,7 +72,11 @@ COMMANDS: tuple[tuple[str, str, str], ...] = (
 
 @dataclass(frozen=True)
 class Step:
-    """A step of gpu-check: one test or one command, which runs in its own process."""
+    """A step of gpu-check: one test or one command, which runs in its own process.
+
+    - part: the group of steps to which it belongs, such as "kernels".
+    - limit_s: time limit in seconds.
+    """
 
     part: str
     name: str
@@ -90,8 +94,9 @@ class Step:
 class Outcome:
     """The outcome of a step of gpu-check.
 
-    The outcome "cut off" means that the step began and did not end. `sources` is a hash of the
-    tested source files. `tries` is the number of attempts with these source files.
+    The outcome "cut off" means that the step began and did not end, for example because the machine
+    crashed. `sources` is a hash of the tested source files. `tries` is the number of attempts with
+    these source files.
     """
 
     part: str
@@ -156,11 +161,11 @@ def run(
 ) -> bool:
     """Run the GPU checks that are still missing, and update the report after each step.
 
-    - report: file for the report. The steps that are already done are kept next to it.
-    - part: the part to run; None runs all parts.
+    - report: file for the report. The outcomes of steps are kept in a folder next to it.
+    - part: the group of steps to run, such as "kernels"; None runs all groups.
     - only: run only the steps whose part, name or command contains this text, even if they are
       done.
-    - emulated: run the tests of the emulated GPU instead.
+    - emulated: run the tests of the emulated GPU instead, which computes on the CPU.
     - say: called with a line of progress per step.
 
     Returns False if a step failed. Raises ConfigError for an unknown part, and OSError if a file
@@ -261,7 +266,10 @@ def find_tests(emulated: bool) -> list[Step]:
 
 
 def part_of(test: str) -> str:
-    """Return the part to which a test belongs, by its file name. The default is "engine"."""
+    """Return the part (group of steps) to which a test belongs, by the name of its file.
+
+    The default is "engine".
+    """
     return next((part for part, (_, tests) in PARTS.items() if re.search(tests, test)), "engine")
 
 

@@ -48,5 +48,5 @@ def load(name: str) -> Any:
 
 
 def load_paper(name: str) -> Any:
-    """Import and return the paper with this name: its list of tables and figures."""
+    """Import a paper's module by name, such as "dymoe", and return its tables and figures."""
     return import_module(f"{__package__}.papers.{name}").PAPER

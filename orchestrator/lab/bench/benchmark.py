@@ -225,7 +225,7 @@ class Benchmark(ABC):
     def limit_bytes(self, case: Case) -> int | None:
         """Return the memory limit of a case for the whole process, in bytes.
 
-        Returns None if the case has no cap, or if the cap applies only to the expert slots.
+        Returns None if the case has no cap, or if the cap applies only to the expert cache.
         """
         if case.cap is None or not self.on.caps_process:
             return None

@@ -126,8 +126,8 @@ def add_disk_bound(row: Result, runs: Sequence[Result], compute: Computing) -> N
     """Add a lower bound of the time per token to a row, and the measured disk bandwidths.
 
     A step takes at least its compute time, which `compute` estimates. It also takes at least the
-    time to read its missing bytes with the highest bandwidth that was observed. `runs` are the
-    measurements of the row.
+    time to read the experts that are not in memory, at the highest disk bandwidth that was
+    observed. `runs` are the measurements of the row.
     """
     waits, reads, probes = [], [], []
     for run in runs:
@@ -142,10 +142,10 @@ def add_disk_bound(row: Result, runs: Sequence[Result], compute: Computing) -> N
 
 
 def step_bytes(part: Result) -> list[float]:
-    """Return how many bytes from the disk each step needed, as one number for each step.
+    """Return the number of bytes that each step needed from the disk.
 
-    This is the number of bytes read on demand, plus the number of prefetched bytes times the
-    fraction of prefetched bytes that was used.
+    These are all bytes read on demand, and a fraction of the prefetched bytes. The fraction is the
+    used fraction of all bytes that the part prefetched. `part` has the results of some steps.
     """
     used = part["store"]["used_ahead"]
     return [demand + used * ahead for demand, ahead in part["step_reads"]]
@@ -199,9 +199,9 @@ class Caps(Benchmark):
         return listed
 
     def largest_whole(self, cap: float) -> str | None:
-        """Return the largest type for all experts with which the model fits in memory under a cap.
+        """Return the largest type that all experts can have if the model must fit under a cap.
 
-        Returns None if no type is small enough.
+        `cap` is the memory cap as a fraction. Returns None if no type is small enough.
         """
         model, options = self.model, self.on
         config = Config.build(model=self.high, ctx=options.n_ctx, ubatch=options.n_ubatch)

@@ -153,10 +153,12 @@ SKIP_AHEAD = "6 cache + 4/0 + prefetch"
 
 
 class PaperRatios(NamedTuple):
-    """Speed-ups of a row of Table 3 over its first row, as printed in the paper.
+    """Two speed-ups that the DyMoE paper prints for a row of its Table 3, relative to row 1.
 
-    - tpot, ttft: the speed-up of decoding and of the first token, each as a pair: on a GPU with
-      16 GB, and on a GPU with 24 GB.
+    Each is a pair: on a GPU with 16 GB, and on a GPU with 24 GB.
+
+    - tpot: speed-up of the time per output token (decoding).
+    - ttft: speed-up of the time to the first token.
     """
 
     tpot: tuple[float, float]
@@ -176,9 +178,9 @@ PAPER = (ON_DEMAND, CACHE, CACHE_AHEAD, MIXED, MIXED_AHEAD, SKIP_AHEAD)
 def paper_rows(cap: float, retention: float) -> list[Case]:
     """Return the six rows of Table 3 of the DyMoE paper under one memory cap.
 
-    Row 1 loads each expert on demand. Rows 2 and 3 have one precision. Rows 4 to 6 keep the
-    fraction `retention` of the experts in the high precision, and have low precision or skip the
-    others.
+    Row 1 loads each expert on demand and has no cache hits. All other rows cache experts. Rows 4 to
+    6 keep the fraction `retention` of the experts in the high precision. The other experts have low
+    precision in rows 4 and 5, and are skipped in row 6. Rows 3, 5 and 6 also prefetch experts.
     """
 
     # Prefetching is "on" instead of "auto", because "auto" also tries steps without prefetching.

@@ -40,9 +40,9 @@ class Part(NamedTuple):
     - name: identifies the part in the results.
     - kind: PROMPT, PROMPTS (a prompt for each sequence) or DECODE.
     - seconds, at_least: decode steps end early after `seconds`, but not before `at_least` steps.
-    - sequences: number of sequences that decode in one batch. After PROMPTS, each continues its own
-      prompt. After PROMPT, all continue the same prompt. With sequences=0, a single
-      sequence decodes.
+    - sequences: number of sequences that decode in one batch; 0 for a single sequence. Each
+      continues its own prompt if the prompts were read by a part of kind PROMPTS. Otherwise all
+      continue the same prompt.
     """
 
     name: str
@@ -59,7 +59,10 @@ def prompt(n: int, name: str = PROMPT) -> Part:
 
 
 def settle(n: int, seconds: float) -> Part:
-    """Return the part of a measurement that decodes n warm-up tokens, which reports ignore."""
+    """Return the part of a measurement that decodes n warm-up tokens, which reports ignore.
+
+    It ends early after `seconds`.
+    """
     return Part("settle", DECODE, n, seconds)
 
 
@@ -339,7 +342,7 @@ def run_engine(job: Job) -> Result:
 
 
 def store_counters(stats: Any) -> Result:
-    """Return the counters of an expert store as a dict.
+    """Return the counters of an expert store, the cache of experts in memory, as a dict.
 
     The values are sums over prefill and decode, because a part of a measurement has only one phase.
     """

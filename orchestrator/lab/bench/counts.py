@@ -145,7 +145,8 @@ def figures(case: Case, run: Result, n_layers: int) -> Result:
 def emulated_gpu(library: Path) -> Iterator[None]:
     """Make child processes that start inside the `with` block use the emulated GPU.
 
-    The emulated GPU counts its operations. `library` is its compiled library.
+    The emulated GPU computes on the CPU and counts its operations. `library` is its compiled
+    library.
     """
     path = os.pathsep.join(filter(None, (str(TESTS / "site"), os.environ.get("PYTHONPATH", ""))))
     added = {BACKEND: str(library), "PYTHONPATH": path, "MOE_EMU_COUNT": "1"}
@@ -161,7 +162,8 @@ def emulated_gpu(library: Path) -> Iterator[None]:
 def build_emulation() -> Path:
     """Compile the emulated GPU if necessary, and return the path of its library.
 
-    Raises MoeEdgeError if it cannot be compiled.
+    The emulated GPU is a library that computes GPU operations on the CPU. Raises MoeEdgeError if it
+    cannot be compiled.
     """
     if not TESTS.is_dir():
         raise ConfigError(

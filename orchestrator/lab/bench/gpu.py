@@ -153,7 +153,7 @@ class GpuOptions(BenchOptions):
 
     @property
     def same_layers(self) -> bool:
-        """Whether all layers of the model have the same experts, which are then drawn once."""
+        """Whether all layers of the model have the same experts, which are generated only once."""
         return self.table3
 
     @property
@@ -163,7 +163,7 @@ class GpuOptions(BenchOptions):
 
     @property
     def caps_process(self) -> bool:
-        """Whether a memory cap applies to more than the expert slots.
+        """Whether a memory cap applies to more than the cache of experts.
 
         This is always True, because a cap limits all GPU memory of the model.
         """
@@ -190,11 +190,11 @@ def add_over_demand(rows: Sequence[Result]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FixedMemory:
-    """GPU memory that a model needs in addition to its experts, in bytes.
+    """The GPU memory that a model needs without its experts, and the size of its experts.
 
-    - ours: the memory that our engine needs.
-    - theirs: the memory that upstream llama.cpp needs if all experts are on the CPU.
-    - layers: the size of each layer's experts, which `ours` and `theirs` do not include.
+    - ours: memory that our engine needs without experts, in bytes.
+    - theirs: memory that upstream llama.cpp needs if all experts are on the CPU, in bytes.
+    - layers: size of the experts of each layer, in bytes.
     """
 
     ours: int
@@ -202,13 +202,18 @@ class FixedMemory:
     layers: tuple[int, ...]
 
     def vram_bytes(self, share: float) -> int:
-        """Return the GPU memory in bytes that a case gets, if `share` of the experts should fit."""
+        """Return the GPU memory, in bytes, that holds the fraction `share` of the experts.
+
+        It also holds the rest of the model in our engine and in upstream llama.cpp, whichever needs
+        more.
+        """
         return max(self.ours, self.theirs) + int(share * sum(self.layers))
 
     def cpu_moe(self, share: float) -> int:
-        """Return how many layers' experts llama.cpp must leave on the CPU.
+        """Return the number of layers whose experts llama.cpp must leave on the CPU.
 
-        This is the smallest N of its option --n-cpu-moe N that fits into vram_bytes(share).
+        With this value of llama.cpp's option --n-cpu-moe, the model fits into vram_bytes(share). It
+        is the smallest such value.
         """
         left = self.vram_bytes(share) - self.theirs
         n = len(self.layers)
@@ -219,7 +224,10 @@ class FixedMemory:
 
 
 def getting(case: Case, how: str) -> Case:
-    """Return a copy of a case in which the setting `misses` has the value `how`, such as "copy"."""
+    """Return a copy of a case that handles cache misses in another way.
+
+    `how` is the value of the setting `misses`, such as "copy".
+    """
     return replace(case, settings=case.settings | {"misses": how})
 
 
@@ -393,9 +401,9 @@ class Gpu(Benchmark):
     def measure_fixed_memory(self, gpu: int | None) -> None:
         """Measure the GPU memory that our engine and llama.cpp need in addition to the experts.
 
-        `gpu` is the number of the GPU. It is None for a device in main memory that holds only
-        expert slots. For such a device, the memory is estimated, not measured. Raises MoeEdgeError
-        if an engine fails.
+        The result is stored in `fixed_memory`. `gpu` is the number of the GPU. None means that the
+        device is no GPU, but keeps expert slots in main memory. Its memory is then estimated, not
+        measured. Raises MoeEdgeError if an engine fails.
         """
         options, model = self.on, self.model
         rows = {case.name: case for case in paper_rows(1.0, options.retention)}
@@ -442,9 +450,10 @@ class Gpu(Benchmark):
             super().forget()
 
     def ask_link(self) -> Result:
-        """Measure the bandwidth of copies to the GPU, and return it for each kind of memory.
+        """Measure the bandwidth of copies to the GPU, and the computing speed of the host.
 
-        If --link imitates a slower link, the bandwidth of the slower link is measured.
+        The result has the fields of native.Bandwidths. If --link imitates a slower link, the
+        bandwidth of the slower link is measured.
         """
         found: Result = ask_device(self.on.device, self.times)["copies"]
         return found
@@ -576,12 +585,12 @@ def ask_device(name: str, copy_times: int = 1) -> Result:
 
 
 def wait_ms(run: Result, speeds: Result, disk_speed: float) -> float:
-    """Return the minimum time that a token waits for missing experts, in milliseconds.
+    """Return the shortest possible time that a token waits for missing experts, in milliseconds.
 
-    Copies to the GPU, computing on the host and reads from disk overlap. The result is the longest
-    of their times at peak speed.
+    Missing experts are read from disk, copied to the GPU, or computed on the host. These three can
+    overlap, so the result is the longest of their times at peak speed.
 
-    - run: the result of one process.
+    - run: the result of one process, with the number of bytes of each kind.
     - speeds: peak speeds of copies and of the host, with the fields of native.Bandwidths.
     - disk_speed: peak speed of the disk, in bytes per second.
     """

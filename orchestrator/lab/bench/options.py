@@ -164,7 +164,7 @@ class BenchOptions(Settings):
 
     @property
     def caps_process(self) -> bool:
-        """Whether a memory cap applies to the whole process, not only to the expert slots."""
+        """Whether a memory cap applies to the whole process, not only to the cache of experts."""
         return not (self.quick or self.trained)
 
     @property

@@ -74,11 +74,12 @@ class Run:
 
 
 def draw_trace(shape: synthetic.Shape, run: Run, seed: int = 0) -> Trace:
-    """Generate the trace of a random-weight model whose experts are used unevenly (zipf).
+    """Generate a trace, a record of the experts that each token uses in each layer.
 
-    No model is run. A router's logit is the bias of the expert plus random noise for each token.
-    Most of the noise is the same in two neighboring layers, so the experts of the next layer can be
-    predicted, with errors.
+    The experts are drawn at random, without running a model. Some are used much more often than
+    others (zipf). A router's logit is the bias of the expert plus random noise for each token. Most
+    of the noise is the same in two neighboring layers. The experts of the next layer can therefore
+    be predicted, with errors.
     """
     rng = np.random.default_rng(seed)
     k, n_expert, layers = shape.n_expert_used, shape.n_expert, run.n_layers
@@ -210,10 +211,10 @@ def expert_bytes(trace: Trace) -> int:
 
 
 def replayed(trace: Trace, case: Case, speed: float, measured_from: int) -> Result:
-    """Replay a trace with the policy of a case, and return the row.
+    """Simulate a case with the experts that a trace records, and return the row.
 
-    `speed` is the link in bytes per second. The decode steps before number `measured_from` are
-    ignored.
+    `speed` is the bandwidth of the link to the GPU, in bytes per second. The first `measured_from`
+    decode steps are left out of the decode times.
     """
     settings, every = dict(case.settings), expert_bytes(trace)
     settings.pop("force_managed", None)
@@ -255,10 +256,10 @@ def replayed(trace: Trace, case: Case, speed: float, measured_from: int) -> Resu
 
 
 def left_out(shape: synthetic.Shape, cases: Sequence[Case]) -> dict[str, float]:
-    """Return the time that a replay does not simulate, in ms per token and layer, by row name.
+    """Return the decode time that a simulation lacks, in ms per token and layer, by row name.
 
-    This is the decode time that was measured on an H200 GPU, minus the time of a replay with the
-    same steps. Rows that were not measured on the H200 are left out.
+    This is the decode time that was measured on an H200 GPU, minus the simulated time of the same
+    steps. Rows that were not measured on the H200 are left out.
     """
     decode = (Phase.DECODE, 1, 128)
     steps = [(Phase.PREFILL, MEASURED_PROMPT, 2), (Phase.DECODE, 1, SETTLE_STEPS), decode]
@@ -273,9 +274,9 @@ def left_out(shape: synthetic.Shape, cases: Sequence[Case]) -> dict[str, float]:
 
 
 def predict(on: Any, note: Note) -> Report:
-    """Predict the rows of Table 3 by replay, and return the report.
+    """Predict the rows of the DyMoE paper's Table 3 by simulation, and return the report.
 
-    `on` are the options of `bench gpu`. Upstream's row has no prediction.
+    `on` are the options of `bench gpu`. The row of upstream llama.cpp has no prediction.
     """
     shape = synthetic.preset(on.model_name)
     layers = on.layers or shape.n_layer

@@ -79,11 +79,11 @@ def caps_of(rows: Sequence[Result]) -> list[list[Result]]:
 def add_bound(row: Result, compute_ms: Sequence[float], waits_ms: Sequence[list[float]]) -> None:
     """Add to a row a lower bound of the time per token.
 
-    A step takes at least its compute time, and at least the time that it waits for missing bytes.
-    The entry "of_bound" is the bound divided by the measured time, so 1 is the best value.
+    A step takes at least its compute time, and at least the time to load its missing experts. The
+    entry "of_bound" is the bound divided by the measured time, so 1 is the best value.
 
     - compute_ms: the compute time of a step, for each run.
-    - waits_ms: the waits of all steps, for each run.
+    - waits_ms: the time to load the missing experts of each step, for each run.
     """
     bounds = [
         statistics.median(max(compute, wait) for wait in waits)

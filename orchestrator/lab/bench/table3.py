@@ -77,8 +77,11 @@ def on_gpu() -> list[Case]:
 def rows_under(cap: float, first: bool, retention: float, table: Path) -> list[Case]:
     """Return the cases of our engine that have a fraction `cap` of the experts on the GPU.
 
+    Above the cap ALL_ROWS_CAP, some cases are left out.
+
     - first: whether this is the first cap of the run, which always has the case "load on demand".
-    - table: the loss table for the policy floor.
+    - table: file with the loss table that the policy `floor` needs. A loss table has the error of
+      each expert's output in each precision.
     """
     paper = paper_rows(cap, retention)
     if cap > ALL_ROWS_CAP:
@@ -89,11 +92,12 @@ def rows_under(cap: float, first: bool, retention: float, table: Path) -> list[C
 
 
 def write_losses(path: Path, high: Path) -> Path:
-    """Write a loss table for a model, with the losses of the demo model, and return the path.
+    """Write a loss table for a random-weight model, and return the path.
 
-    The demo model's layers are spread evenly over the model's layers, and its experts are repeated
-    up to the model's number of experts. `high` is the model's file. Raises LossTableError if the
-    demo model has no table.
+    A loss table has the error of each expert's output in each precision. The errors are those of
+    the demo model: its layers are spread evenly over the model's layers, and its experts are
+    repeated as often as needed. `high` is the model's file. Raises LossTableError if the demo model
+    has no table.
     """
     table = losses.load(losses.default_path(DEMO_MODEL), None)
     with ExpertModel.open(high) as model:
@@ -113,10 +117,10 @@ def write_losses(path: Path, high: Path) -> Path:
 
 
 def memory_folder(n_bytes: int) -> Path | None:
-    """Return a folder in memory in which models of n_bytes bytes can be stored.
+    """Return a folder of a file system in main memory that can hold models of n_bytes bytes.
 
-    Returns None if there is too little memory. The memory must also hold the second copy of the
-    experts that a measurement loads.
+    A measurement loads the experts into memory a second time. Returns None if there is too little
+    memory for both copies.
     """
     folder = MEMORY_FOLDER / "moe-edge-bench"
     there = sum(path.stat().st_size for path in folder.glob("*.gguf"))
@@ -138,7 +142,10 @@ def paper_text(row: Row, part: str) -> str | None:
 
 
 def columns(prompt_tokens: int) -> tuple[Column, ...]:
-    """Return the columns of the table. `prompt_tokens` is the length of the shorter prompt."""
+    """Return the columns of the table.
+
+    `prompt_tokens` is the length of the shorter of the two measured prompts.
+    """
     return (
         NAME,
         step(2),
@@ -165,7 +172,10 @@ def add_over_row_1(rows: Sequence[Result]) -> None:
 
 
 def waits_text(row: Row) -> str:
-    """Return how long the decoding thread waited per layer and token, by cause."""
+    """Format how long the decoding thread waited, in microseconds per layer and token, by cause.
+
+    Two of the causes are reads from disk and copies to the GPU.
+    """
     return ", ".join(f"{cause} {row[f'{cause} wait']:.0f}" for cause in WAITS)
 
 

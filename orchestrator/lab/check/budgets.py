@@ -41,8 +41,8 @@ class CheckJob:
 
     Three fields select another job instead:
 
-    - other_bytes: choose the policy while another process uses this many bytes, and return its
-      settings.
+    - other_bytes: choose the policy while another process uses this many bytes of memory, and
+      return the settings with this policy.
     - budgets: plan the runs of `three_budgets` for this tier, and return their settings.
     - layers: read prompt and answer in one batch, and write the experts' output of each layer to
       `rows` (.npz).
@@ -62,9 +62,9 @@ class CheckJob:
     conversations: bool = False
 
     def request(self) -> PlanRequest:
-        """Return the request for a memory plan of a chat with the settings of this job.
+        """Return the request to plan memory as for a chat with the settings of this job.
 
-        The memory of saved conversations is included only if `conversations` is set.
+        The plan has memory for saved conversations only if `conversations` is set.
         """
         request = Answering().request(Config.build(**self.settings))
         return replace(request, needs=replace(request.needs, conversations=self.conversations))
@@ -100,10 +100,11 @@ def machine_of(config: Config) -> Machine:
 
 
 def plain(config: Config, path: Path, machine: Machine) -> Config:
-    """Return the config of the reference run, in which llama.cpp alone computes a file's best tier.
+    """Return the config of the reference run: llama.cpp runs a file's best tier without our engine.
 
-    Weights are not repacked, because repacked weights round differently. The file is mapped if the
-    model does not fit in memory or in --ram. Raises GGUFError if the file is invalid.
+    Weights are not repacked for the CPU, because repacked weights round differently. The file is
+    memory-mapped if the model does not fit in memory or in --ram. Raises GGUFError if the file is
+    invalid.
     """
     free: dict[str, Any] = {"high_tier": None, "ram": None, "vram": None, "misses": None}
     found = config.compared(policy=PLAIN, model=path, **_comparison_settings(config) | free)
@@ -138,7 +139,7 @@ def three_budgets(config: Config, planner: Planner, tier: str) -> Iterator[tuple
 
     - "minimum": the smallest possible budget, with the baseline policy.
     - "half way": a budget between the other two, with every other lossless policy that needs no
-      loss table.
+      loss table, a file with the measured error of each expert in each precision.
     - "everything": all experts in memory, with the baseline policy. If the memory is too small, the
       run uses all of the memory, and the budget has another name.
 
@@ -185,7 +186,8 @@ def budgets_of(config: Config, path: Path, tier: str) -> list[tuple[str, Config]
 def half_way() -> list[str]:
     """Return the names of the policies that run with the memory budget "half way".
 
-    These are the lossless policies that need no loss table, without the baseline policy.
+    These are all lossless policies except the baseline policy, and except those that need a loss
+    table, a file with the measured error of each expert in each precision.
     """
     return [
         name

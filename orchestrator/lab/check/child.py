@@ -208,9 +208,9 @@ def play(evaluator: Evaluator, job: CheckJob) -> Result:
 
 
 def counted(inside: Inside) -> Result:
-    """Return the cache hit rate and the memory use of the expert store, for the report.
+    """Return the hit rate and the memory use of the expert cache, for the report.
 
-    Returns {} if the model runs without a store.
+    Returns {} if our engine does not manage the model's experts.
     """
     if not inside.managed:
         return {}

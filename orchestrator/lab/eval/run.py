@@ -38,7 +38,7 @@ from orchestrator.runtime.runtime import Runtime
 
 
 def counters(evaluator: Evaluator) -> CStats | None:
-    """Return the current counters of the expert store.
+    """Return the current counters of the expert store, the cache of experts in memory.
 
     Returns None if the model runs without a store (--policy plain).
     """
@@ -49,10 +49,10 @@ def counters(evaluator: Evaluator) -> CStats | None:
 def usage_between(
     old: CStats | None, new: CStats | None, phase: Phase, losses: LossMeter | None = None
 ) -> dict[str, Any] | None:
-    """Summarize the work of the expert store between two readings of its counters.
+    """Summarize the work of the expert cache between two readings of its counters.
 
-    `old` and `new` are the readings. Only steps of the given phase count. Returns None if a reading
-    is None. A fraction is None if nothing was counted.
+    `old` and `new` are the readings. `losses` has the estimated quality loss. Only steps of the
+    given phase count. Returns None if a reading is None. A fraction is None if nothing was counted.
 
     - high, low, skip: fractions of the routed experts that the policy requested in the high tier,
       in a lower tier, and not at all.
@@ -61,7 +61,8 @@ def usage_between(
     - bytes_read: bytes read on demand, prefetched and moved by changes of tier.
     - kl_low, kl_estimate: lower and upper estimate of the quality loss in nats per token, relative
       to the best tier, since `losses` began; None if unknown.
-    - limit_halved: fraction of tokens for which the policy halved its loss limit.
+    - limit_halved: fraction of tokens for which the loss limit was halved, because the routing was
+      unusual.
     """
     if old is None or new is None:
         return None
@@ -96,12 +97,14 @@ class EvalOptions:
     - window: the text is cut into windows of this many tokens, each with its own context.
     - prompt_tokens: number of tokens at the start of each window that are read as a prompt and not
       scored. None reads token by token.
-    - kl: also compute the KL divergence from the tier `kl_from`, by default the best tier.
+    - kl: also compute the KL divergence from the model in the precision (tier) `kl_from`, by
+      default the best one.
     - prefill: read everything as prompts, without decode steps.
-    - reuse: compute an expert in a higher tier than the policy chose if this tier is in memory, as
-      a chat does (DyMoE 4.4.2).
-    - bandwidth (bytes per second), latency_us (per read), compute_ms (per token): speeds of a
-      simulated store, for policies that depend on cached experts. None means measured.
+    - reuse: if an expert is in memory in a higher precision than the policy chose, use the higher
+      precision, as a chat does (DyMoE 4.4.2).
+    - bandwidth (bytes per second), latency_us (per read), compute_ms (per token): speeds for a
+      simulation. The decisions of some policies depend on the experts that are cached. With such a
+      policy, the cache is simulated with these speeds. None means measured.
     """
 
     text: Path | None = None
@@ -177,10 +180,10 @@ def eval_config(config: Config, options: EvalOptions) -> Config:
 
 
 def best_config(config: Config, best: str) -> Config:
-    """Return the config of the reference model, with all experts in the tier `best`.
+    """Return the config of the reference model, with all experts in the precision `best`.
 
-    The KV cache has its default type. The memory cap of `config` stays. A cap on the expert slots
-    alone is removed.
+    The KV cache has its default type. The reference model has the same memory cap as `config`, but
+    no separate cap on its expert slots.
     """
     return config.compared(
         policy=BASELINE,

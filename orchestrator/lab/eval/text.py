@@ -102,10 +102,10 @@ def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def needed_tokens(limit: int | None, length: int, prompt: int | None = None) -> int | None:
-    """Return how many tokens of a text must be read to score `limit` tokens; None means all.
+    """Return how many tokens of a text must be read so that `limit` tokens can be scored.
 
     The text is cut into windows of `length` tokens. The first `prompt` tokens of each window are
-    not scored.
+    not scored. If `limit` is None, the result is None, which means the whole text.
     """
     if limit is None:
         return None

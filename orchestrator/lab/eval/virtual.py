@@ -45,12 +45,12 @@ def _computing_us(evaluator: Evaluator) -> float:
 
 
 class VirtualStore(Closing):
-    """Makes the decisions of a model's policy independent of the speed of the machine's disk.
+    """Simulates a model's expert store, so that a policy decides as with a disk of a given speed.
 
-    Some policies decide by the experts that are cached, which depends on the disk. This object
-    simulates a second expert store with a simulated disk, and shows only that store to the policy.
-    The model computes with the policy's decisions until this object is closed. step_us holds the
-    simulated duration of each decode step, in microseconds.
+    The decisions of some policies depend on the experts that are cached, and so on the speed of the
+    disk. The policy sees only the simulated store. The model computes with the policy's decisions
+    until this object is closed. step_us holds the simulated duration of each decode step, in
+    microseconds.
     """
 
     def __init__(
@@ -116,7 +116,10 @@ class VirtualStore(Closing):
         self._tiers[:] = served(tiers, resident)
 
     def on_route(self, event: RouteEvent) -> None:
-        """Simulate one layer of a step, and apply the policy's decision to the real store."""
+        """Simulate one layer of a step, and apply the policy's decision to the real store.
+
+        The policy decides from the experts that are in the simulated store.
+        """
         clock, shadow, inside = self._clock, self._store, self._inside
         if event.step != self._step:
             self._step, self._start_ns = event.step, clock.now_ns
