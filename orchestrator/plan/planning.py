@@ -324,7 +324,7 @@ class _Layout:
     def laid_out(self) -> Plan | Refusal:
         """Return the plan, or a refusal if the model does not fit.
 
-        The refusal may have only a lower bound of the memory limit that works.
+        The memory limit in the refusal may be only a lower bound: a limit that works can be larger.
         """
         usual = self.room(managed=not wants_plain(self.config, self.model))
         found = self.shared(usual)
@@ -698,11 +698,12 @@ class _Layout:
         )
 
     def refusal(self, found: _TooSmall) -> Refusal:
-        """Return the refusal that names the smallest memory limit that works.
+        """Return a refusal that tells the user the smallest memory limit that works.
 
-        It also names the context length with this limit. found: a refusal that has only a lower
-        bound of the limit. If the model would fit without a prompt cache (--cache-ram), the
-        returned refusal names --cache-ram instead.
+        The text also states the context length that the model has under this limit. If the model
+        fits when --cache-ram (the prompt cache) is left out, the refusal says instead that
+        --cache-ram is too large. found: the first refusal, with a lower bound of the limit. The
+        search for the limit starts from this bound.
         """
         plan = self.least(found.needed_bytes)
         if isinstance(plan, Refusal):

@@ -272,13 +272,16 @@ def pools_of(
     shares_slots: bool,
     on_host: bool,
 ) -> TierPools:
-    """Return slots for n_hot experts of each layer in tier 0 and for the others in lower tiers.
+    """Return the pools of slots that hold all experts of a model.
 
-    - near: the lower tiers (near tiers).
-    - counts: the number of experts per layer in each of them.
-    - shares_slots: whether each slot for a lower tier can hold any of these tiers.
-    - on_host: whether a system with a GPU keeps the experts in lower tiers in host memory, where
-      CPU threads compute them.
+    A pool is a group of slots (memory for one expert each) of the same size. In each layer, n_hot
+    experts are in tier 0, the best precision, and the others are in lower tiers.
+
+    - near: the lower tiers.
+    - counts: how many experts of a layer are in each lower tier.
+    - shares_slots: whether each slot for a lower tier is large enough for any of the lower tiers.
+    - on_host: whether the lower tiers are in host memory, if the machine has a GPU. CPU threads
+      then compute their experts.
     """
     unused = set(range(1, len(shape.tiers))) - set(near.tiers)
     groups: list[tuple[tuple[int, ...], int]] = [((tier,), 0) for tier in sorted(unused)]
@@ -297,9 +300,9 @@ def pools_of(
 def as_uses(learned: np.ndarray, n_expert_used: int) -> np.ndarray:
     """Convert the expert usage of earlier runs to numbers of uses, [n_layers, n_expert].
 
-    The numbers are those of _LEARNED_TOKENS tokens, each with n_expert_used experts per layer. They
-    can be added to the uses in this run. learned: the fraction of tokens that used each expert,
-    [n_layers, n_expert].
+    The result can be added to the uses that are counted in this run. It stands for _LEARNED_TOKENS
+    tokens, each of which uses n_expert_used experts per layer. learned: the fraction of tokens that
+    used each expert, [n_layers, n_expert].
     """
     return shares(learned, np.zeros_like(learned)) * n_expert_used * _LEARNED_TOKENS
 
@@ -508,12 +511,14 @@ class ContextAware(Policy):
     def warm(
         self, resident: np.ndarray | None = None, target: np.ndarray | None = None
     ) -> Sequence[Transition] | None:
-        """Return the transitions of experts to their wanted tiers.
+        """Return the transitions of experts to the tiers that they should have.
 
-        resident, target: the tiers of experts in memory and after their transitions. At the start
-        of a run, these are None, and all experts are moved to the tiers that follow from earlier
-        runs. Before an answer, only experts for which slots are free now are moved. If answers do
-        not wait for transitions, the result is then None.
+        At the start of a run, all experts are loaded in the tiers that follow from their use in
+        earlier runs. Before an answer, only experts for which slots are free now are moved. The
+        result is then None if the settings do not let answers wait for transitions.
+
+        resident, target: the tiers of experts in memory and after their transitions. None at the
+        start of a run.
         """
         if resident is None or target is None:
             wanted = self._latest = self._place()
