@@ -112,7 +112,8 @@ class PolicyRequirements:
       during decoding. 0 means no limit.
     - all_resident: whether every expert stays in memory, so that only transitions change its tier.
     - by_residency: whether decisions depend on which experts are in memory, and so on disk speed.
-    - whole_layers: whether idle reads load whole layers instead of single experts.
+    - whole_layers: whether the reads while no request runs go layer by layer. Otherwise, the most
+      used experts of all layers come first.
     - waits: whether the first token of an answer waits for the transitions that `warm` returns.
     - learns: whether decisions depend on earlier steps. A recording must then begin with a new
       policy.

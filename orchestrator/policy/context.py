@@ -314,7 +314,8 @@ class ContextPlacement(Placement):
     - near: the lower precisions (near tiers) of the other experts.
     - n_hot: K.
     - near_counts: the number of experts per layer in each near tier.
-    - shares_slots: whether near tiers share slots, so that their counts follow the conversation.
+    - shares_slots: whether each slot can hold any near tier. The number of experts in each near
+      tier then changes with the conversation.
     - pools: the slots, grouped by size.
     - on_host: whether a system with a GPU keeps the near tiers in host memory.
     - hotness: the fraction of tokens that used each expert in earlier runs, or None.
@@ -426,8 +427,9 @@ class ContextAware(Policy):
         K is the setting hot_experts, or the largest number that fits.
 
         Raises PolicyError if the model has no second tier, or lacks a tier that the settings name.
-        Also raises PolicyError if the settings name too many tiers. Slots that several tiers share
-        (near_slots) work only in host memory, and raise PolicyError in the memory of a GPU.
+        Also raises PolicyError if the settings name too many tiers. If lower tiers share slots (the
+        setting near_slots), the slots must be in host memory. PolicyError is raised if they would
+        be in the memory of a GPU.
         """
         near = NearTiers.of(shape, settings)
         shares_slots = settings.near_slots == SHARED and len(near.tiers) > 1
@@ -593,12 +595,11 @@ class ContextAware(Policy):
 
         - placements: how often new tiers were chosen for all experts.
         - moves: the number of transitions (changes of one expert's tier) that were requested.
-        - steps: the number of decode steps from the latest choice until every expert had its chosen
-          tier.
+        - steps: how many decode steps it took until every expert had the tier of the latest choice.
         - hot_per_layer, near_per_layer: the mean number of experts of a layer in the best tier and
           in each lower (near) tier.
-        - near_bits, near_bits_stored: the mean bits per weight of experts in lower tiers, by the
-          names of the tiers and as stored.
+        - near_bits, near_bits_stored: the mean bits per weight of experts in lower tiers. near_bits
+          follows from the names of the tiers, and near_bits_stored from the stored sizes.
         """
         latest, placement, names = self._latest, self.placement, self._near.names
         near = [float(n) for n in placement.near_counts]
