@@ -608,17 +608,19 @@ class FIRMSettings(LookAhead):
         return self.tune or (ALL if self.votes is None else OFF)
 
     def with_usual(self) -> FIRMSettings:
-        """Return these settings with a value for n_ahead if it is None.
+        """Return these settings with a value for n_ahead, the number of layers to predict ahead.
 
-        The value is the maximum number of voting layers in the setting `votes`. Without this
-        setting, it is 3 for the voting method mol, as in the paper, and 1 for other methods.
+        A value that was set is kept. Otherwise, the value is the largest number of earlier layers
+        that the setting `votes` uses. Without `votes`, it is 3 for the voting method mol, as in the
+        paper, and 1 for other methods.
         """
         if self.n_ahead is not None:
             return self
         return replace(self, n_ahead=self.deepest or depth_of(self.agree, 3))
 
     def limited(self, depth: int, asked: Collection[str]) -> FIRMSettings:
-        """Return these settings for a trace whose predictions reach only `depth` layers ahead.
+        """Return these settings for the replay of a trace with predictions for `depth` layers
+        ahead.
 
         In the result, n_ahead is at most `depth`. A recorded value of the setting `votes` that
         needs predictions further ahead is dropped, because it had no effect. asked: the names of
@@ -702,11 +704,12 @@ class FIRMPlacement(Placement):
 class FIRM(Policy):
     """Computes every expert in one precision, and prefetches experts that earlier layers predict.
 
-    In decode, earlier layers vote on the experts of the next layer (eq. 4 to 6), and the expected
-    experts are prefetched. The numbers of candidates and voting layers are tuned for shallow,
-    middle and deep layers (eq. 9 to 11, Algorithm 1). In a step with several sequences, the experts
-    that are expected for any token are prefetched. Prompts are handled as in the policy dymoe with
-    one precision.
+    In decode, several earlier layers predict the experts of the next layer. This is called voting
+    (eq. 4 to 6). The first experts of each prediction are candidates, and the candidates on which
+    the layers agree are prefetched. The numbers of candidates and of voting layers are tuned for
+    shallow, middle and deep layers (eq. 9 to 11, Algorithm 1). In a step with several sequences,
+    the experts that are expected for any token are prefetched. Prompts are handled as in the policy
+    dymoe with one precision.
 
     By default, only the previous layer votes (rank), whole experts are prefetched, and all pairs of
     numbers are compared on the same tokens. The paper's forms are options: votes of several layers

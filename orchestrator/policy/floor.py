@@ -135,8 +135,8 @@ class LayerCosts:
 def layer_costs(shape: ModelShape, estimate: KlEstimate, present: float) -> list[LayerCosts]:
     """Return, for each layer, the costs and savings of skipping experts or using a lower tier.
 
-    estimate: the estimated losses. present: the saving of skipping an expert in memory, as a
-    fraction of the saving of skipping a missing expert.
+    estimate: the estimated losses. present: the saving of skipping an expert that is in memory,
+    divided by the saving of skipping an expert that is not.
     """
     found = []
     for layer, nats in enumerate(estimate.nats):
