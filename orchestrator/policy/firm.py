@@ -84,8 +84,8 @@ def agreed(
     """Return the experts that a layer is expected to use, from the votes of earlier layers.
 
     A vote is the list of experts that one earlier layer predicts for this layer, best first. The
-    result keeps the order of the nearest layer's vote. Each method combines the votes in its own
-    way:
+    result keeps the order of the nearest layer's vote. K is the argument `candidates`, and P is the
+    argument `layers`. Each method combines the votes in its own way:
 
     - mol (eq. 6): the experts that are among the first K in each of the P nearest votes. If fewer
       layers voted, all votes are used.
@@ -94,12 +94,8 @@ def agreed(
       the vote, the threshold is its last score. Each decrease of K by 1 multiplies the threshold by
       sqrt(2).
 
-    The arguments are:
-
-    - way: the method.
-    - votes: the votes, nearest layer first.
-    - candidates, layers: K and P.
-    - scores: the scores of the experts in the nearest vote, for the method margin.
+    way: the method. votes: the votes, nearest layer first. scores: the scores of the experts in the
+    nearest vote, for the method margin.
     """
     if not votes:
         return []
@@ -619,8 +615,7 @@ class FIRMSettings(LookAhead):
         return replace(self, n_ahead=self.deepest or depth_of(self.agree, 3))
 
     def limited(self, depth: int, asked: Collection[str]) -> FIRMSettings:
-        """Return these settings for the replay of a trace with predictions for `depth` layers
-        ahead.
+        """Return these settings for replaying a trace with predictions for `depth` layers ahead.
 
         In the result, n_ahead is at most `depth`. A recorded value of the setting `votes` that
         needs predictions further ahead is dropped, because it had no effect. asked: the names of
@@ -744,7 +739,8 @@ class FIRM(Policy):
     ) -> FIRMPlacement:
         """Give each layer the same number of expert slots, in one slot group per layer and matrix.
 
-        Raises PolicyError if the setting votes has more candidates than the model's routers choose.
+        Raises PolicyError if the setting `votes` takes more experts from each prediction
+        (candidates) than a token uses in a layer.
         """
         settings = settings.with_usual()
         most = max(k for k, _ in read_votes(settings.votes or "1,1"))
