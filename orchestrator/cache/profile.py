@@ -193,7 +193,7 @@ class HotnessKeeper(_Cached):
             self._now = hotness
 
     def save(self) -> None:
-        """Write the values that a policy learned in this run to the record.
+        """Write the values that a policy learned in this run to the file, for later runs.
 
         Raises OSError if the file that the setting `profile` names cannot be written. Write errors
         of the user cache are ignored.

@@ -201,11 +201,11 @@ class SharedMemory:
         return self.n_bytes - max(held, scratch) - self.cache_bytes(n_cells)
 
     def width(self, cells_end: int, n_tokens: int) -> int:
-        """Return an upper bound for the end of the used KV cells after n_tokens more tokens.
+        """Return an upper bound for the last KV cell in use after n_tokens more tokens, as its end.
 
-        The end is the position after the last used cell. cells_end: the end before these tokens. If
-        several sequences share the cells, the bound includes free cells in the blocks that each of
-        them reserves.
+        The end is the position after that cell. If several sequences share the cells, each of them
+        reserves blocks of cells, and the bound includes the free cells in these blocks. cells_end:
+        the end before the tokens.
         """
         runs = self.sequences + 1 if self.sequences > 1 else 0
         return cells_end + n_tokens + runs * CELL_STEP

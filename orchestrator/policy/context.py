@@ -244,9 +244,11 @@ def _places_to_try(shape: ModelShape, settings: ContextSettings, shares_slots: b
 def uniform_counts(n_cold: int, near: NearTiers, settings: ContextSettings) -> tuple[int, ...]:
     """Return how many experts of a layer each lower tier gets if all experts have the same losses.
 
+    These numbers are used to plan slots. They keep the mean number of bits per weight within the
+    setting near_bits.
+
     - n_cold: the number of experts to divide among the lower tiers.
     - near: the lower tiers.
-    - settings: near_bits is the limit for the mean number of bits per weight.
 
     Raises PolicyError if near_bits is less than the smallest tier needs.
     """
