@@ -201,11 +201,11 @@ class SharedMemory:
         return self.n_bytes - max(held, scratch) - self.cache_bytes(n_cells)
 
     def width(self, cells_end: int, n_tokens: int) -> int:
-        """Return an upper bound for the last KV cell in use after n_tokens more tokens, as its end.
+        """Return how far the used KV cells can reach after n_tokens more tokens.
 
-        The end is the position after that cell. If several sequences share the cells, each of them
-        reserves blocks of cells, and the bound includes the free cells in these blocks. cells_end:
-        the end before the tokens.
+        The result is an upper bound for the position after the last used cell. If several sequences
+        share the cells, each of them reserves blocks of cells, and the bound includes the free
+        cells in these blocks. cells_end: the position after the last used cell before these tokens.
         """
         runs = self.sequences + 1 if self.sequences > 1 else 0
         return cells_end + n_tokens + runs * CELL_STEP

@@ -99,8 +99,9 @@ def resident_plan(
 ) -> tuple[TierPools, list[int]] | None:
     """Return slots for every expert in a high or low tier, and the number of high ones per layer.
 
-    Each layer has about the same number of high experts: as many as the budget allows, at most
-    most_high. Return None if the budget is smaller than the minimum (see `fewest_high`).
+    High ones are experts in the high tier. Each layer has about the same number of them: as many as
+    the budget allows, at most most_high. Return None if the budget is smaller than the minimum (see
+    `fewest_high`).
     """
     full = shape.n_expert if most_high is None else min(shape.n_expert, most_high)
     least, sizes = fewest_high(shape, full), slot_sizes(shape)
