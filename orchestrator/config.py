@@ -602,15 +602,15 @@ class Config(Settings):
     def asks_less(self, policy: type[Policy]) -> bool:
         """Return whether these settings let the policy compute experts below the best precision.
 
-        The first rule that applies decides:
+        A policy may name settings and the values for which it is lossless, that is, computes every
+        expert in the best precision. The first rule that applies decides:
 
         - With the setting `exact`, the result is False.
         - If experts may be skipped, the result is True.
-        - If no settings make the policy lossless, the result says whether the policy mixes
-          precisions.
-        - If a setting that makes it lossless has another value, the result is True.
-        - If such a setting has no value, the result says whether a low tier or a second file was
-          given.
+        - If the policy has no lossless form, the result says whether it can use several precisions.
+        - If one of the named settings has a value other than the lossless one, the result is True.
+        - If one of them has no value, the result says whether the user gave a low tier or a second
+          file.
         - Otherwise, the result is False.
         """
         if self.exact:

@@ -262,7 +262,7 @@ class ComputedStep:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """The report of one finished step that a policy gets.
+    """The report that a policy gets after a finished step.
 
     - us: the time of the step in microseconds.
     - counts: the number of tokens routed to each expert since the last report with counts.
@@ -272,8 +272,8 @@ class StepReport:
     - starts: the sequences that began in this step.
     - prompt_ends: the sequences whose prompt ended in this step.
     - ends: the sequences that were dropped since the previous step.
-    - unusual: whether the latest text uses experts differently from the texts of the loss table.
-      None if this was not determined after this step.
+    - unusual: whether the latest text uses experts differently from the texts with which the loss
+      table was measured. None if this was not determined after this step.
 
     counts, resident and target are [n_layers, n_expert], or None if the policy did not request
     them.

@@ -219,9 +219,9 @@ class Settings:
 
     @classmethod
     def of(cls: type[S], given: Mapping[str, Any]) -> S:
-        """Make an object of this class from those of the given values that belong to its settings.
+        """Make an object of this class from the given values, by setting name.
 
-        Other names are ignored, and a value of None counts as not given.
+        Names that this class does not declare are ignored. A value of None counts as not given.
         """
         known = cls.declared()
         return cls(**{k: v for k, v in given.items() if k in known and v is not None})

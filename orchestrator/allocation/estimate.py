@@ -37,9 +37,10 @@ def surprise(counts: np.ndarray) -> np.ndarray:
 class Routing:
     """The usage of experts in the texts with which a loss table was measured.
 
+    Each use of an expert has a surprise, which is high if these texts rarely use the expert.
     Another text is unusual if its mean surprise per use is not between `low` and `high`.
 
-    - surprise: how unusual one use of each expert is, float64 [n_layers, n_expert].
+    - surprise: the surprise of one use of each expert, float64 [n_layers, n_expert].
     - low, high: the limits for the mean surprise per use in a window of ROUTING_TOKENS tokens.
     """
 
@@ -61,14 +62,16 @@ class Routing:
 class KlEstimate:
     """An estimate of the KL divergence that lower tiers cause, relative to the best tier in use.
 
+    It was measured on windows of text. The costs in `nats` are upper estimates: in nine tenths of
+    the windows, the loss is less.
+
     - base: the name of the best tier.
     - nats: the cost for one token if an expert with gate weight 1 is computed in each tier, float64
-      [n_layers, n_expert, n_tiers + 1]. The last column is the cost of skipping. The costs are
-      upper estimates: nine tenths of the measured text windows lose less.
+      [n_layers, n_expert, n_tiers + 1]. The last column is the cost of skipping.
     - gates: the mean squared gate weight of each expert when the router chose it, float64
       [n_layers, n_expert].
-    - spread: the factor that turns `nats` into lower estimates: only a tenth of the measured text
-      windows lose less.
+    - spread: `nats` times this factor gives lower estimates: in only a tenth of the windows, the
+      loss is less.
     - routing: how often the measured texts use each expert; None if unknown.
     """
 

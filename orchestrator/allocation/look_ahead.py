@@ -41,7 +41,7 @@ class LookAhead(Settings):
     usual: ClassVar[Mapping[str, Any]] = {"n_ahead": 1}
 
     def limited(self: L, depth: int, asked: Collection[str]) -> L:
-        """Return these settings for a trace that has predictions for only `depth` layers ahead.
+        """Return these settings for replaying a trace with predictions for `depth` layers ahead.
 
         In the result, n_ahead is at most `depth`. asked: the names of the settings that the user
         set. Raises ConfigError if the user set n_ahead to more than `depth`. Also raises

@@ -133,9 +133,10 @@ def place(
 
 
 def near_tiers(tiers: Sequence[str], asked: str | None) -> list[int]:
-    """Return the numbers of the lower tiers for experts that are not in the best tier, best first.
+    """Return the tiers to use for experts that are not in the best tier (tier 0), best first.
 
-    Of several tiers with the same bits per weight, only the best is returned.
+    A tier is returned as its index in `tiers`. Of several tiers with the same bits per weight, only
+    the best is returned.
 
     - tiers: the names of all tiers, best first.
     - asked: the names that the user wants, with commas between them; None for all lower tiers.

@@ -166,9 +166,9 @@ class Places:
 class TierPools:
     """The slots of all experts of a model, divided into pools of slots of one size.
 
-    Each tier belongs to one `Places` object. The object fixes how many experts of each layer are in
-    its tiers. If all places except the first have reserve slots, experts can move to every
-    assignment of tiers with these numbers. Each expert then moves only once.
+    Each tier belongs to one `Places` object, which fixes how many experts of each layer are in its
+    tiers. Suppose that all `Places` objects except the first have reserve slots. Then experts can
+    move between any two assignments of tiers with these numbers, and each expert moves only once.
     """
 
     # Proof that experts can always move: a move within a place takes a reserve slot and returns

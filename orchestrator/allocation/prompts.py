@@ -102,8 +102,8 @@ class Prompts:
     """Chooses the tiers of experts in steps with prompt tokens.
 
     Experts are ranked for each sequence of the step. Each expert gets the best tier that a sequence
-    requests. Experts that prompts use less are streamed: they are evicted first. Experts that
-    tokens of answers use are not streamed.
+    requests. Streamed experts are evicted first, so that they do not push out experts that are used
+    more. These are the less used experts of prompts, without those that tokens of answers use.
 
     - critical: critical(layer, n_used) returns how many of the n_used experts of a prompt are
       requested in tier 0. The others are requested in tier `low`.

@@ -63,7 +63,12 @@ def _identity(parts: tuple[tuple[Path, int], ...], stamps: tuple[tuple[int, int]
 def cached_path(model: ExpertModel, kind: str = "hotness") -> Path:
     """Return the path of a model's file in the user cache for one kind of record.
 
-    The kinds are hotness, usage, plans and tuned.
+    The kinds are:
+
+    - hotness: how often tokens use each expert, as policies learned it.
+    - usage: how often tokens used each expert, counted in all runs.
+    - plans: memory plans.
+    - tuned: the settings that policies tuned.
     """
     return user_folder("cache") / kind / f"{identity(model)[:32]}.json"
 
@@ -179,15 +184,16 @@ class HotnessKeeper(_Cached):
         return self._known if self._now is None else self._now
 
     def learn(self, hotness: np.ndarray) -> None:
-        """Replace the record by the values that a policy learned, [n_layers, n_expert].
+        """Replace the fraction of tokens that use each expert by values that a policy learned.
 
-        hotness: the fraction of tokens that use each expert. An array of zeros is ignored.
+        `save` writes the values to the file. hotness: the values, [n_layers, n_expert]. An array of
+        zeros is ignored.
         """
         if hotness.any():
             self._now = hotness
 
     def save(self) -> None:
-        """Write the values that a policy learned in this run to the record.
+        """Write the values that a policy learned in this run to the file, for later runs.
 
         Raises OSError if the file that the setting `profile` names cannot be written. Write errors
         of the user cache are ignored.

@@ -52,9 +52,9 @@ SIZES = (512, 1024, 2048, 4096)
 def output_tokens(request: PlanRequest, n_vocab: int, n_ubatch: int) -> int:
     """Return the largest number of tokens of one sequence for which a step computes logits.
 
-    The number is n_ubatch if the configuration requests all logits. For a scored prompt, it is
-    limited so that two copies of the logits take at most SCORING_BYTES. For other requests, it is
-    1.
+    Usually, logits are needed only for the last token, and the number is 1. If the configuration
+    requests all logits, the number is n_ubatch. If prompts are scored, their tokens need logits
+    too. The number is then so small that two copies of the logits take at most SCORING_BYTES.
     """
     if request.config.logits_all:
         return n_ubatch

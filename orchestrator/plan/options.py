@@ -58,10 +58,11 @@ def unused_option(given: str, policy: str) -> ConfigError:
 
 
 def without_effect(config: Config) -> str | None:
-    """Return a note if the user gave a lower precision that has no effect, otherwise None.
+    """Return a note if the user gave a lower precision that no expert will use, otherwise None.
 
-    It has no effect if another setting computes every expert in the best tier. The note names that
-    setting. If the planner chooses the precisions by an allowed loss, the result is None.
+    This is the case if another setting makes the policy compute every expert in the best tier. The
+    note names that setting. The result is also None if the planner chooses the precisions by a
+    quality loss that the user allows.
     """
     lower = [each for each in ("low", "low_tier") if getattr(config, each) is not None]
     by_loss = config.policy is None and config.given(ALLOWED_LOSS) is not None

@@ -158,10 +158,11 @@ def micro_batches(config: Config, most: int) -> list[int]:
 
 
 def line_ends(n_tokens: int, most: int) -> tuple[int, int]:
-    """Return the two context lengths for which memory is counted, in tokens: (short, long).
+    """Return two context lengths (short, long) for which llama.cpp should count its memory.
 
-    Between these two, memory is interpolated linearly. short: the micro-batch size n_tokens. long:
-    the longest possible context `most`. Both are rounded up, as llama.cpp does.
+    The memory for a context between these two lengths is interpolated linearly. short: the
+    micro-batch size n_tokens. long: the longest possible context `most`. Both are in tokens,
+    rounded up as llama.cpp does.
     """
     short = pad(n_tokens, CELL_STEP)
     return short, max(pad(most, CELL_STEP), short + CELL_STEP)
@@ -296,10 +297,11 @@ def choose(config: Config, model: ExpertModel, shape_of: ShapeOf, budget: int) -
 def tiers_between(
     policy: type[Policy], high: FileTier, low: FileTier | None, n: int
 ) -> tuple[FileTier, ...]:
-    """Return the numbers of the file's tiers (precisions) that a policy uses, best first.
+    """Return the precisions (tiers) of the file that a policy uses, as indices, best first.
 
-    The file has n tiers. The result starts at the tier `high`, and has at most as many tiers as the
-    policy supports. If the user named a low tier (`low`), it is the last of them.
+    The policy uses the tier `high` and the next lower ones, up to the number of tiers that it
+    supports. If the user named a low tier (`low`), it is the last of them. n: the number of tiers
+    in the file.
     """
     if policy.precisions.most == 1:
         return (high,)
@@ -324,7 +326,7 @@ class _Layout:
     def laid_out(self) -> Plan | Refusal:
         """Return the plan, or a refusal if the model does not fit.
 
-        The refusal may have only a lower bound of the memory limit that works.
+        The memory limit in the refusal may be only a lower bound: a limit that works can be larger.
         """
         usual = self.room(managed=not wants_plain(self.config, self.model))
         found = self.shared(usual)
@@ -698,11 +700,12 @@ class _Layout:
         )
 
     def refusal(self, found: _TooSmall) -> Refusal:
-        """Return the refusal that names the smallest memory limit that works.
+        """Return a refusal that tells the user the smallest memory limit that works.
 
-        It also names the context length with this limit. found: a refusal that has only a lower
-        bound of the limit. If the model would fit without a prompt cache (--cache-ram), the
-        returned refusal names --cache-ram instead.
+        The text also states the context length that the model has under this limit. If the model
+        fits when --cache-ram (the prompt cache) is left out, the refusal says instead that
+        --cache-ram is too large. found: the first refusal, with a lower bound of the limit. The
+        search for the limit starts from this bound.
         """
         plan = self.least(found.needed_bytes)
         if isinstance(plan, Refusal):

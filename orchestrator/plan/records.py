@@ -171,8 +171,9 @@ class SharedMemory:
     - least_slots: the size of the fewest slots with which the policy works.
     - all_slots: the size of slots for every expert.
     - cell_bytes: the KV cache of one token.
-    - scratch: the scratch of a step, by the maximum number of tokens in the step, smallest first.
-      It is a pair: the bytes for an empty context, and the further bytes per KV cell.
+    - scratch: maps the maximum number of tokens in a step to the step's scratch, smallest number
+      first. The scratch is a pair: the bytes for an empty context, and the further bytes per KV
+      cell.
     - cell_step: the number of KV cells that are allocated at once.
     - sequences: the number of sequences that share the cells.
     - prompts: the maximum size of all copies in the prompt cache.
@@ -200,11 +201,11 @@ class SharedMemory:
         return self.n_bytes - max(held, scratch) - self.cache_bytes(n_cells)
 
     def width(self, cells_end: int, n_tokens: int) -> int:
-        """Return an upper bound for the end of the used KV cells after n_tokens more tokens.
+        """Return how far the used KV cells can reach after n_tokens more tokens.
 
-        The end is the position after the last used cell. cells_end: the end before these tokens. If
-        several sequences share the cells, the bound includes free cells in the blocks that each of
-        them reserves.
+        The result is an upper bound for the position after the last used cell. If several sequences
+        share the cells, each of them reserves blocks of cells, and the bound includes the free
+        cells in these blocks. cells_end: the position after the last used cell before these tokens.
         """
         runs = self.sequences + 1 if self.sequences > 1 else 0
         return cells_end + n_tokens + runs * CELL_STEP
@@ -241,12 +242,11 @@ class SharedMemory:
         """Return the micro-batch size with which the rest of a prompt reads the fewest bytes.
 
         With larger micro-batches, experts that have no slot are read less often. But a larger
-        micro-batch needs more scratch, which takes memory from slots.
+        micro-batch needs more scratch, which takes memory from slots and so evicts experts.
 
         - n_cells: the number of KV cells in use.
         - n_tokens: the number of prompt tokens that are left.
-        - again: the number of times that an expert is read after the prompt if it is evicted for
-          scratch.
+        - again: how often an expert that was evicted for scratch is read again after the prompt.
         - width: the number of KV cells that attention covers, if this is more than the cells in
           use.
         """
@@ -371,7 +371,11 @@ class Plan:
         return self.shared.micro_batch(n_cells, n_tokens) if self.shared else self.n_ubatch
 
     def slots_after(self, n_cells: int) -> SlotPlan | None:
-        """Return the expert slots that remain for an answer while n_cells KV cells are in use."""
+        """Return the expert slots that an answer can use while n_cells KV cells are in use.
+
+        If slots share memory with the KV cache, a longer context leaves fewer slots. The result is
+        None without an expert store.
+        """
         shared = self.shared
         if shared is None or self.slots is None:
             return self.slots

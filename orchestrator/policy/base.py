@@ -112,7 +112,8 @@ class PolicyRequirements:
       during decoding. 0 means no limit.
     - all_resident: whether every expert stays in memory, so that only transitions change its tier.
     - by_residency: whether decisions depend on which experts are in memory, and so on disk speed.
-    - whole_layers: whether idle reads load whole layers instead of single experts.
+    - whole_layers: whether the reads while no request runs go layer by layer. Otherwise, the most
+      used experts of all layers come first.
     - waits: whether the first token of an answer waits for the transitions that `warm` returns.
     - learns: whether decisions depend on earlier steps. A recording must then begin with a new
       policy.
@@ -157,10 +158,11 @@ class History:
         return None
 
     def estimate(self, tiers: Sequence[str]) -> KlEstimate | None:
-        """Return an estimator of the quality loss of these tiers, relative to the first of them.
+        """Return an object that estimates the quality loss of computing experts in these tiers.
 
-        The quality loss is the KL divergence in nats. Return None if it cannot be estimated. A
-        subclass may raise ConfigError instead, for a policy that needs the estimator.
+        The quality loss is the KL divergence in nats, relative to the first of these tiers. The
+        result is None if the loss cannot be estimated. If the policy cannot work without an
+        estimate, a subclass may raise ConfigError instead.
         """
         return None
 
@@ -365,12 +367,13 @@ class Policy:
         """Return the experts to load, with their tiers, before a token is computed.
 
         The runtime calls this method without arguments before the first token of the run. If
-        `wants.waits` is set, the runtime also calls it before each answer, and waits for the
-        returned changes of tier (transitions). It repeats the call until the result is None, or no
-        transition is left to wait for. Then the answer begins. The result () starts no transition.
+        `wants.waits` is set, the runtime also calls it before each answer. It then waits for the
+        returned changes of tier (transitions), and calls the method again. The answer begins when
+        the result is None, or when no transition is left to wait for. The result () starts no
+        transition.
 
-        resident, target: the tiers of all experts in memory, and after the transitions under way.
-        None at the start of a run.
+        resident, target: the tiers of all experts in memory, and their tiers after the transitions
+        under way. None at the start of a run.
         """
         return self.placement.first()
 

@@ -244,9 +244,11 @@ def _places_to_try(shape: ModelShape, settings: ContextSettings, shares_slots: b
 def uniform_counts(n_cold: int, near: NearTiers, settings: ContextSettings) -> tuple[int, ...]:
     """Return how many experts of a layer each lower tier gets if all experts have the same losses.
 
+    These numbers are used to plan slots. They keep the mean number of bits per weight within the
+    setting near_bits.
+
     - n_cold: the number of experts to divide among the lower tiers.
     - near: the lower tiers.
-    - settings: near_bits is the limit for the mean number of bits per weight.
 
     Raises PolicyError if near_bits is less than the smallest tier needs.
     """
@@ -272,13 +274,16 @@ def pools_of(
     shares_slots: bool,
     on_host: bool,
 ) -> TierPools:
-    """Return slots for n_hot experts of each layer in tier 0 and for the others in lower tiers.
+    """Return the pools of slots that hold all experts of a model.
 
-    - near: the lower tiers (near tiers).
-    - counts: the number of experts per layer in each of them.
-    - shares_slots: whether each slot for a lower tier can hold any of these tiers.
-    - on_host: whether a system with a GPU keeps the experts in lower tiers in host memory, where
-      CPU threads compute them.
+    A pool is a group of slots (memory for one expert each) of the same size. In each layer, n_hot
+    experts are in tier 0, the best precision, and the others are in lower tiers.
+
+    - near: the lower tiers.
+    - counts: how many experts of a layer are in each lower tier.
+    - shares_slots: whether each slot for a lower tier is large enough for any of the lower tiers.
+    - on_host: whether the lower tiers are in host memory, if the machine has a GPU. CPU threads
+      then compute their experts.
     """
     unused = set(range(1, len(shape.tiers))) - set(near.tiers)
     groups: list[tuple[tuple[int, ...], int]] = [((tier,), 0) for tier in sorted(unused)]
@@ -297,9 +302,9 @@ def pools_of(
 def as_uses(learned: np.ndarray, n_expert_used: int) -> np.ndarray:
     """Convert the expert usage of earlier runs to numbers of uses, [n_layers, n_expert].
 
-    The numbers are those of _LEARNED_TOKENS tokens, each with n_expert_used experts per layer. They
-    can be added to the uses in this run. learned: the fraction of tokens that used each expert,
-    [n_layers, n_expert].
+    The result can be added to the uses that are counted in this run. It stands for _LEARNED_TOKENS
+    tokens, each of which uses n_expert_used experts per layer. learned: the fraction of tokens that
+    used each expert, [n_layers, n_expert].
     """
     return shares(learned, np.zeros_like(learned)) * n_expert_used * _LEARNED_TOKENS
 
@@ -311,7 +316,8 @@ class ContextPlacement(Placement):
     - near: the lower precisions (near tiers) of the other experts.
     - n_hot: K.
     - near_counts: the number of experts per layer in each near tier.
-    - shares_slots: whether near tiers share slots, so that their counts follow the conversation.
+    - shares_slots: whether each slot can hold any near tier. The number of experts in each near
+      tier then changes with the conversation.
     - pools: the slots, grouped by size.
     - on_host: whether a system with a GPU keeps the near tiers in host memory.
     - hotness: the fraction of tokens that used each expert in earlier runs, or None.
@@ -423,8 +429,9 @@ class ContextAware(Policy):
         K is the setting hot_experts, or the largest number that fits.
 
         Raises PolicyError if the model has no second tier, or lacks a tier that the settings name.
-        Also raises PolicyError if the settings name too many tiers. Slots that several tiers share
-        (near_slots) work only in host memory, and raise PolicyError in the memory of a GPU.
+        Also raises PolicyError if the settings name too many tiers. If lower tiers share slots (the
+        setting near_slots), the slots must be in host memory. PolicyError is raised if they would
+        be in the memory of a GPU.
         """
         near = NearTiers.of(shape, settings)
         shares_slots = settings.near_slots == SHARED and len(near.tiers) > 1
@@ -508,12 +515,14 @@ class ContextAware(Policy):
     def warm(
         self, resident: np.ndarray | None = None, target: np.ndarray | None = None
     ) -> Sequence[Transition] | None:
-        """Return the transitions of experts to their wanted tiers.
+        """Return the transitions of experts to the tiers that they should have.
 
-        resident, target: the tiers of experts in memory and after their transitions. At the start
-        of a run, these are None, and all experts are moved to the tiers that follow from earlier
-        runs. Before an answer, only experts for which slots are free now are moved. If answers do
-        not wait for transitions, the result is then None.
+        At the start of a run, all experts are loaded in the tiers that follow from their use in
+        earlier runs. Before an answer, only experts for which slots are free now are moved. The
+        result is then None if the settings do not let answers wait for transitions.
+
+        resident, target: the tiers of experts in memory and after their transitions. None at the
+        start of a run.
         """
         if resident is None or target is None:
             wanted = self._latest = self._place()
@@ -588,12 +597,11 @@ class ContextAware(Policy):
 
         - placements: how often new tiers were chosen for all experts.
         - moves: the number of transitions (changes of one expert's tier) that were requested.
-        - steps: the number of decode steps from the latest choice until every expert had its chosen
-          tier.
+        - steps: how many decode steps it took until every expert had the tier of the latest choice.
         - hot_per_layer, near_per_layer: the mean number of experts of a layer in the best tier and
           in each lower (near) tier.
-        - near_bits, near_bits_stored: the mean bits per weight of experts in lower tiers, by the
-          names of the tiers and as stored.
+        - near_bits, near_bits_stored: the mean bits per weight of experts in lower tiers. near_bits
+          follows from the names of the tiers, and near_bits_stored from the stored sizes.
         """
         latest, placement, names = self._latest, self.placement, self._near.names
         near = [float(n) for n in placement.near_counts]

@@ -52,9 +52,12 @@ _NOISE = 1e-9
 def critical_counts(lam: float, n_layers: int, m: int, schedule: str = COSINE) -> list[int]:
     """Return the number of critical experts t_l of each MoE layer l (eq. 5).
 
-    Critical experts are computed in the high tier. t_l is ceil(r(l) * m), but at least 1. m is the
-    number of experts to choose from. r(l) = (1 - lam) * c(l) + lam is the fraction of critical
-    experts. The factor c(l) follows from `schedule`: the function `falling` computes it.
+    Critical experts are computed in the high tier. Their fraction in layer l is r(l) = (1 - lam) *
+    c(l) + lam, and t_l is ceil(r(l) * m), but at least 1.
+
+    - lam: the fraction in a layer with c(l) = 0, which is the smallest possible fraction.
+    - m: the number of experts from which the critical ones are chosen.
+    - schedule: determines the factor c(l), see `falling`.
     """
     # The paper has no minimum of 1. Without it, lam = 0 would give the last layer no critical
     # expert. If the other experts are skipped, the layer would then compute no expert at all.
@@ -109,9 +112,9 @@ def load_ahead(
     Return the experts that were requested for the next layer. Experts in memory are requested too,
     so that the store keeps them.
 
-    critical: how many experts of a token are critical in each layer. They are the best of the
-    predicted experts, and are requested in tier 0. low: the tier for the other predicted experts;
-    None to omit them.
+    - critical: for each layer, how many of a token's experts are critical. The experts with the
+      best predictions count as critical, and are requested in tier 0.
+    - low: the tier in which the other predicted experts are requested; None to omit them.
     """
     asked: list[int] = []
     for ahead in range(event.n_ahead):
@@ -134,10 +137,10 @@ def load_ahead(
 def union(ids: np.ndarray, t: int, n_expert: int) -> tuple[list[int], int]:
     """Return the experts that at least one token is predicted to select, and how many are critical.
 
-    ids: the predicted experts of each token, best first, int32 [T, k]. An expert is critical if it
-    is one of the first t experts in a row of ids. Critical experts come before all others. Among
-    the critical experts, and among the others, those that more tokens select come first. Ties are
-    sorted by the best rank in a row, then by index.
+    An expert is critical if it is among the best t predictions of at least one token. Critical
+    experts come before all others. Among the critical experts, and among the others, those that
+    more tokens select come first. Ties are sorted by the best rank in a row of `ids`, then by
+    index. ids: the predicted experts of each token, best first, int32 [T, k].
     """
     n_tokens, k = ids.shape
     load = np.bincount(ids.ravel(), minlength=n_expert)
@@ -314,10 +317,10 @@ class DyMoE(Policy):
     ) -> DyMoEPlacement:
         """Divide a memory budget into one slot group for each layer, matrix kind and tier.
 
-        First, each layer gets slots for the k experts that one token selects: t_l slots in the high
-        tier for its critical experts, and the others in the low tier. The rest of the budget pays
-        for further slots, in proportion to their expected use. A layer gets no further low slots if
-        a further high slot would be at least as useful.
+        First, each layer gets slots for the k experts that one token selects. The t_l critical
+        experts of the layer get slots in the high tier, and the others in the low tier. The rest of
+        the budget pays for further slots, in proportion to their expected use. A layer gets no
+        further low slots if a further high slot would be at least as useful.
         """
         settings = settings.with_usual()
         depth = Depth.of(shape, settings, rules)

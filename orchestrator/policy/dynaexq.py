@@ -99,8 +99,9 @@ def resident_plan(
 ) -> tuple[TierPools, list[int]] | None:
     """Return slots for every expert in a high or low tier, and the number of high ones per layer.
 
-    Each layer has about the same number of high experts: as many as the budget allows, at most
-    most_high. Return None if the budget is smaller than the minimum (see `fewest_high`).
+    High ones are experts in the high tier. Each layer has about the same number of them: as many as
+    the budget allows, at most most_high. Return None if the budget is smaller than the minimum (see
+    `fewest_high`).
     """
     full = shape.n_expert if most_high is None else min(shape.n_expert, most_high)
     least, sizes = fewest_high(shape, full), slot_sizes(shape)
@@ -133,14 +134,14 @@ def _shortlist(swaps: Sequence[Swap], low_pool_of: np.ndarray) -> list[Swap]:
 def cache_plan(
     shape: ModelShape, budget_bytes: int, most_high: int | None
 ) -> tuple[SlotPlan, int, list[int]]:
-    """Return slots for only some experts, because not all experts fit in the low tier.
+    """Return a slot plan for a cache of experts, if not all experts fit in the low tier.
 
     The result is (slot plan, number of high experts per layer, number of low slots of each layer).
     If the budget is too small, these are the minimum.
 
     First, each layer gets low slots for the experts of one token. The fraction CACHED_HIGH of the
     remaining budget is for experts in the high tier, with the same number in each layer, at most
-    most_high. If the fraction is too small for one expert per layer, no expert is high.
+    most_high. If this part cannot hold one high expert per layer, no expert is high.
     """
     layers = range(shape.n_layers)
     low_bytes = [shape.expert_slot_bytes(layer, LOW) for layer in layers]
@@ -183,12 +184,12 @@ class DynaExqSettings(Intervals):
 
 class _TwoTiers(Precisions):
     def high(self, offer: TierOffer) -> FileTier:
-        """Return the high tier, which is the next better tier above the low tier.
+        """Return the high tier: the tier of the file that is one step better than the low tier.
 
         The low tier is the one that the user named. If the user named none, it is the best tier in
-        which all experts fit in the budget, with as few as possible in the high tier. If they fit
-        in no tier, it is the last tier of the file. A file with only one tier has this tier as its
-        high tier.
+        which all experts fit in the budget, except for the few that must be in the high tier. If
+        they fit in no tier, it is the last tier of the file. If the file has only one tier, that
+        tier is the result.
         """
         if len(offer.tiers) < 2:
             return offer.tiers[0]
@@ -528,8 +529,9 @@ class DynaExq(Learning):
 
         - high_per_layer: the minimum and maximum number of experts per layer in the high tier.
         - updates: the number of intervals after which the usage was updated.
-        - promotions, demotions: the experts that moved to the high or to the low tier.
-        - given_up, waiting: the exchanges that failed, and those that have not finished.
+        - promotions, demotions: how many experts moved to the high tier and to the low tier.
+        - given_up: how many exchanges of two experts failed.
+        - waiting: how many exchanges have not finished.
         """
         high = [int(self.capacity.min()), int(self.capacity.max())]
         waiting = len(self._queue) + len(self._active)

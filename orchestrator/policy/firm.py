@@ -81,18 +81,21 @@ def agreed(
     layers: int,
     scores: Sequence[float] = (),
 ) -> list[int]:
-    """Return the experts that are expected in a layer, according to the votes of earlier layers.
+    """Return the experts that a layer is expected to use, from the votes of earlier layers.
 
-    A vote is the list of experts that one earlier layer predicts, best first. The result is in the
-    order of the nearest layer's vote. votes: the votes, nearest layer first. K is the argument
-    `candidates`, and P is the argument `layers`. `way` is the voting method:
+    A vote is the list of experts that one earlier layer predicts for this layer, best first. The
+    result keeps the order of the nearest layer's vote. K is the argument `candidates`, and P is the
+    argument `layers`. Each method combines the votes in its own way:
 
     - mol (eq. 6): the experts that are among the first K in each of the P nearest votes. If fewer
       layers voted, all votes are used.
     - rank: the first K experts of the nearest vote.
-    - margin: the experts of the nearest vote whose score reaches a threshold. `scores` has the
-      scores of this vote. If K is the length of the vote, the threshold is its last score. Each
-      decrease of K by 1 multiplies the threshold by sqrt(2).
+    - margin: the experts of the nearest vote whose score reaches a threshold. If K is the length of
+      the vote, the threshold is its last score. Each decrease of K by 1 multiplies the threshold by
+      sqrt(2).
+
+    way: the method. votes: the votes, nearest layer first. scores: the scores of the experts in the
+    nearest vote, for the method margin.
     """
     if not votes:
         return []
@@ -112,13 +115,15 @@ def agreed(
 def every_set(
     way: str, votes: Sequence[Sequence[int]], depth: int, scores: Sequence[float] = ()
 ) -> list[list[int]]:
-    """Return bit masks of the experts that are expected in a layer, for every choice of K and P.
+    """Return the experts that are expected in a layer, for every choice of two numbers K and P.
 
-    The result is indexed [P - 1][K - 1]. K is the number of candidates, which are the first experts
-    of a vote. P is the number of votes that are combined, up to `depth`.
+    The result is indexed [P - 1][K - 1], and each entry is a bit mask of experts. Earlier layers
+    vote: each gives a list of the experts that it predicts. K is the number of experts taken from
+    each list. P is the number of lists that are combined, up to `depth`.
 
-    votes: for each voting layer, the experts that it predicts, best first. The nearest layer comes
-    first. way: the voting method, which combines the votes (see `agreed`).
+    - way: the method that combines the lists (see `agreed`).
+    - votes: the lists, best expert first. The list of the nearest layer comes first.
+    - scores: the scores of the experts in the first list, for the method margin.
     """
     numbers = range(1, len(votes[0]) + 1)
     return [
@@ -140,10 +145,11 @@ def group_of(n_layers: int) -> list[int]:
 
 
 def absent_of(missing: Mapping[int, int], kinds: Sequence[int]) -> Absent:
-    """Return which experts lack a prefetched matrix in memory, as pairs (experts, n).
+    """Return which matrices of experts are not in memory, as pairs (experts, n).
 
-    `experts` is a bit mask of all experts that lack the matrix of the same kind. n is the number of
-    matrix kinds that exactly these experts lack. Only kinds that are prefetched are counted.
+    For each matrix kind, such as gate, `experts` is a bit mask of the experts whose matrix of this
+    kind is not in memory. Kinds with the same bit mask make one pair, and n is their number. Only
+    kinds that are prefetched are counted.
 
     - missing: maps each expert to the bits of its matrices that are not in memory.
     - kinds: the bit of each matrix kind that is prefetched.
@@ -172,8 +178,9 @@ def unused_and_missed(expected: int, used: int, absent: Absent) -> tuple[int, in
 def least(means: Sequence[Sequence[float]], pairs: Iterable[Votes]) -> Votes:
     """Return the pair (K, P) with the smallest mean loss.
 
-    K is the number of candidates per vote, and P is the number of voting layers. If losses are
-    equal, the smaller P wins, then the smaller K. means: the mean losses, indexed [P - 1][K - 1].
+    K is the number of experts taken from each earlier layer's prediction. P is the number of
+    earlier layers whose predictions are used. If losses are equal, the smaller P wins, then the
+    smaller K. means: the mean losses, indexed [P - 1][K - 1].
     """
     return min(pairs, key=lambda pair: (means[pair[1] - 1][pair[0] - 1], pair[1], pair[0]))
 
@@ -191,12 +198,15 @@ class Weights(NamedTuple):
     matrices: int
 
     def mean(self, counts: np.ndarray, n: int) -> Any:
-        """Return the mean prediction loss (eq. 11) over n counted pairs of a layer and a token.
+        """Return the mean prediction loss (eq. 11) per layer and token.
 
-        For each pair, `unused_and_missed` returned two numbers of matrices. The loss is the
-        weighted sum of the two numbers, divided by the number of matrices that are prefetched per
-        expert. counts: the sums of both numbers over all pairs, [..., 2]. The result is a float, or
-        nested lists if `counts` has more dimensions. All losses are 0 if n is 0.
+        In one layer, the loss of a token is waste * (matrices prefetched in vain) + miss *
+        (matrices read on demand), divided by `matrices`.
+
+        - counts: both numbers of matrices, summed over the counted layers and tokens, [..., 2].
+        - n: how many pairs of a layer and a token were counted. If n is 0, all losses are 0.
+
+        The result is a float, or nested lists if `counts` has more dimensions.
         """
         lost = self.waste * counts[..., 0] + self.miss * counts[..., 1]
         return (lost / self.matrices / max(1, n)).tolist()
@@ -206,11 +216,12 @@ class Weights(NamedTuple):
 class Climb:
     """Searches the best pair (K, P) for one group of layers by hill climbing (Algorithm 1).
 
-    K is the number of candidates per vote, from 1 to k. P is the number of voting layers, from 1 to
-    depth. The search starts at the maximum of both numbers, and decreases P first. At each update,
-    it moves to the next pair in its direction if the mean loss is lower there. After `patience`
-    updates without a move, or at a border, it reverses its direction. After two reversals, it
-    changes K instead of P, or P instead of K.
+    K is the number of experts taken from each earlier layer's prediction, from 1 to k. P is the
+    number of earlier layers whose predictions are used, from 1 to depth. The search starts at the
+    maximum of both numbers, and decreases P first. At each update, it moves to the next pair in its
+    direction if the mean loss is lower there. After `patience` updates without a move, or at a
+    border, it reverses its direction. After two reversals, it changes K instead of P, or P instead
+    of K.
 
     - at: the current (K, P).
     - seen: the pairs that the search visited or compared. `end` chooses among them.
@@ -237,9 +248,10 @@ class Climb:
     def update(self, means: Sequence[Sequence[float]]) -> None:
         """At the end of an interval, move to the next pair (K, P) if its mean loss is lower.
 
-        K is the number of candidates (first experts) per vote, and P is the number of voting
-        layers. The next pair is the neighbour in the current direction of the search. means: the
-        mean prediction loss of each pair since the start, indexed [P - 1][K - 1].
+        K is the number of experts taken from each earlier layer's prediction. P is the number of
+        earlier layers whose predictions are used. The next pair is the neighbour in the current
+        direction of the search. means: the mean prediction loss of each pair since the start,
+        indexed [P - 1][K - 1].
         """
         ahead = self._ahead()
         for _ in range(3):  # try the other three directions at a border
@@ -259,9 +271,9 @@ class Climb:
     def end(self, means: Sequence[Sequence[float]]) -> None:
         """End the search: choose the pair (K, P) with the smallest mean loss among those compared.
 
-        K is the number of candidates (first experts) per vote, and P is the number of voting
-        layers. This is the last step of Algorithm 1. means: the mean prediction loss of each pair,
-        indexed [P - 1][K - 1].
+        K is the number of experts taken from each earlier layer's prediction. P is the number of
+        earlier layers whose predictions are used. This is the last step of Algorithm 1. means: the
+        mean prediction loss of each pair, indexed [P - 1][K - 1].
         """
         self.at = least(means, self.seen)
 
@@ -288,9 +300,9 @@ class Climb:
 class Tuner:
     """Chooses, for each group of layers, how many predicted experts are prefetched.
 
-    Earlier layers vote on the experts of a layer. A vote is a list of predicted experts, best
-    first. The choice is a pair (K, P): the number of candidates, which are the first experts of a
-    vote, and the number of voting layers.
+    Each of several earlier layers predicts a list of experts for a layer. The list is called a
+    vote. The choice is a pair (K, P): K is the number of experts taken from each vote (the
+    candidates), and P is the number of earlier layers that vote.
 
     - tuned: whether the choice is final.
     - every: one token in this many is counted for the choice.
@@ -343,7 +355,11 @@ class Tuner:
         ]
 
     def of(self, layer: int) -> Votes:
-        """Return the pair (candidates per vote, voting layers) that is now used for a layer."""
+        """Return the pair (K, P) that is now used for a layer.
+
+        K is the number of experts taken from each earlier layer's prediction. P is the number of
+        earlier layers whose predictions are used.
+        """
         return self.chosen[self.groups[layer]]
 
     @property
@@ -359,8 +375,8 @@ class Tuner:
     ) -> None:
         """Count the wrong and missing predictions of a layer for one token, for every pair (K, P).
 
-        K is the number of candidates (first experts) per vote, and P is the number of voting
-        layers. All pairs are compared on the same tokens.
+        K is the number of experts taken from each earlier layer's prediction. P is the number of
+        earlier layers whose predictions are used. All pairs are compared on the same tokens.
 
         - sets: the expected experts of every pair, from `every_set`.
         - used: the experts that the token uses.
@@ -373,8 +389,9 @@ class Tuner:
     def means(self, group: int) -> list[list[float]]:
         """Return the mean prediction loss (eq. 11) of every pair (K, P) in a group of layers.
 
-        The result is indexed [P - 1][K - 1]. K is the number of candidates (first experts) per
-        vote, and P is the number of voting layers. The mean is over the counted layers and tokens.
+        The result is indexed [P - 1][K - 1]. K is the number of experts taken from each earlier
+        layer's prediction. P is the number of earlier layers whose predictions are used. The mean
+        is over the counted layers and tokens.
         """
         found: list[list[float]] = self._weights.mean(self._sums[group], self._n[group])
         return found
@@ -391,8 +408,8 @@ class Tuner:
     def token(self) -> None:
         """Count a token after its last layer, and update the choice at the end of an interval.
 
-        The choice is, for each group of layers, the number of candidates per vote and of voting
-        layers. It stays the same once it is final.
+        The choice says, for each group of layers, how many experts are taken from each earlier
+        layer's prediction, and how many earlier layers predict. It stays the same once it is final.
         """
         self.tokens += 1
         if self.tuned or (self.tokens % self._steps and self.tokens < self.until):
@@ -407,9 +424,11 @@ class Tuner:
                 self.chosen[group] = climb.at
 
     def by_group(self) -> dict[str, Votes]:
-        """Return the current choice (candidates per vote, voting layers) by group of layers.
+        """Return the pair (K, P) that is now used, by the name of the group of layers.
 
-        Groups without a layer that can be predicted are left out.
+        K is the number of experts taken from each earlier layer's prediction. P is the number of
+        earlier layers whose predictions are used. Groups without a layer that can be predicted are
+        left out.
         """
         return {GROUPS[group]: self.chosen[group] for group in self._used()}
 
@@ -437,10 +456,11 @@ _VOTING = ("prefetch", "agree", "votes", "tune", "n_ahead")
 
 
 def read_votes(text: str) -> list[Votes]:
-    """Parse the setting `votes`, and return (candidates, voting layers) of each group of layers.
+    """Parse the setting `votes`, and return a pair (K, P) for each group of layers.
 
-    The text is "4,1" for all groups, or "4,1/8,3/8,3" for shallow, middle and deep layers. Raises
-    ValueError for other text.
+    K is the number of experts taken from each earlier layer's prediction. P is the number of
+    earlier layers whose predictions are used. The text is "4,1" for all groups, or "4,1/8,3/8,3"
+    for shallow, middle and deep layers. Raises ValueError for other text.
     """
     pairs = [tuple(int(part) for part in pair.split(",")) for pair in text.split("/")]
     if len(pairs) not in (1, len(GROUPS)) or any(len(pair) != 2 or min(pair) < 1 for pair in pairs):
@@ -565,38 +585,42 @@ class FIRMSettings(LookAhead):
 
     @property
     def deepest(self) -> int | None:
-        """The maximum number of voting layers in the setting `votes`, or None without this setting.
+        """The maximum number of earlier layers that vote on a layer, by the setting `votes`.
 
+        To vote is to predict the experts of the layer. The value is None if `votes` was not set.
         Raises ValueError if `votes` cannot be parsed.
         """
         return None if self.votes is None else max(p for _, p in read_votes(self.votes))
 
     @property
     def way(self) -> str:
-        """How the numbers of candidates and voting layers are tuned: "climb", "all" or "off".
+        """How the policy tunes the number of prefetched experts: "climb", "all" or "off".
 
-        "climb" is hill climbing. "all" compares all pairs of the two numbers on the same tokens.
-        "off" keeps the numbers fixed. Without the setting `tune`, the value is "off" if the setting
-        `votes` gives the numbers, and "all" otherwise.
+        It tunes two numbers: how many earlier layers predict, and how many experts of each
+        prediction are used. "climb" is hill climbing. "all" compares all pairs of the two numbers
+        on the same tokens. "off" keeps the numbers fixed. Without the setting `tune`, the value is
+        "off" if the setting `votes` gives the numbers, and "all" otherwise.
         """
         return self.tune or (ALL if self.votes is None else OFF)
 
     def with_usual(self) -> FIRMSettings:
-        """Return these settings with a value for n_ahead if it is None.
+        """Return these settings with a value for n_ahead, the number of layers to predict ahead.
 
-        The value is the maximum number of voting layers in the setting `votes`. Without this
-        setting, it is 3 for the voting method mol, as in the paper, and 1 for other methods.
+        A value that was set is kept. Otherwise, the value is the largest number of earlier layers
+        that the setting `votes` uses. Without `votes`, it is 3 for the voting method mol, as in the
+        paper, and 1 for other methods.
         """
         if self.n_ahead is not None:
             return self
         return replace(self, n_ahead=self.deepest or depth_of(self.agree, 3))
 
     def limited(self, depth: int, asked: Collection[str]) -> FIRMSettings:
-        """Return these settings for a trace whose predictions reach only `depth` layers ahead.
+        """Return these settings for replaying a trace with predictions for `depth` layers ahead.
 
-        In the result, n_ahead is at most `depth`. Recorded votes that need more layers are dropped,
-        because they had no effect. asked: the names of the settings that the user set. Raises
-        ConfigError if the user set a value that needs predictions further ahead.
+        In the result, n_ahead is at most `depth`. A recorded value of the setting `votes` that
+        needs predictions further ahead is dropped, because it had no effect. asked: the names of
+        the settings that the user set. Raises ConfigError if the user set a value that needs
+        predictions further ahead.
         """
         if self.deepest is None or self.deepest <= depth:
             return super().limited(depth, asked)
@@ -646,9 +670,10 @@ class FIRMPlacement(Placement):
 
     @property
     def text(self) -> str:
-        """The text for the status line, with the first numbers of candidates and voting layers.
+        """The text for the status line, with the numbers with which prediction starts.
 
-        These are the numbers with which a run starts. Tuning may change them later.
+        For each group of layers, these are the number of experts taken from each earlier layer's
+        prediction, and the number of earlier layers that predict. Tuning may change them later.
         """
         n_ahead = self.wants.n_ahead
         if not n_ahead:
@@ -660,9 +685,10 @@ class FIRMPlacement(Placement):
         return self.voting(chosen[group] for group in groups)
 
     def voting(self, votes: Iterable[Votes]) -> str:
-        """Return the text for the status line with these numbers of candidates and voting layers.
+        """Return the text for the status line with the given pairs (K, P).
 
-        votes: a pair (candidates per vote, voting layers) for each group of layers.
+        K is the number of experts taken from each earlier layer's prediction. P is the number of
+        earlier layers whose predictions are used. votes: a pair for each group of layers.
         """
         pairs = " ".join(f"{k},{p}" for k, p in dict.fromkeys(votes))
         asked = self.settings
@@ -673,11 +699,12 @@ class FIRMPlacement(Placement):
 class FIRM(Policy):
     """Computes every expert in one precision, and prefetches experts that earlier layers predict.
 
-    In decode, earlier layers vote on the experts of the next layer (eq. 4 to 6), and the expected
-    experts are prefetched. The numbers of candidates and voting layers are tuned for shallow,
-    middle and deep layers (eq. 9 to 11, Algorithm 1). In a step with several sequences, the experts
-    that are expected for any token are prefetched. Prompts are handled as in the policy dymoe with
-    one precision.
+    In decode, several earlier layers predict the experts of the next layer. This is called voting
+    (eq. 4 to 6). The first experts of each prediction are candidates, and the candidates on which
+    the layers agree are prefetched. The numbers of candidates and of voting layers are tuned for
+    shallow, middle and deep layers (eq. 9 to 11, Algorithm 1). In a step with several sequences,
+    the experts that are expected for any token are prefetched. Prompts are handled as in the policy
+    dymoe with one precision.
 
     By default, only the previous layer votes (rank), whole experts are prefetched, and all pairs of
     numbers are compared on the same tokens. The paper's forms are options: votes of several layers
@@ -712,7 +739,8 @@ class FIRM(Policy):
     ) -> FIRMPlacement:
         """Give each layer the same number of expert slots, in one slot group per layer and matrix.
 
-        Raises PolicyError if the setting votes has more candidates than the model's routers choose.
+        Raises PolicyError if the setting `votes` takes more experts from each prediction
+        (candidates) than a token uses in a layer.
         """
         settings = settings.with_usual()
         most = max(k for k, _ in read_votes(settings.votes or "1,1"))
@@ -760,10 +788,11 @@ class FIRM(Policy):
             self.tuner.chosen, self.tuner.tuned = read_votes(asked.votes), True
 
     def learned(self) -> Learned:
-        """Return the tuned numbers of candidates and voting layers, for later runs.
+        """Return the tuned value of the setting `votes`, for later runs.
 
-        The result also has the settings for which they were tuned. It is empty until the numbers
-        are final.
+        `votes` says how many earlier layers predict a layer's experts, and how many experts of each
+        prediction are used. The result also has the settings with which it was tuned, and the
+        number of slots. It is empty until tuning is finished.
         """
         asked, tuner = self.settings, self.tuner
         if not (tuner.tuned and tuner.tokens and self.wants.n_ahead) or asked.way == OFF:
@@ -868,9 +897,11 @@ class FIRM(Policy):
         - recall (eq. 7): the fraction of used experts that were prefetched, for each layer.
         - precision (eq. 8): the fraction of prefetched experts that were used, for each layer.
         - size: the mean number of prefetched experts, for each layer.
-        - votes: [candidates per vote, voting layers] for each group of layers.
-        - loss: the mean prediction loss (eq. 11) for each group of layers.
-        - tuned: whether the votes are final.
+        - votes: a pair [K, P] for each group of layers. K is the number of experts taken from each
+          earlier layer's prediction. P is the number of earlier layers whose predictions are used.
+        - loss: the mean prediction loss (eq. 11) for each group of layers. It grows with the
+          matrices that were prefetched in vain or read on demand.
+        - tuned: whether K and P are final, so that tuning no longer changes them.
         """
         return {
             **self._ahead.report(),
@@ -895,7 +926,7 @@ def look_ahead(settings: FIRMSettings, rules: Rules) -> int:
 
 
 def tuned_for(settings: FIRMSettings) -> dict[str, Any]:
-    """Return the settings that affect how many candidates and voting layers the tuner chooses."""
+    """Return the settings that affect how the tuner chooses the number of prefetched experts."""
     return {name: getattr(settings, name) for name in _TUNED_FOR} | {"tune": settings.way}
 
 
@@ -906,13 +937,14 @@ def recalled(
     shape: ModelShape,
     rules: Rules,
 ) -> FIRMSettings:
-    """Return the settings with the votes that an earlier run tuned, if they suit this run.
+    """Return the settings with the value of `votes` from an earlier run, if it suits this run.
 
-    They suit if the settings that affect tuning are equal and the number of slots is similar.
-    Experts are then predicted only as many layers ahead as the votes need. If the votes do not
-    suit, the result is `settings` unchanged.
+    `votes` says how many earlier layers predict a layer's experts, and how many experts of each
+    prediction are used. The earlier run tuned it. The value suits if the settings that affect
+    tuning are equal and the number of slots is similar. Experts are then predicted only as many
+    layers ahead as `votes` needs. Otherwise, the result is `settings` unchanged.
 
-    - tuned: the votes of the earlier run, its settings and its number of slots.
+    - tuned: the value from the earlier run, with its settings and its number of slots.
     - n_slots: the number of expert slots in this run.
     """
     votes, slots = tuned.get("votes"), tuned.get("slots")

@@ -99,22 +99,22 @@ class LayerCosts:
     def least_present(self) -> float:
         """The lowest cost of skipping an expert that is in memory, in nats per saved byte.
 
-        The expert is assumed to have gate weight 1.
-
-        Infinite if skipping saves nothing.
+        The cost is that of an expert with gate weight 1. It is infinite if skipping saves nothing.
         """
         return min(self.skip) / self.present_bytes if self.present_bytes else math.inf
 
     def ways(self, expert: int, square: float, resident: int) -> Sequence[Way]:
-        """Return the possible ways to lower (compute in a lower tier) or skip an expert.
+        """Return the possible ways to skip an expert or to compute it in a lower tier.
 
         - An expert in memory in the high tier can only be skipped.
         - An expert in memory in the low tier can be computed in that tier.
         - An expert that is not in memory can be skipped. If reading it in the low tier costs less
-          per saved byte, the result has this as its first way, and skipping as its second.
+          per saved byte, the result has two ways: first the low tier, then skipping instead of the
+          low tier.
 
-        square: the sum of the expert's squared gate weights over the tokens that need it. resident:
-        the expert's tier in memory, or ABSENT.
+        Each way is a tuple `Way`, which begins with its cost in nats per saved byte. square: the
+        sum of the expert's squared gate weights over the tokens that need it. resident: the
+        expert's tier in memory, or ABSENT.
         """
         skip, n_bytes, low_bytes = self.skip[expert], self.high_bytes, self.low_bytes
         if resident == 0:
@@ -135,8 +135,8 @@ class LayerCosts:
 def layer_costs(shape: ModelShape, estimate: KlEstimate, present: float) -> list[LayerCosts]:
     """Return, for each layer, the costs and savings of skipping experts or using a lower tier.
 
-    estimate: the estimated losses. present: the saving of skipping an expert in memory, as a
-    fraction of the saving of skipping a missing expert.
+    estimate: the estimated losses. present: the saving of skipping an expert that is in memory,
+    divided by the saving of skipping an expert that is not.
     """
     found = []
     for layer, nats in enumerate(estimate.nats):

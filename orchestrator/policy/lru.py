@@ -46,7 +46,7 @@ class LRU(Policy):
     ) -> Placement:
         """Divide a memory budget into slot groups, one for each matrix kind and slot size.
 
-        Each group can hold the same fraction of its experts.
+        Each group has slots for the same fraction of the experts that use it.
         """
         layers_of: dict[tuple[int, int], list[int]] = {}
         for layer, tiers in enumerate(shape.slots):

@@ -45,8 +45,9 @@ def exchanges(
 ) -> list[tuple[int, int]]:
     """Return pairs (riser, faller) of experts that should exchange their tiers, largest gain first.
 
-    The riser gets the better tier, and the faller gets the lower tier. An expert is given by the
-    number layer * n_expert + index. It is in at most one pair.
+    The riser gets the better tier, and the faller gets the lower tier. The gain is the loss that
+    the exchange saves. An expert is given by the number layer * n_expert + index, and is in at most
+    one pair.
 
     - losses: the loss of each expert in each tier, weighted with its use, float64 [n_layers,
       n_expert, n_tiers].
@@ -55,8 +56,8 @@ def exchanges(
       [n_layers, n_tiers]. -1 means that the tier has no experts. Two experts are exchanged only if
       their layers use the same pools in both tiers.
     - free: which experts may change their tier, bool [n_layers, n_expert].
-    - margin: the minimum gain of a pair, as a multiple of the mean gain of an expert between the
-      two tiers.
+    - margin: the minimum gain of a pair. 1 stands for the mean difference between an expert's
+      losses in the two tiers.
     """
     _, n_expert, n_tiers = losses.shape
     flat, at = losses.reshape(-1, n_tiers), tiers.reshape(-1)
@@ -100,9 +101,8 @@ def moves(
 ) -> list[Transition]:
     """Return the transitions of experts to their wanted tiers for which slots are free now.
 
-    If no expert is moving and no slot is free for a wanted transition, experts block each other. In
-    that case, experts that should get a lower tier are first moved to the lowest tier, which has
-    reserve slots.
+    Experts can block each other: no expert is moving, and no wanted tier has a free slot. Experts
+    that should get a lower tier then first move to the lowest tier, which has reserve slots.
 
     - wanted: the wanted tier of each expert.
     - resident, target: the tier of each expert in memory and after its transition, uint8 [n_layers,
@@ -143,9 +143,10 @@ class _AnyTiers(Precisions):
     def high(self, offer: TierOffer) -> FileTier:
         """Return the best tier that the policy uses.
 
-        It is usually the tier above B, where B is the best tier in which all experts fit in the
-        budget. A still better tier is used if one slot of it takes a negligible part of the budget.
-        The store requires at least one slot of each tier in use.
+        In some tiers, the experts are small enough that all of them fit in the budget. The result
+        is usually one tier better than the best of these. It is a still better tier if one slot of
+        that tier takes a negligible part of the budget. The store requires at least one slot of
+        each tier in use.
         """
         tiers = offer.tiers
         fits = next((each for each in tiers if offer.fits_whole(each)), tiers[-1])

@@ -125,8 +125,8 @@ class Policies(MutableMapping[str, type[Policy]]):
         So a notebook can define a policy again.
 
         Raises PolicyError for an object that is not a policy class, and for a name that is already
-        in use. Also raises PolicyError if moe-edge uses the name of one of its settings, or if
-        another policy declares that setting differently.
+        in use. Also raises PolicyError for a setting of the policy if moe-edge has a setting with
+        the same name, or if another policy declares this setting differently.
         """
         fault = self._fault(policy)
         if fault is not None:
