@@ -77,9 +77,9 @@ def render_compared(found: Quantizations) -> str:
         f"its experts are read from disk as needed. It is '{NOT}' if even that needs more memory, "
         f"and '{NO_ROOM}' if the download is larger than the free disk space. The column 'first' "
         f"has the seconds until the answer to a first prompt of {found.first_tokens} tokens "
-        "starts. Speeds are those of the CPU alone. Those of models that stream assume uniform expert "
-        "usage, the slowest case; the upper end of a range assumes that few experts get most of "
-        "the tokens."
+        "starts. Speeds are those of the CPU alone. Those of models that stream assume uniform "
+        "expert usage, the slowest case; the upper end of a range assumes that few experts get "
+        "most of the tokens."
     )
     problems = [f"{each.file}: {each.why}" for each in found.rows if each.why]
     left_out = f"{found.left_out} smaller models were not examined." if found.left_out else ""

@@ -38,7 +38,7 @@ RESERVED = frozenset(
         "extra_token_bytes file force force_managed format frequency_penalty grammar high_tier "
         "host hot importance importance_window io_threads json keep_messages kl kl_from kv "
         "latency_us layers layout link logits_all low low_tier max_tokens min_p mirostat "
-        "mirostat_eta mirostat_tau misses model named near_data no_verify out parallel patience "
+        "mirostat_eta mirostat_tau misses model named no_verify out overflow parallel patience "
         "picture policy port prefill presence_penalty prompt prompt_cache prompt_cache_limit "
         "prompt_tokens queue quick ram remember renormalize repeat_last_n repeat_penalty resume "
         "reuse routing rows runs schema scored seed sequences shape stop study system temp text "

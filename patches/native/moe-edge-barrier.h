@@ -9,7 +9,6 @@
 
 #if defined(__linux__) && !defined(__cplusplus)
 
-#include <fcntl.h>
 #include <linux/futex.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -41,16 +40,15 @@ static atomic_llong moe_edge_shared_ns;     // the last duration of sleeping
 // This thread's values at the start of its current measuring period: the clock, and the total time for which the thread
 // had been runnable without a core.
 static _Thread_local struct {
-    int       file;  // its kernel statistics (schedstat); 0: not opened yet, -1: not available
+    int       file;  // its kernel statistics (schedstat); 0: not registered yet, -1: not available
     long long at_ns;
     long long delay_ns;
 } moe_edge_late;
 
-// Registers the calling thread as a compute thread, so that the time in which it is runnable without a core is counted.
-// Implemented in moe-edge-delay.cpp.
-void moe_edge_compute_thread(void);
-
-static _Thread_local int moe_edge_known;
+// Registers the calling thread as a compute thread until it ends, so that the time in which it is runnable without a
+// core is counted. Returns the file of its kernel statistics, or -1 if the kernel does not report this time. The file is
+// closed when the thread ends. Implemented in moe-edge-delay.cpp.
+int moe_edge_compute_thread(void);
 
 static inline long long moe_edge_barrier_ns(void) {
     struct timespec t;
@@ -60,10 +58,6 @@ static inline long long moe_edge_barrier_ns(void) {
 
 // Returns how long this thread has been runnable without a core in total, or -1 if the kernel does not report it.
 static inline long long moe_edge_delay_ns(void) {
-    if (moe_edge_late.file == 0) {
-        const int file = open("/proc/thread-self/schedstat", O_RDONLY | O_CLOEXEC);
-        moe_edge_late.file = file > 0 ? file : -1;
-    }
     char text[64];
     const ssize_t n = moe_edge_late.file > 0 ? pread(moe_edge_late.file, text, sizeof(text) - 1, 0) : 0;
     long long delay_ns;
@@ -108,9 +102,8 @@ static inline void moe_edge_barrier_late(void) {
 // between barriers. `passed` increases by 2 when the barrier is completed. It is odd while a thread sleeps at the
 // barrier.
 static inline void moe_edge_barrier(atomic_int * arrived, atomic_int * passed, int n_threads, void (*relax)(void)) {
-    if (!moe_edge_known) {
-        moe_edge_known = 1;
-        moe_edge_compute_thread();
+    if (moe_edge_late.file == 0) {
+        moe_edge_late.file = moe_edge_compute_thread();
     }
     const int before = atomic_load_explicit(passed, memory_order_relaxed) & ~1;
     if (atomic_fetch_add_explicit(arrived, 1, memory_order_seq_cst) == n_threads - 1) {

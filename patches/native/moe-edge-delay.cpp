@@ -24,6 +24,7 @@ struct compute_threads {
     std::mutex mutex;
     std::vector<compute_thread> threads;
     int64_t delay_ns = 0;  // sum over all threads, including those that have ended
+    bool    any = false;   // a thread has been registered
 };
 
 // The registered threads. The object is never destroyed, because OpenMP's threads may register until the process ends.
@@ -42,38 +43,58 @@ int64_t delay_ns(int file) {
     return sscanf(text, "%*s %lld", &found) == 1 ? found : -1;
 }
 
+// Adds the time since the last measurement of a thread.
+void measure(compute_thread & thread) {
+    const int64_t delay = delay_ns(thread.file);
+    if (delay >= 0) {
+        known.delay_ns += delay - thread.delay_ns;
+        thread.delay_ns = delay;
+    }
+}
+
+// The registration of the current thread. Its end is the end of the thread.
+struct registration {
+    int file = -1;
+
+    ~registration() {
+        std::lock_guard<std::mutex> lock(known.mutex);
+        for (auto it = known.threads.begin(); it != known.threads.end(); ++it) {
+            if (it->file == file) {
+                measure(*it);
+                known.threads.erase(it);
+                close(file);
+                return;
+            }
+        }
+    }
+};
+
 }  // namespace
 
-extern "C" void moe_edge_compute_thread(void) {
+extern "C" int moe_edge_compute_thread(void) {
+    static thread_local registration own;
     char path[64];
     snprintf(path, sizeof(path), "/proc/self/task/%ld/schedstat", (long) syscall(SYS_gettid));
     const int file = open(path, O_RDONLY | O_CLOEXEC);
     const int64_t delay = file < 0 ? -1 : delay_ns(file);
-    if (delay >= 0) {
-        std::lock_guard<std::mutex> lock(known.mutex);
-        known.threads.push_back({ file, delay });
-    } else if (file >= 0) {
-        close(file);
+    if (delay < 0) {
+        if (file >= 0) {
+            close(file);
+        }
+        return -1;
     }
+    std::lock_guard<std::mutex> lock(known.mutex);
+    known.threads.push_back({ file, delay });
+    known.any = true;
+    return own.file = file;
 }
 
 int64_t moe_edge_compute_delay_us() {
     std::lock_guard<std::mutex> lock(known.mutex);
-    if (known.threads.empty() && known.delay_ns == 0) {
-        return -1;
+    for (auto & thread : known.threads) {
+        measure(thread);
     }
-    for (auto it = known.threads.begin(); it != known.threads.end();) {
-        const int64_t delay = delay_ns(it->file);
-        if (delay < 0) {
-            close(it->file);
-            it = known.threads.erase(it);
-            continue;
-        }
-        known.delay_ns += delay - it->delay_ns;
-        it->delay_ns = delay;
-        ++it;
-    }
-    return known.delay_ns / 1000;
+    return known.any ? known.delay_ns / 1000 : -1;
 }
 
 #else
