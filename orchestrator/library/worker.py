@@ -18,6 +18,15 @@ from orchestrator.runtime import threads
 
 T = TypeVar("T")
 
+# An interrupt that arrives just before a wait begins does not end the wait. So waits end this often.
+_LOOK_S = 0.25
+
+
+def _wait(event: threading.Event) -> None:
+    """Wait for an event. A signal is handled within a quarter of a second."""
+    while not event.wait(_LOOK_S):
+        pass
+
 
 class Stops:
     """A function object that ends native work when it is called. Pass it as `stop` to Worker.call.
@@ -139,12 +148,12 @@ class Worker:
         try:
             if self._has_ended:
                 self._refuse_calls()
-            call.ended.wait()
+            _wait(call.ended)
         except BaseException:
             if not call.cancel():
                 self.post(call.drop)
             stop()
-            call.ended.wait()
+            _wait(call.ended)
             raise
         if call.error is not None:
             raise call.error
