@@ -18,7 +18,7 @@ from orchestrator.runtime import threads
 
 T = TypeVar("T")
 
-# An interrupt that arrives just before a wait begins does not end the wait. So waits end this often.
+# An interrupt that arrives just before a wait begins does not end it, so waits are short.
 _LOOK_S = 0.25
 
 
