@@ -205,14 +205,19 @@ class KeptConversations:
             return
         policy = self._driver.save_sequence(sequence)
         marks = () if policy is None else (Mark(n, None, policy),)
+        is_whole = False
 
         def write(path: Path) -> Stored | None:
+            nonlocal is_whole
             n_bytes, n_tokens, parts = self._native.save(sequence, path)
-            # llama.cpp empties a sequence to free memory for others.
-            return Stored(n_bytes, parts) if n_tokens == n else None
+            # llama.cpp empties a sequence to free memory for others, and saves nothing while it
+            # ends. `leave` saves the sequence then.
+            is_whole = n_tokens == n
+            return Stored(n_bytes, parts) if is_whole else None
 
         self._folder.save(self._key, held, self._native.has_part, marks, write)
-        self._saved[sequence] = np.array(held, np.int32)
+        if is_whole:
+            self._saved[sequence] = np.array(held, np.int32)
 
     def _bring(self, sequence: int, kept: Listed, n_usable: int) -> bool:
         """Replace the contents of a sequence with a saved conversation. Return False on failure.

@@ -4,6 +4,7 @@ import json
 import re
 import signal
 import struct
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from command_line import run
 from served import serving
 from waiting import wait_until
 
+from orchestrator.runtime.kept import KeptConversations
 from orchestrator.runtime.prompt_copies import _FOOTER, Mark, PromptFolder
 
 LONG = [{"role": "user", "content": "Where do the experts lie, and who reads them? " * 30}]
@@ -134,6 +136,36 @@ def test_a_file_too_long_for_the_context_is_kept(model, tmp_path):
         assert server.end(signal.SIGTERM)[1].count(f"{path}: no memory for this kept") == 1
     with started(model, folder) as server:
         assert asked(server, going_on(LONG, said))[1] < n // 10
+
+
+def test_a_conversation_is_saved_although_llama_cpp_was_ending(tmp_path):
+    """llama.cpp saves nothing while it ends. After its end, the conversation is saved."""
+    tokens = list(range(2000))
+    data = struct.pack("<III2000i8x", 0x67677371, 3, len(tokens), *tokens)
+
+    class Native:
+        has_part, is_ending = False, True
+
+        def match(self, sequence, prompt):
+            return 0, False
+
+        def tokens(self, sequence):
+            return tokens
+
+        def save(self, sequence, path):
+            if self.is_ending:
+                return 0, 0, []
+            return path.write_bytes(data), len(tokens), []
+
+    native, driver = Native(), SimpleNamespace(save_sequence=lambda sequence: None)
+    kept = KeptConversations(PromptFolder(tmp_path, 1 << 20), "a", driver, native, "saves", print)
+    kept.before_prompt(0, tokens)
+    kept.answered([0], is_good=True)
+    kept.thread.submit(lambda: None).result()
+    assert files(tmp_path) == []
+    native.is_ending = False
+    kept.leave(None)
+    assert len(files(tmp_path)) == 1
 
 
 def test_damaged_files_and_files_above_the_limit_are_read_again(model, tmp_path):
