@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 
 from gguf_tools.columns import aligned
-from gguf_tools.errors import GGUFError
 from gguf_tools.process import compute_threads
+from models.real.command import reporting_errors
 from models.real.judge import Values, compare, interval
-from orchestrator.errors import ConfigError, MoeEdgeError
+from orchestrator.errors import ConfigError
 from orchestrator.lab.observe import observe
 
 ARCHIVE = "eval/blimp/BLiMP.zip"
@@ -62,6 +62,7 @@ def _shown(values: Values) -> str:
     return f"{mean:.1f} ({low:.1f} to {high:.1f})"
 
 
+@reporting_errors
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m models.real.accuracy", description=__doc__)
@@ -72,27 +73,23 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, help="compute threads [default: free cores]")
     args = parser.parse_args(argv)
     threads = compute_threads(args.threads)
-    try:
-        for task in TASKS:
-            pairs = read_pairs(args.data, task, args.items)
-            with observe(args.dense, 64, threads, lambda node: False, lambda node: None) as reader:
-                windows = [
-                    reader.model.tokenize(_START + each, add_special=False, parse_special=True)
-                    for pair in pairs
-                    for each in pair
-                ]
-            base, scores = compare(args.dense, args.models, windows, threads)
-            dense = solved(base, windows)
-            rows = [["model", "solved, % (95 %)", "difference in points (95 %)"]]
-            rows.append(["dense", _shown(dense), ""])
-            for path, score in zip(args.models, scores, strict=True):
-                mine = solved(score.nll, windows)
-                rows.append([path.name, _shown(mine), _shown(mine - dense)])
-            head = f"blimp_{task}: {len(pairs)} items, chance 50 %"
-            print("\n".join([head, *aligned(rows)]), flush=True)
-    except (GGUFError, MoeEdgeError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    for task in TASKS:
+        pairs = read_pairs(args.data, task, args.items)
+        with observe(args.dense, 64, threads, lambda node: False, lambda node: None) as reader:
+            windows = [
+                reader.model.tokenize(_START + each, add_special=False, parse_special=True)
+                for pair in pairs
+                for each in pair
+            ]
+        base, scores = compare(args.dense, args.models, windows, threads)
+        dense = solved(base, windows)
+        rows = [["model", "solved, % (95 %)", "difference in points (95 %)"]]
+        rows.append(["dense", _shown(dense), ""])
+        for path, score in zip(args.models, scores, strict=True):
+            mine = solved(score.nll, windows)
+            rows.append([path.name, _shown(mine), _shown(mine - dense)])
+        head = f"blimp_{task}: {len(pairs)} items, chance 50 %"
+        print("\n".join([head, *aligned(rows)]), flush=True)
     return 0
 
 

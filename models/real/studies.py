@@ -20,11 +20,10 @@ from pathlib import Path
 
 import numpy as np
 
-from gguf_tools.errors import GGUFError
+from models.real.command import reporting_errors
 from models.real.judge import interval
 from models.real.make import report
 from orchestrator.config import Config
-from orchestrator.errors import MoeEdgeError
 from orchestrator.lab.eval.judge import Reference
 from orchestrator.lab.eval.run import EvalOptions, best_config, read_reference
 from orchestrator.lab.study.dymoe import SPREADS, Accuracy, Critical, Depth
@@ -136,6 +135,7 @@ STUDIES: dict[str, tuple[type[Study], type[Subject]]] = {
 }
 
 
+@reporting_errors
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m models.real.studies", description=__doc__)
@@ -148,18 +148,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--low", default="q2_0", help="low precision [default: q2_0]")
     parser.add_argument("--threads", type=int, help="compute threads [default: free cores]")
     args = parser.parse_args(argv)
-    try:
-        config = Config.build(
-            model=args.model, high_tier=args.high, low_tier=args.low, threads=args.threads
-        )
-        options = EvalOptions(text=args.text, tokens=args.tokens, window=args.window)
-        study, subject = STUDIES[args.study]
-        for table in study().measure(subject(config, options, report)).tables:
-            if table.rows:
-                print(table.text(), flush=True)
-    except (GGUFError, MoeEdgeError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    config = Config.build(
+        model=args.model, high_tier=args.high, low_tier=args.low, threads=args.threads
+    )
+    options = EvalOptions(text=args.text, tokens=args.tokens, window=args.window)
+    study, subject = STUDIES[args.study]
+    for table in study().measure(subject(config, options, report)).tables:
+        if table.rows:
+            print(table.text(), flush=True)
     return 0
 
 

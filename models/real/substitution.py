@@ -27,15 +27,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gguf_tools.errors import GGUFError
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.reader import GGUFFile
 from gguf_tools.process import compute_threads
 from gguf_tools.quantize.ggml import load_ggml
 from models.real.activations import Floats
+from models.real.command import reporting_errors
 from models.real.text import FIT, JUDGED, fit_windows, judged_documents, judged_windows
 from orchestrator.cache.files import write_whole
-from orchestrator.errors import ConfigError, MoeEdgeError
+from orchestrator.errors import ConfigError
 from orchestrator.lab.observe import Node, Observer, observe
 
 Ints = npt.NDArray[np.int64]
@@ -438,6 +438,7 @@ def finished_windows(out: Path, options: Mapping[str, Any]) -> list[dict[str, An
     return windows
 
 
+@reporting_errors
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m models.real.substitution", description=__doc__)
@@ -461,46 +462,42 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--stepped", action="store_true", help="evaluate token by token")
     parser.add_argument("--threads", type=int, help="compute threads [default: free cores]")
     args = parser.parse_args(argv)
-    try:
-        experts = Experts(args.model)
-        n_resident = args.resident or experts.n_expert // 2
-        with observe(
-            args.model, 512, compute_threads(args.threads), lambda node: False, lambda node: None
-        ) as reader:
+    experts = Experts(args.model)
+    n_resident = args.resident or experts.n_expert // 2
+    with observe(
+        args.model, 512, compute_threads(args.threads), lambda node: False, lambda node: None
+    ) as reader:
 
-            def tokenize(text: str) -> list[int]:
-                return reader.model.tokenize(text, add_special=True, parse_special=True)
+        def tokenize(text: str) -> list[int]:
+            return reader.model.tokenize(text, add_special=True, parse_special=True)
 
-            fitted = fit_windows(tokenize, args.data, args.fit_tokens, tuple(args.fit))
-            documents = judged_documents(args.data, args.text, 64 * args.documents * args.window)
-            cut = judged_windows(tokenize, documents, 1 << 30, args.window, 1)
-        windows = [window for _, window in cut if len(window) == args.window][: args.documents]
-        layers = fit(args.model, experts, fitted, n_resident, args.threads)
-        options = {
-            "model": args.model.name,
-            "text": args.text,
-            "fit": list(args.fit),
-            "fit_tokens": args.fit_tokens,
-            "resident": n_resident,
-            "window": args.window,
-            "levels": list(args.levels),
-            "biases": list(args.biases),
-        }
-        known = finished_windows(args.out, options)
-        records = measure(
-            args.model,
-            experts,
-            layers,
-            windows,
-            known,
-            args.seconds,
-            args.stepped,
-            args.threads,
-            choices(args.levels, args.biases),
-        )
-    except (GGUFError, MoeEdgeError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        fitted = fit_windows(tokenize, args.data, args.fit_tokens, tuple(args.fit))
+        documents = judged_documents(args.data, args.text, 64 * args.documents * args.window)
+        cut = judged_windows(tokenize, documents, 1 << 30, args.window, 1)
+    windows = [window for _, window in cut if len(window) == args.window][: args.documents]
+    layers = fit(args.model, experts, fitted, n_resident, args.threads)
+    options = {
+        "model": args.model.name,
+        "text": args.text,
+        "fit": list(args.fit),
+        "fit_tokens": args.fit_tokens,
+        "resident": n_resident,
+        "window": args.window,
+        "levels": list(args.levels),
+        "biases": list(args.biases),
+    }
+    known = finished_windows(args.out, options)
+    records = measure(
+        args.model,
+        experts,
+        layers,
+        windows,
+        known,
+        args.seconds,
+        args.stepped,
+        args.threads,
+        choices(args.levels, args.biases),
+    )
     squared = []
     for layer in layers:
         pairs = np.outer(~layer.resident, layer.resident) & (layer.correlations > 0)

@@ -19,9 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from gguf_tools.columns import aligned
+from models.real.command import reporting_errors
 from models.real.judge import DRAWS
 from models.real.substitution import BIAS, SKIP, WAYS, Choice, choices
-from orchestrator.errors import ConfigError, MoeEdgeError
+from orchestrator.errors import ConfigError
 from orchestrator.lab.plotting import Line, Panel, draw
 
 Values = npt.NDArray[np.float64]
@@ -155,6 +156,7 @@ def panel(results: Results) -> Panel:
     )
 
 
+@reporting_errors
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Returns the exit status."""
     parser = argparse.ArgumentParser(
@@ -163,15 +165,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--draw", type=Path, help=f"folder for {NAME}.png and {NAME}.svg")
     args = parser.parse_args(argv)
-    try:
-        found = [Results(path) for path in args.files]
-        print("\n\n".join(table(each) for each in found))
-        if args.draw is not None:
-            rows = 2 if len(found) > 2 and len(found) % 2 == 0 else 1
-            draw(args.draw, NAME, [panel(each) for each in found], rows)
-    except (MoeEdgeError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    found = [Results(path) for path in args.files]
+    print("\n\n".join(table(each) for each in found))
+    if args.draw is not None:
+        rows = 2 if len(found) > 2 and len(found) % 2 == 0 else 1
+        draw(args.draw, NAME, [panel(each) for each in found], rows)
     return 0
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from gguf_tools.known import DATA, known_models
 from gguf_tools.process import default_threads, processor_name
 from orchestrator.cache.files import digest, keep, recalled, user_folder
-from orchestrator.cost.outlook import NO_ROOM, WELL, check_several, foresee, memory_for
+from orchestrator.cost.outlook import NO_ROOM, WELL, Outlook, check_several, foresee, memory_for
 from orchestrator.plan.machine import probe
 from orchestrator.plan.records import Machine
 
@@ -30,13 +30,12 @@ _AS_MUCH, _DISTURBED_S = 0.05, 600.0
 _MOST = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One row of the table of known models: a model in one precision.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row(Outlook):
+    """One row of the table of known models: how a model in one precision runs on this machine.
 
     total_b, active_b: number of all parameters, and of those that one token uses, in billions.
-    disk_bytes: size of the file. The fields from `runs` on have the same meaning as in Outlook
-    (orchestrator.cost.outlook).
+    disk_bytes: size of the file.
     """
 
     model: str
@@ -44,14 +43,6 @@ class Row:
     total_b: float
     active_b: float
     disk_bytes: int
-    runs: str
-    ram_bytes: int
-    tokens_s: float | None = None
-    tokens_s_skewed: float | None = None
-    tokens_s_long: float | None = None
-    first_s: float | None = None
-    hit_rate: float | None = None
-    reading: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,9 +168,17 @@ def _find(
         for number, each in enumerate(models):
             for precision in each.precisions:
                 with ExpertModel.of_parts(each.parts(precision)) as model:
-                    of = each.total_b, each.active_b, model.parts[0].size
                     found = foresee(request, model, machine, disk, speeds)
-                    rows.append(Row(each.name, precision, *of, **asdict(found)))
+                    rows.append(
+                        Row(
+                            model=each.name,
+                            precision=precision,
+                            total_b=each.total_b,
+                            active_b=each.active_b,
+                            disk_bytes=model.parts[0].size,
+                            **asdict(found),
+                        )
+                    )
             begins("Planning known models", (number + 1) / len(models))
         note = DISTURBED if speeds.disturbed else ""
     here = ram, 0, disk.bytes_per_s, threads, processor_name()

@@ -57,7 +57,16 @@ def test_known_models_are_listed_and_kept(machine):
 
 
 def test_the_order_of_the_table():
-    row = Row("a", "Q8_0", 10.0, 1.0, 100, FITS, 50, tokens_s=20.0)
+    row = Row(
+        model="a",
+        precision="Q8_0",
+        total_b=10.0,
+        active_b=1.0,
+        disk_bytes=100,
+        runs=FITS,
+        ram_bytes=50,
+        tokens_s=20.0,
+    )
     rows = (
         row,
         replace(row, precision="Q2_K", disk_bytes=30, tokens_s=40.0),
