@@ -73,9 +73,9 @@ _TABLES = (0xC4, 0xDB, _DRI, _DNL, 0xFE, *range(0xE0, 0xF0))
 _RESTARTS = range(0xD0, 0xD8)
 _BASELINE, _EXTENDED, _PROGRESSIVE = 0xC0, 0xC1, 0xC2
 _REFUSED_FRAMES = {
-    **dict.fromkeys((0xC3, 0xCB), "lossless"),
-    **dict.fromkeys((0xC5, 0xC6, 0xC7, 0xDE), "hierarchical"),
-    **dict.fromkeys((0xC9, 0xCA, 0xCC, 0xCD, 0xCE, 0xCF), "arithmetic-coded"),
+    **dict.fromkeys((0xC3, 0xCB), "a lossless"),
+    **dict.fromkeys((0xC5, 0xC6, 0xC7, 0xDE), "a hierarchical"),
+    **dict.fromkeys((0xC9, 0xCA, 0xCC, 0xCD, 0xCE, 0xCF), "an arithmetic-coded"),
 }
 # The end of compressed data: a marker other than a restart. FF 00 is a byte of data.
 _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
@@ -108,7 +108,7 @@ class ImageLimits:
         """Raise ConfigError if a file is too long. name: the beginning of the message."""
         if n_bytes > self.file_bytes:
             raise ConfigError(
-                f"{name}: the image has {format_size(n_bytes)}, and the limit is "
+                f"{name}: the image has {format_size(n_bytes, up=True)}, and the limit is "
                 f"{format_size(self.file_bytes)}: {_SMALLER}"
             )
 
@@ -411,7 +411,7 @@ def _jpeg(data: bytes, limits: ImageLimits, name: str) -> Image:
     for marker, start, end in _markers(data, name):
         if marker in _REFUSED_FRAMES:
             kind = _REFUSED_FRAMES[marker]
-            raise ConfigError(f"{name}: this is a {kind} JPEG, which is not supported: {_AGAIN}")
+            raise ConfigError(f"{name}: this is {kind} JPEG, which is not supported: {_AGAIN}")
         if marker in (_BASELINE, _EXTENDED, _PROGRESSIVE):
             if image is not None:
                 _damaged(name, what, "it has two headers")

@@ -111,9 +111,10 @@ def settle_images(messages: Sequence[Any], limits: ImageLimits | None, field: st
         images.append(image)
         n_bytes += image.n_bytes
         if n_bytes > limits.file_bytes:
+            total, most = format_size(n_bytes, up=True), format_size(limits.file_bytes)
             raise ConfigError(
-                f"the images of the conversation have {format_size(n_bytes)}, and the limit is "
-                f"{format_size(limits.file_bytes)}: make them smaller, or leave some of them out"
+                f"the images of the conversation have {total}, and the limit is {most}: make them "
+                f"smaller, or leave some of them out"
             )
     limits.check_memory(decode_bytes(images), f"{field}: {len(images)} images")
     return texts
