@@ -1,6 +1,6 @@
 """llama.cpp as published by upstream, without our patches, for comparisons.
 
-A build has the library, llama-quantize and llama-imatrix.
+A build has the library and the programs in TARGETS.
 
     python tests/helpers/unpatched.py FOLDER       builds them from the pinned source: minutes
     MOE_EDGE_UNPATCHED=FOLDER python -m pytest tests/unit/convert/test_unpatched.py
@@ -22,7 +22,7 @@ REPO = Path(__file__).resolve().parents[2]
 VARIABLE = "MOE_EDGE_UNPATCHED"
 # Read at import, because each test gets an environment without such variables.
 FOLDER = os.environ.get(VARIABLE)
-TARGETS = ("llama", "llama-quantize", "llama-imatrix")
+TARGETS = ("llama", "llama-quantize", "llama-imatrix", "llama-mtmd-cli")
 
 
 def build(folder):
