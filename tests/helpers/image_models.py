@@ -31,7 +31,6 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from gguf_tools.convert import convert, upstream
 from gguf_tools.convert.pretokenizer import LLAMA3_SPLIT, QWEN2_SPLIT
 
-N_VOCAB = 384
 END = "<|endoftext|>"
 TEMPLATE = (
     "{% for message in messages %}BEFORE{{ message.role }}AFTER"
@@ -50,8 +49,9 @@ class Family:
     vision: settings of the image encoder.
     tokenizer: returns the tokenizer for a list of special tokens.
     turn: texts before the role, between role and content, and after the content of a message.
-    special: further special tokens, which upstream places around an image.
-    processor: further settings of the preprocessor.
+    special: further special tokens: before an image, after it, and instead of its tokens.
+    gains: factors for weights of the text model, by parts of their names. They are chosen so that
+        answers do not repeat one token.
     publish: changes the tensors to the published form if transformers writes another form.
     """
 
@@ -60,8 +60,8 @@ class Family:
     vision: dict[str, Any]
     tokenizer: Callable[[list[str]], Tokenizer]
     turn: tuple[str, str, str]
-    special: tuple[str, ...]
-    processor: dict[str, Any] = field(default_factory=dict)
+    special: tuple[str, str, str]
+    gains: dict[str, float] = field(default_factory=dict)
     publish: Callable[[dict[str, Any]], dict[str, Any]] = dict
 
 
@@ -109,10 +109,9 @@ def with_columns_first(tensors: dict[str, Any]) -> dict[str, Any]:
 
 # fmt: off
 SIZES = {
-    "vocab_size": N_VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
-    "max_position_embeddings": 2048, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None,
-    "tie_word_embeddings": False,
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 2048, "bos_token_id": 0,
+    "eos_token_id": 1, "pad_token_id": None, "tie_word_embeddings": False,
 }
 EXPERTS = {"moe_intermediate_size": 96, "num_experts": 8, "num_experts_per_tok": 2}
 ENCODER = {"hidden_size": 32, "intermediate_size": 48}
@@ -168,6 +167,7 @@ FAMILIES = {
             "position_embedding_size": 4096,
         },
         with_byte_fallback, ("<|turn>", "\n", "<turn|>"), ("<|image>", "<image|>", "<|image|>"),
+        gains={"post_attention_layernorm": 3.0},
     ),
     # A larger image is divided into up to 9 tiles, and followed by the whole image in one tile. A
     # tile has 16 tokens.
@@ -186,18 +186,19 @@ FAMILIES = {
             "projector_output_dim": 64,
         },
         byte_level(LLAMA3_SPLIT), ("<|header_start|>", "<|header_end|>\n\n", "<|eot|>"),
-        ("<|image_start|>", "<|image_end|>", "<|image|>", "<|patch|>"),
+        ("<|image_start|>", "<|image_end|>", "<|patch|>"), gains={"embed_tokens": 12.0},
     ),
 }
 # fmt: on
 
 
-def _randomise(model: Any, n_special: int) -> None:
+def _randomise(model: Any, n_special: int, gains: dict[str, float]) -> None:
     """Set random weights so that every part affects the logits.
 
     Matrices have unit gain. Norms and biases are not neutral. The router's rows are long, so
-    rounding does not change the choice of experts. The embeddings of special tokens are short, and
-    so are their rows of the output matrix.
+    rounding does not change the choice of experts. Attention is sharp, and recurrent layers forget
+    slowly, so an image affects a long answer. The embeddings of special tokens and their rows of
+    the output matrix are short, so special tokens are not in an answer.
     """
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -206,45 +207,44 @@ def _randomise(model: Any, n_special: int) -> None:
             if values.dim() > 1:
                 is_router = name.endswith(("gate.weight", "router.weight", "router.proj.weight"))
                 n_inputs = values[0].numel() if values.dim() > 3 else values.shape[-1]
-                is_router = is_router and "shared" not in name
                 values.copy_(noise * (8.0 if is_router else 1.0) / math.sqrt(n_inputs))
+            elif name.endswith("A_log"):
+                values.copy_(0.2 * noise - 3.0)
             elif "norm" in name or "bias" in name:
                 values.add_(0.2 * noise)
             if name.endswith(("embed_tokens.weight", "lm_head.weight")):
                 values[:n_special] *= 0.05
+            if "vision" not in name and "visual" not in name:
+                for part, gain in {"q_norm": 2.0, "k_norm": 2.0, **gains}.items():
+                    values.mul_(gain if part in name else 1.0)
             values.copy_(values.half().float())
 
 
 def write_checkpoint(family: Family, folder: Path) -> None:
     """Write the checkpoint of a model with random weights, as it would be published."""
-    ends = [END, family.turn[2], family.turn[0].strip()]
-    special = list(dict.fromkeys([*ends, *(each.strip() for each in family.turn), *family.special]))
-    special = [each for each in special if each]
+    before, after, close = family.turn
+    marks = (END, close, before, after.strip(), *family.special)
+    special = list(dict.fromkeys(each for each in marks if each))
+    tokenizer = family.tokenizer(special)
     config_class = getattr(transformers, f"{family.name}Config")
     vision_class = getattr(transformers, f"{family.name}VisionConfig")
     torch.manual_seed(1)  # for weights that _randomise does not set
     config = config_class(
-        text_config={**SIZES, **family.text},
+        text_config={**SIZES, **family.text, "vocab_size": tokenizer.get_vocab_size()},
         vision_config=vision_class(**family.vision),
         tie_word_embeddings=family.text.get("tie_word_embeddings", False),
         image_token_id=special.index(family.special[2]),
     )
     model = getattr(transformers, f"{family.name}ForConditionalGeneration")(config).eval()
-    _randomise(model, len(special))
+    _randomise(model, len(special), family.gains)
     model.save_pretrained(folder)
     path = folder / "model.safetensors"
     save_file(family.publish(load_file(path)), path, metadata={"format": "pt"})
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=family.tokenizer(special),
-        bos_token=END,
-        eos_token=family.turn[2],
-        extra_special_tokens=special,
-    )
-    tokenizer.save_pretrained(folder)
-    before, after, close = family.turn
+    ends = {"bos_token": END, "eos_token": close, "extra_special_tokens": special}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **ends).save_pretrained(folder)
     template = TEMPLATE.replace("BEFORE", before).replace("AFTER", after).replace("CLOSE", close)
     (folder / "chat_template.jinja").write_text(template)
-    processor = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, **family.processor}
+    processor = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
 
 
