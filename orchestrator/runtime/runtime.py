@@ -42,7 +42,9 @@ from orchestrator.policy import PLAIN, policy_settings
 from orchestrator.runtime import threads
 from orchestrator.runtime.answer import Answer
 from orchestrator.runtime.answering import AHEAD_BYTES, Answering, kept_prompts, server_library
+from orchestrator.runtime.encoder import Encoder
 from orchestrator.runtime.evaluator import Evaluator, Inside
+from orchestrator.runtime.image_files import ImageLimits
 from orchestrator.runtime.kept import KeptConversations, prompt_folder, state_key
 from orchestrator.runtime.load import Loader, Progress
 from orchestrator.runtime.report import StoreCosts, memory_now, status_line
@@ -216,6 +218,7 @@ class Runtime(Closing):
         # The chosen settings, with the context of one answer instead of all answers.
         self.config = runs.config.with_changes(ctx=given.ctx)
         self._native: NativeServer | None = None
+        self._encoder: Encoder | None = None
         self._kept: KeptConversations | None = None
         try:
             if self._answering is not None:
@@ -229,6 +232,7 @@ class Runtime(Closing):
 
     def _start(self, answering: Answering) -> None:
         """Open llama.cpp's server core on the loaded model, and start the decode thread."""
+        self._encoder = answering.encoder(self.config)
         loaded, config, model = self._loaded, self._loaded.runs.config, self._model
         cache_mib, checkpoints = kept_prompts(
             loaded.plan.prompt_bytes, part_bytes(model, config), answering.parallel
@@ -250,6 +254,8 @@ class Runtime(Closing):
             n_checkpoints=checkpoints,
             most_ahead=AHEAD_BYTES,
             loud=native_log_enabled(),
+            mmproj=self._encoder.path if self._encoder else None,
+            image_max_tokens=config.image_max_tokens,
         )
         library = server_library(self._loader.bindings)
         # llama.cpp decodes two tokens to learn whether the context's memory can drop tokens.
@@ -258,7 +264,7 @@ class Runtime(Closing):
             native = NativeServer(library, *handles, spec)
         native.note = self._say
         if self._folder is not None:
-            key = state_key(config, model, loaded.plan)
+            key = state_key(config, model, loaded.plan, self._encoder)
             self._kept = KeptConversations(
                 self._folder, key, loaded.driver, native, f"{answering.threads}kept", self._say
             )
@@ -286,6 +292,11 @@ class Runtime(Closing):
         n_cells = self._loaded.context.n_ctx
         own = self.config.ctx or self._model.hparams.context_length or n_cells
         return min(own, n_cells)
+
+    @property
+    def images(self) -> ImageLimits | None:
+        """The limits for images in requests, or None if the model takes no images."""
+        return self._encoder.limits if self._encoder is not None else None
 
     @property
     def _prompt_remedy(self) -> str:

@@ -58,6 +58,7 @@ def answering(config: Config, settings: ServeSettings, words: Words, threads: st
         + SCORE_BYTES * most_scored(config),
         scored=SCORED_TOKENS,
         grammars=True,
+        images=True,
         name=settings.alias or "",
         chat_template=settings.chat_template_text(),
         threads=threads,
