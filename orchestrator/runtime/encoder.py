@@ -7,6 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from gguf_tools.file.reader import GGUFFile, architecture
+from gguf_tools.hub.selection import is_encoder
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError, NativeError
 from orchestrator.native.llama import Bindings
@@ -59,9 +60,7 @@ def _beside(model: Path) -> Path | None:
     If there are several, it is the one whose name has the most in common with the model's name.
     """
     found = sorted(
-        each
-        for each in model.parent.glob("*.gguf")
-        if each.name.lower().startswith("mmproj") and each.is_file()
+        each for each in model.parent.glob("*.gguf") if is_encoder(each.name) and each.is_file()
     )
 
     def common(path: Path) -> int:
