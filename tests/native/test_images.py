@@ -48,7 +48,7 @@ class Model:
     def serving(self, **settings):
         """Open a runtime with this model."""
         usual = {"ctx": CONTEXT, "ubatch": BATCH, "image_max_tokens": self.most_tokens}
-        return serving(model=self.path, mmproj=self.mmproj, **(usual | settings))
+        return serving(model=self.path, **(usual | {"mmproj": self.mmproj} | settings))
 
 
 @pytest.fixture(scope="module")
