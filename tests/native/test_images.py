@@ -118,16 +118,26 @@ def choices_in(body):
     return choices
 
 
-def answer_to(runtime, messages, **settings):
-    """Return the body of the greedy answer to messages.
+def begin_answer_to(runtime, messages, sequence=0, **settings):
+    """Submit a request for the greedy answer to messages.
 
     The prompt is read from its beginning, because the sizes of its parts affect rounding.
     """
     asked = {"messages": messages, "max_tokens": N_TOKENS, "logprobs": True, "top_logprobs": 2}
-    asked |= {"temperature": 0, "cache_prompt": False} | settings
-    status, text = whole(posted(runtime, CHAT, sequences=(0,), **asked))
+    asked |= {"temperature": 0, "cache_prompt": False, "id_slot": sequence} | settings
+    return posted(runtime, CHAT, sequences=(sequence,), **asked)
+
+
+def body_of(answer):
+    """Wait for an answer that must succeed, and return its body."""
+    status, text = whole(answer)
     assert status == 200, text
     return json.loads(text)
+
+
+def answer_to(runtime, messages, **settings):
+    """Return the body of the greedy answer to messages."""
+    return body_of(begin_answer_to(runtime, messages, **settings))
 
 
 def about(runtime, *names, **settings):
@@ -248,6 +258,15 @@ def test_a_saved_conversation_does_not_read_its_image_again(model, tmp_path):
         n_reused, n_read = counts(after)
         assert n_read < 40 < n_reused
         assert_same_tokens(choices_in(after), choices_in(answer_to(runtime, messages)), tie=NEAR)
+
+
+def test_answers_at_the_same_time(model, plain):
+    """Two conversations are computed in the same steps, except for their images."""
+    names = ("wide.png", "tall.png")
+    with model.serving(parallel=2, **model.few) as runtime:
+        begun = [begin_answer_to(runtime, [asked_about(each)], i) for i, each in enumerate(names)]
+        for name, answer in zip(names, begun, strict=True):
+            assert_same_tokens(choices_in(body_of(answer)), plain[name], tie=NEAR)
 
 
 def test_a_micro_batch_that_divides_images_is_refused(models):
