@@ -31,8 +31,10 @@ BATCH = 256
 MOST_TOKENS = {"gemma4": BATCH}
 # Two tokens are equally good if their logits differ by less.
 TIE = 1e-3
-# The same for prompts that are read in other parts, which round differently.
-NEAR = 0.05
+# The same if prompts are read in other parts. The random models amplify the difference in rounding,
+# up to 0.1 in the first tokens, with images as with text.
+NEAR = 0.2
+N_NEAR = 8
 
 
 @dataclass(frozen=True)
@@ -145,13 +147,19 @@ def about(runtime, *names, **settings):
     return choices_in(answer_to(runtime, [asked_about(*names)], **settings))
 
 
-def assert_same_tokens(ours, theirs, tie=TIE):
-    """Check that two answers have the same tokens up to a tie."""
+def assert_same(ours, theirs, n_tokens=N_TOKENS, tie=TIE):
+    """Check that two answers have the same tokens up to a tie, with the same leads."""
     assert len(ours) == len(theirs) == N_TOKENS
-    for i, (own, other) in enumerate(zip(ours, theirs, strict=True)):
+    for i, (own, other) in enumerate(zip(ours[:n_tokens], theirs[:n_tokens], strict=True)):
         if own.token != other.token:
             assert max(own.lead, other.lead) < tie, f"token {i} differs"
             return
+        assert abs(own.lead - other.lead) < tie, f"the lead of token {i} differs"
+
+
+def assert_near(ours, theirs):
+    """Check two answers to a prompt that was read in different parts."""
+    assert_same(ours, theirs, N_NEAR, NEAR)
 
 
 @pytest.fixture(scope="module")
@@ -179,12 +187,12 @@ def upstream():
 @pytest.mark.parametrize("name", IMAGES)
 def test_answers_equal_upstreams(name, managed, model, tmp_path, upstream):
     """With few resident experts, the tokens equal llama-mtmd-cli's for the same sizes."""
-    assert_same_tokens(about(managed, name), upstream(model, tmp_path, name))
+    assert_same(about(managed, name), upstream(model, tmp_path, name))
 
 
 def test_answers_about_two_images_equal_upstreams(managed, model, tmp_path, upstream):
     names = ("square.jpg", "wide.png")
-    assert_same_tokens(about(managed, *names), upstream(model, tmp_path, *names))
+    assert_same(about(managed, *names), upstream(model, tmp_path, *names))
 
 
 def test_images_change_the_answer(plain):
@@ -218,7 +226,7 @@ def test_images_are_recognised_by_content(keeping, plain):
     """A prompt that differs from an earlier one only in its image does not reuse that image."""
     for name in ("square.jpg", "dot.png", "square.jpg", "square.jpg"):
         answer = about(keeping, name, cache_prompt=True)
-        assert_same_tokens(answer, plain[name], tie=NEAR)
+        assert_near(answer, plain[name])
 
 
 def counts(body):
@@ -244,7 +252,7 @@ def test_the_next_turn_does_not_read_its_image_again(keeping):
     after = answer_to(keeping, messages, cache_prompt=True)
     n_reused, n_read = counts(after)
     assert n_read < 40 < n_reused
-    assert_same_tokens(choices_in(after), choices_in(answer_to(keeping, messages)), tie=NEAR)
+    assert_near(choices_in(after), choices_in(answer_to(keeping, messages)))
 
 
 def test_a_saved_conversation_does_not_read_its_image_again(model, tmp_path):
@@ -257,7 +265,7 @@ def test_a_saved_conversation_does_not_read_its_image_again(model, tmp_path):
         after = answer_to(runtime, messages, cache_prompt=True)
         n_reused, n_read = counts(after)
         assert n_read < 40 < n_reused
-        assert_same_tokens(choices_in(after), choices_in(answer_to(runtime, messages)), tie=NEAR)
+        assert_near(choices_in(after), choices_in(answer_to(runtime, messages)))
 
 
 def test_answers_at_the_same_time(model, plain):
@@ -266,7 +274,7 @@ def test_answers_at_the_same_time(model, plain):
     with model.serving(parallel=2, **model.few) as runtime:
         begun = [begin_answer_to(runtime, [asked_about(each)], i) for i, each in enumerate(names)]
         for name, answer in zip(names, begun, strict=True):
-            assert_same_tokens(choices_in(body_of(answer)), plain[name], tie=NEAR)
+            assert_near(choices_in(body_of(answer)), plain[name])
 
 
 def test_a_micro_batch_that_divides_images_is_refused(models):
