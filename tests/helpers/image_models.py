@@ -1,6 +1,6 @@
 """Tiny random models with image encoders, converted by upstream's converter, and images for them.
 
-    python tests/helpers/image_models.py FOLDER       writes all models and images, for other uses
+    PYTHONPATH=. python tests/helpers/image_models.py FOLDER     writes all models and images
 
 Each model consists of a GGUF model with experts and a GGUF file with the image encoder, which
 llama.cpp calls mmproj. Each token of an answer is a printable ASCII character: other tokens are
@@ -280,7 +280,7 @@ def _write_encoder(checkpoint: Path, path: Path) -> None:
 
 
 def _drawn(width: int, height: int, seed: int) -> Image.Image:
-    """An image with a gradient, a disc and noise."""
+    """Return an image with a gradient, a disc and noise."""
     y, x = np.mgrid[:height, :width]
     disc = np.hypot(x - 0.6 * width, y - 0.4 * height) < 0.25 * min(width, height)
     planes = [255 * x / max(1, width - 1), 255 * y / max(1, height - 1), 200 * disc]
@@ -319,5 +319,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
     main()

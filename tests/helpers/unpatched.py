@@ -80,10 +80,10 @@ class Unpatched:
         return np.load(out)
 
     def about_image(self, model, mmproj, image, prompt, *options):
-        """Return llama-mtmd-cli's greedy answer to a prompt about an image file, list of Choice.
+        """Return llama-mtmd-cli's greedy answer to a prompt about an image, list of Choice.
 
-        The answer of a random model is no text, so it is read from the logits that the program
-        samples from. options: further arguments of the program.
+        The program prints text, so a preloaded library records the logits that it samples from.
+        image: a path, or several paths with commas. options: further arguments of the program.
         """
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
