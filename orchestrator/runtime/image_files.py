@@ -97,9 +97,10 @@ class ImageLimits:
 
     file_bytes: bytes of all files together. They are part of the request and of each later request
     of the conversation. pixels: width times height of one image; an 8K screen has 33.2 million.
-    count: number of images. decode_bytes: memory for decoding them (see the function decode_bytes).
-    stb_image takes 6 to 8 bytes for each pixel of an ordinary image, and up to 28 for an interlaced
-    PNG with 16 bits, so the memory has a limit of its own: that of an 8K screenshot with alpha.
+    count: number of images. shape: the longer side of an image over the shorter one; models enlarge
+    narrow images. decode_bytes: memory for decoding them (see the function decode_bytes). stb_image
+    takes 6 to 8 bytes for each pixel of an ordinary image, and up to 28 for an interlaced PNG with
+    16 bits, so the memory has a limit of its own: that of an 8K screenshot with alpha.
 
     llama.cpp then scales each image to the size that the model reads, or cuts it into tiles.
     prepared_bytes: the largest image in this form. min_pixels: smaller images are enlarged to this
@@ -110,6 +111,7 @@ class ImageLimits:
     file_bytes: int = 18 << 20
     pixels: int = 1 << 25
     count: int = 32
+    shape: int = 64
     decode_bytes: int = 257 << 20
     prepared_bytes: int = 0
     min_pixels: int = 0
@@ -160,6 +162,11 @@ class ImageLimits:
             raise ConfigError(
                 f"{name}: the image has {width}x{height} pixels, and the limit is {self.pixels:,} "
                 f"(such as {side}x{side}): {_SMALLER}"
+            )
+        if max(width, height) > self.shape * min(width, height):
+            raise ConfigError(
+                f"{name}: the image has {width}x{height} pixels, and one side may be at most "
+                f"{self.shape} times as long as the other: cut it into parts"
             )
 
     def check_memory(self, n_bytes: int, name: str) -> None:

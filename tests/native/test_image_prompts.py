@@ -51,7 +51,7 @@ NEXT = says("user", "And in this one?", part("square.jpg"))
 @pytest.mark.parametrize("family", CONTINUED)
 def test_a_conversation_reads_no_image_again(models, family, tmp_path):
     """Neither in the next turn, nor after a restart with --prompt-cache."""
-    settings = {"prompt_cache": tmp_path, "ctx": 512}
+    settings = {"prompt_cache": tmp_path, "ctx": 512, "cache_ram": None}
     with models(family).serving(**settings) as runtime:
         _, first, _ = ask(runtime, FIRST, n=1)
         _, second, cached = ask(runtime, FIRST, REPLY, NEXT)
@@ -59,7 +59,7 @@ def test_a_conversation_reads_no_image_again(models, family, tmp_path):
         again = ask(runtime, FIRST, REPLY, NEXT)
     with models(family).serving(**settings) as runtime:
         assert ask(runtime, FIRST, REPLY, NEXT) == again
-    assert again[2] > second - 8
+    assert again[2] >= first - 2
 
 
 def test_an_image_of_the_same_size_is_read(model, tmp_path):

@@ -6,8 +6,22 @@
 
 #include <cmath>
 
-// The shapes of images (width / height) for which the need is measured. The largest need of all shapes counts.
-static const double SHAPES[] = { 1.0, 1.5, 0.66, 4.0, 0.25, 16.0, 0.0625 };
+// The sizes of images for which the need is measured: shapes (width / height) from 1 / MOST_SHAPE to MOST_SHAPE, and for
+// each of them several numbers of pixels. The largest need counts.
+static const double MOST_SHAPE = 64;
+static const int    N_SHAPES = 384, N_SIZES = 4;
+
+static std::vector<clip_image_size> sizes_to_measure(double most_pixels) {
+    std::vector<clip_image_size> out;
+    for (int i = 0; i <= N_SHAPES; i++) {
+        const double shape = std::pow(MOST_SHAPE, 2.0 * i / N_SHAPES - 1.0);
+        for (int size = 0; size < N_SIZES; size++) {
+            const double height = std::sqrt(most_pixels / std::pow(16.0, size) / shape);
+            out.push_back({ std::max(1, int(height * shape)), std::max(1, int(height)) });
+        }
+    }
+    return out;
+}
 
 moe_edge_images moe_edge_images_of(const std::string & path, int min_tokens, int max_tokens, int64_t most_pixels) {
     mtmd_context_params params = mtmd_context_params_default();
@@ -23,10 +37,9 @@ moe_edge_images moe_edge_images_of(const std::string & path, int min_tokens, int
     }
     int64_t largest = 0;
     clip_image_size worst = {};
-    for (const double shape : SHAPES) {
+    for (const clip_image_size & size : sizes_to_measure(double(most_pixels))) {
         clip_image_u8 image;
-        const double height = std::sqrt(double(most_pixels) / shape);
-        image.set_size({ std::max(1, int(height * shape)), std::max(1, int(height)) }, true);
+        image.set_size(size, true);
         auto prepared = context.image_preproc->preprocess(image);
         auto & parts = prepared.entries;
         if (prepared.has_overview()) {
@@ -50,6 +63,10 @@ moe_edge_images moe_edge_images_of(const std::string & path, int min_tokens, int
     }
     const clip_hparams & hparams = *clip_get_hparams(context.ctx_v);
     out.min_pixels = hparams.image_min_pixels > 0 ? hparams.image_min_pixels : 0;
+    if (hparams.image_max_pixels > 0) {
+        const int side = hparams.patch_size * hparams.n_merge;
+        out.part_tokens = std::max(out.part_tokens, hparams.image_max_pixels / (side * side));
+    }
     out.scratch    = moe_edge_encoder_scratch(context.ctx_v, worst.width, worst.height);
     out.is_whole = mtmd_decode_use_non_causal(&context, nullptr);
     return out;
