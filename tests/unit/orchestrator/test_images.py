@@ -118,9 +118,9 @@ HOSTILE = {
     "16-bit RGBA above the memory": (headed(5000, 5000, 16, RGBA), "of memory, and the limit"),
     "interlaced above the memory": (headed(4000, 4000, 16, RGBA, interlace=1), "of memory"),
     "progressive above the memory": (framed(5700, 5700, (0x11,) * 3, marker=0xC2), "of memory"),
-    "padded by its sampling": (
+    "narrow, padded by its sampling": (
         framed(1, 65535, (0x44, 0x11, 0x11), marker=0xC2)[:-2],
-        "it has no end mark",
+        "at most 64 times as long",
     ),
     "file above the limit": (bytes(LIMITS.file_bytes + 1), "18.1 MiB, and the limit is 18 MiB"),
     # Bombs.
