@@ -155,6 +155,9 @@ __global__ void float_vec(const float_product p, const int32_t * ids) {
     const int     token = blockIdx.z;
     const int32_t unit  = ids[token*gridDim.y + slot];
     if (unit < 0 || row >= p.n_rows) {
+        if (unit == MOE_EDGE_CUDA_SKIPPED && row < p.n_rows && threadIdx.x == 0) {
+            p.dst[slot*p.dst_slot + token*p.dst_token + row] = 0.0f;
+        }
         return;
     }
     const T * w = (const T *) (p.base + (int64_t) unit*MOE_EDGE_DEVICE_ALIGN) + row*p.n_cols;
@@ -327,6 +330,34 @@ class product {
         run_table(t, &gate);
     }
 
+    // Returns the plan that the route node has made for this product, or null.
+    moe_edge_cuda_plan::product * planned() const {
+        moe_edge_cuda_plan & plan = device->backend_of(ctx).plan;
+        moe_edge_cuda_plan::product & own = plan.products[m->kind];
+        return plan.ids && plan.ids == ids->data && own.matrix == m ? &own : nullptr;
+    }
+
+    // Computes the product as planned.
+    void run_planned(moe_edge_cuda_plan::product & plan) {
+        run_launches(plan, false);
+        finish_planned(plan, device->record(stream));
+    }
+
+    // Computes the product, the gate product and their activation (GLU) together. Returns false without any effect if
+    // their launches differ.
+    static bool run_planned_fused(product & up, product & gate, ggml_tensor * glu) {
+        moe_edge_cuda_plan::product * plan = up.planned(), * of_gate = gate.planned();
+        if (!plan || !of_gate || !std::all_of(plan->launches.begin(), plan->launches.end(), [](const auto & l) { return l.gate; })) {
+            return false;
+        }
+        up.dst = glu;
+        up.run_launches(*plan, true);
+        const moe_edge_ticket after = up.device->record(up.stream);
+        up.finish_planned(*plan, after);
+        gate.finish_planned(*of_gate, after);
+        return true;
+    }
+
     // Requests the selected experts from the store. Afterwards, next() returns their addresses as they become
     // available.
     void begin() {
@@ -440,6 +471,24 @@ class product {
     }
 
   private:
+    void run_launches(const moe_edge_cuda_plan::product & plan, bool fused) {
+        quantize();
+        for (const moe_edge_cuda_plan::launch & l : plan.launches) {
+            for (const moe_edge_ticket ticket : l.after) {
+                device->order(stream, ticket);
+            }
+            run_class({ path_of(l.type), l.type, l.base, w->ne[2], l.ids, nullptr, fused ? l.gate : nullptr, l.gate_ids });
+        }
+        if (plan.launches.empty()) {  // all experts are skipped
+            CUDA_CHECK(cudaMemsetAsync(dst->data, 0, ggml_nbytes(dst), stream));
+        }
+    }
+
+    void finish_planned(moe_edge_cuda_plan::product & plan, moe_edge_ticket after) {
+        release(plan.ready, after);
+        plan.matrix = nullptr;
+    }
+
     static bool is_hosted(const moe_edge_ready & r) { return r.place == MOE_EDGE_MISS_COMPUTE; }
 
     static bool by_expert(const moe_edge_ready & a, const moe_edge_ready & b) { return a.expert < b.expert; }
@@ -888,6 +937,10 @@ void moe_edge_cuda_mul_mat_id(ggml_backend_cuda_context & ctx, ggml_tensor * dst
         return;
     }
     const launch_time time(p.matrix());
+    if (moe_edge_cuda_plan::product * plan = p.planned()) {
+        p.run_planned(*plan);
+        return;
+    }
     p.begin();
     product::run_waves({ &p });
 }
@@ -906,6 +959,12 @@ int moe_edge_cuda_gate_up(ggml_backend_cuda_context & ctx, ggml_tensor * gate, g
         return 3;
     }
     const launch_time time(ups.matrix());
+    if (product::run_planned_fused(ups, gates, glu)) {
+        return 3;
+    }
+    if (ups.planned() || gates.planned()) {
+        return 0;
+    }
     gates.begin();
     ups.begin();
     if (gates.next() && gates.complete() && ups.next() && ups.complete() && ups.run_fused(gates, glu)) {
@@ -919,8 +978,8 @@ void moe_edge_cuda_pool_freed(int device) {
     moe_edge_cuda_device::get(device)->pool_frees++;
 }
 
-bool moe_edge_cuda_pool_shrank(const ggml_backend_cuda_context & ctx) {
-    return moe_edge_cuda_device::get(ctx.device)->pool_shrank(ctx);
+bool moe_edge_cuda_begin_graph(const ggml_backend_cuda_context & ctx) {
+    return moe_edge_cuda_device::get(ctx.device)->begin_graph(ctx);
 }
 
 void moe_edge_cuda_forget(const ggml_backend_cuda_context & ctx) {

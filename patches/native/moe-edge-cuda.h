@@ -9,6 +9,10 @@
 
 struct ggml_backend_cuda_context;
 
+// The id of a row whose expert is skipped. MMVQ fills the row with zeros. It leaves rows with other negative ids to
+// other launches.
+constexpr int32_t MOE_EDGE_CUDA_SKIPPED = -2;
+
 // Arguments for our launches of upstream's matrix kernels, through which the kernels find the experts. The field
 // `extra` of the ids tensor points to this struct. With these arguments, the kernels skip rows with id -1.
 struct moe_edge_cuda_ids {
@@ -27,6 +31,13 @@ bool moe_edge_cuda_needs_sync(const ggml_tensor * dst);
 
 void moe_edge_cuda_mul_mat_id(ggml_backend_cuda_context & ctx, ggml_tensor * dst);
 
+// Returns whether `node` is the route node of a layer whose experts this device holds.
+bool moe_edge_cuda_routes(int device, const ggml_tensor * node);
+
+// Runs a route node: waits for the router, lets the store decide, and writes the routing weights. Returns false for
+// other nodes.
+bool moe_edge_cuda_route(ggml_backend_cuda_context & ctx, ggml_tensor * node);
+
 // Computes the gate and up products of experts, and their activation (GLU) if it can be fused with them. Returns how
 // many of these three nodes were computed: 3, 2 without the activation, or 0 if nothing was computed.
 int moe_edge_cuda_gate_up(ggml_backend_cuda_context & ctx, ggml_tensor * gate, ggml_tensor * up, ggml_tensor * glu);
@@ -35,9 +46,9 @@ int moe_edge_cuda_gate_up(ggml_backend_cuda_context & ctx, ggml_tensor * gate, g
 // memory.
 void moe_edge_cuda_pool_freed(int device);
 
-// Returns whether a memory pool has freed memory since the last call for this backend. The backend's captured CUDA
-// graphs must then be discarded. Called before each graph.
-bool moe_edge_cuda_pool_shrank(const ggml_backend_cuda_context & ctx);
+// Called before each graph. Returns whether a memory pool has freed memory since the last call for this backend. The
+// backend's captured CUDA graphs must then be discarded.
+bool moe_edge_cuda_begin_graph(const ggml_backend_cuda_context & ctx);
 
 // Frees everything that is stored for a backend. Must be called before the backend is destroyed, while its streams and
 // its pool still exist.
