@@ -531,7 +531,8 @@ void moe_edge_cuda_device::add_ticket(std::vector<moe_edge_ticket> & list, moe_e
 // Frees the lanes of a backend's streams, so that other streams can use them. The numbers of a lane's tickets continue,
 // so that no ticket is used twice.
 void moe_edge_cuda_device::forget(const ggml_backend_cuda_context & ctx) {
-    char * routed = backend_of(ctx).routed;
+    char *    routed    = backend_of(ctx).routed;
+    int32_t * table_ids = backend_of(ctx).table_ids;
     {
         std::lock_guard<std::mutex> lock(mutex);
         backends.erase(&ctx);
@@ -547,6 +548,7 @@ void moe_edge_cuda_device::forget(const ggml_backend_cuda_context & ctx) {
         }
     }
     release_host(routed);
+    release(table_ids);
 }
 
 std::string moe_edge_cuda_device::error() {
@@ -601,6 +603,11 @@ bool moe_edge_cuda_device::make_tables(moe_edge_matrix * const * matrices, int32
         entries -= 2*m.table.size();
         table->entries = entries;
         m.executor = table;
+        for (int32_t j = 0; j < n; j++) {
+            if (matrices[j]->layer == m.layer && matrices[j]->kind == MOE_EDGE_DOWN) {
+                table->down = matrices[j];
+            }
+        }
     }
     return true;
 }

@@ -46,6 +46,7 @@ struct moe_edge_cuda_table {
     uint64_t              version = 0;
     bool                  reached = false;    // all experts are within reach of the entries
     bool                  usable  = false;    // ops may use it in this step; otherwise they call the store
+    moe_edge_matrix *     down    = nullptr;  // the down matrix of the same layer
 };
 
 moe_edge_cuda_table * moe_edge_cuda_table_of(const moe_edge_matrix & m);  // null if the matrix has none
@@ -59,8 +60,8 @@ struct moe_edge_cuda_exchange {
     moe_edge_ticket last   = 0;  // the device's last operation that reads this memory
 };
 
-// The launches of a layer's products in a step with few tokens. The route node makes this plan, and one kernel writes
-// the ids of all launches.
+// The launches of a layer's products in a step with few tokens, whose ids one kernel has written. The route node makes
+// this plan. If tables do not change, the first product plans the down product.
 struct moe_edge_cuda_plan {
     struct launch {
         int32_t         type;
@@ -84,6 +85,7 @@ struct moe_edge_cuda_backend {
     uint64_t filled = 0;  // scratch bytes that its pool has reserved
     uint64_t frees  = 0;  // value of pool_frees at its last graph
     moe_edge_cuda_plan plan;
+    int32_t * table_ids = nullptr;  // on the device: the ids of a down product whose table does not change
 
     // Host memory into which the route node writes its inputs.
     char *   routed        = nullptr;

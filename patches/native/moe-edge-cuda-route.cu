@@ -224,7 +224,40 @@ static bool plan_layer(ggml_backend_cuda_context & ctx, const moe_edge_route & r
     return true;
 }
 
+// Returns the end of the part of a graph that begins at this node. Parts begin with a route node, or after the last
+// product of a layer's experts.
+static int part_end(const ggml_cgraph & graph, int first) {
+    int end = graph.n_nodes;
+    bool seen = false;
+    for (int i = first; i < graph.n_nodes; i++) {
+        const bool next = moe_edge_route_of(graph.nodes[i]) != nullptr;
+        if (next && i > first) {
+            return seen ? end : i;
+        }
+        if (graph.nodes[i]->op == GGML_OP_MUL_MAT_ID && moe_edge_cuda_is_managed(graph.nodes[i]->src[0])) {
+            seen = true;
+            end  = i + 1;
+        }
+    }
+    return end;
+}
+
 }  // namespace
+
+bool moe_edge_cuda_run_parts(ggml_backend_t backend, ggml_cgraph * graph, ggml_status (*compute)(ggml_backend_t, ggml_cgraph *)) {
+    const auto * nodes = graph->nodes;
+    const auto route = std::find_if(nodes, nodes + graph->n_nodes, [](const ggml_tensor * node) { return moe_edge_route_of(node); });
+    if (route == nodes + graph->n_nodes || (*route)->src[1]->ne[1] > MOE_EDGE_PLAN_TOKENS || part_end(*graph, 0) == graph->n_nodes) {
+        return false;
+    }
+    for (int first = 0, end = 0; first < graph->n_nodes; first = end) {
+        end = part_end(*graph, first);
+        ggml_cgraph part = ggml_graph_view(graph, first, end);
+        part.uid = graph->uid;
+        compute(backend, &part);
+    }
+    return true;
+}
 
 bool moe_edge_cuda_routes(int device, const ggml_tensor * node) {
     const moe_edge_route * route = moe_edge_route_of(node);

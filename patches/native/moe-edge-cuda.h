@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include "ggml-backend.h"
 #include "ggml.h"
 
 #include <cstdint>
@@ -41,6 +42,10 @@ bool moe_edge_cuda_route(ggml_backend_cuda_context & ctx, ggml_tensor * node);
 // Computes the gate and up products of experts, and their activation (GLU) if it can be fused with them. Returns how
 // many of these three nodes were computed: 3, 2 without the activation, or 0 if nothing was computed.
 int moe_edge_cuda_gate_up(ggml_backend_cuda_context & ctx, ggml_tensor * gate, ggml_tensor * up, ggml_tensor * glu);
+
+// Computes a graph with route nodes and few tokens in parts, so that CUDA graphs can contain those between the experts
+// of two layers. Returns false without any effect for other graphs.
+bool moe_edge_cuda_run_parts(ggml_backend_t backend, ggml_cgraph * graph, ggml_status (*compute)(ggml_backend_t, ggml_cgraph *));
 
 // Records that a memory pool of this device has freed memory. CUDA graphs that were captured before may still use that
 // memory.

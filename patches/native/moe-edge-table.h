@@ -83,7 +83,7 @@ struct moe_edge_ops {
     // Begins the ops of several matrices of one layer, with the experts that its router has selected, and writes these
     // experts to out[i] for matrices[i], in the same order for all. The executor then only calls release. Returns
     // false, and begins nothing, if an op would have to wait for an expert, or if the host computes one.
-    bool (*begin_layer)(moe_edge_matrix * const * matrices, int32_t n, std::vector<moe_edge_ready> * out);
+    bool (*begin_layer)(moe_edge_matrix * const * matrices, int32_t n, std::vector<moe_edge_ready> * out) = nullptr;
 };
 
 struct moe_edge_matrix {
