@@ -80,7 +80,7 @@ struct moe_edge_cuda_plan {
     std::array<product, MOE_EDGE_N_KINDS> products;
 };
 
-// What the executor keeps for one backend. Only the backend's thread uses it.
+// The executor's state for one backend. Only the backend's thread uses it.
 struct moe_edge_cuda_backend {
     uint64_t filled = 0;  // scratch bytes that its pool has reserved
     uint64_t frees  = 0;  // value of pool_frees at its last graph

@@ -25,7 +25,7 @@ struct packed_input {
     int64_t row;     // values in a row
     int64_t stride;  // distance between rows
     int64_t n;       // values in all rows
-    int64_t at;      // where they go
+    int64_t at;      // index of the first value in the destination
 };
 
 struct packed_inputs {
@@ -158,7 +158,7 @@ class planner {
     const int32_t *        ids;       // on the device
 };
 
-// Whether the vector kernels compute all tiers of this matrix in a step with so many tokens.
+// Whether the vector kernels compute all tiers of this matrix in a step with n_tokens tokens.
 static bool has_vector_kernels(const moe_edge_matrix & m, int64_t n_tokens, int cc) {
     return std::all_of(m.types.begin(), m.types.end(), [&](int32_t t) {
         return !ggml_is_quantized((ggml_type) t) || n_tokens <= get_mmvq_mmid_max_batch((ggml_type) t, cc);

@@ -184,9 +184,9 @@ void importance_node(ggml_tensor * dst, int ith, int nth, void *) {
     }
 }
 
-// Reports a router's selection to the store, see moe_edge_route. The sources of the route node are the routing weights,
-// the selected experts, the predicted logits of each look-ahead layer, and optionally token importance and the indices
-// of the tokens with an output.
+// Reports a router's selection to the store, see moe_edge_route. The first sources of the route node are the routing
+// weights, the selected experts, and the predicted logits of each look-ahead layer. Token importance and the indices of
+// the tokens with an output are optional.
 int decide(moe_edge_route * route, const ggml_tensor * node, const moe_edge_routed & routed) {
     const auto & layer = *static_cast<const hook_layer *>(route);
     moe_edge_store & store = *layer.model->store;

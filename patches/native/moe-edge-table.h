@@ -80,9 +80,9 @@ struct moe_edge_ops {
     void (*multiply)(moe_edge_matrix * m, const std::vector<moe_edge_product> & products, uint64_t began_us);
     // Adds the duration of a wait in the executor to the store's statistics. cause: enum moe_edge_wait.
     void (*waited)(moe_edge_matrix * m, int32_t cause, uint64_t ns);
-    // Begins the ops of several matrices of one layer, with the experts that its router has selected, and writes these
-    // experts to out[i] for matrices[i], in the same order for all. The executor then only calls release. Returns
-    // false, and begins nothing, if an op would have to wait for an expert, or if the host computes one.
+    // Begins the ops of several matrices of one layer for the experts that its router has selected. Writes these
+    // experts to out[i] for matrices[i], in the same order for all matrices. The executor then only calls release.
+    // Returns false, and begins nothing, if an op would have to wait for an expert, or if the host computes one.
     bool (*begin_layer)(moe_edge_matrix * const * matrices, int32_t n, std::vector<moe_edge_ready> * out) = nullptr;
 };
 
@@ -104,8 +104,8 @@ struct moe_edge_matrix {
     std::shared_ptr<void>       executor;  // state that an executor keeps for this matrix; destroyed with the store
 };
 
-// The most rows (tokens times selected experts) and tokens of a step for which an executor that runs the route node
-// plans all products of the layer there, and the most launches of one product.
+// Limits within which an executor that runs the route node plans all products of the layer there: rows (tokens times
+// selected experts) and tokens of the step, and launches of a product.
 constexpr int32_t MOE_EDGE_PLAN_ROWS = 128, MOE_EDGE_PLAN_TOKENS = 8, MOE_EDGE_PLAN_LAUNCHES = 6;
 
 // Returns how many 32-bit words a route node has after the routing weights, for the ids of the launches: [3 products,
