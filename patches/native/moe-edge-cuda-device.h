@@ -86,6 +86,7 @@ struct moe_edge_cuda_backend {
     uint64_t frees  = 0;  // value of pool_frees at its last graph
     moe_edge_cuda_plan plan;
     int32_t * table_ids = nullptr;  // on the device: the ids of a down product whose table does not change
+    bool      asked_for_ids = false;  // for the memory of table_ids
 
     // Host memory into which the route node writes its inputs.
     char *   routed        = nullptr;

@@ -348,7 +348,7 @@ class product {
         run_table(t, &gate);
     }
 
-    // Returns the plan that the route node has made for this product, or null.
+    // Returns the plan for this product, see moe_edge_cuda_plan. Null: none, or it is computed already.
     moe_edge_cuda_plan::product * planned() const {
         moe_edge_cuda_plan & plan = device->backend_of(ctx).plan;
         moe_edge_cuda_plan::product & own = plan.products[m->kind];
@@ -554,7 +554,8 @@ class product {
             !std::all_of(down->types.begin(), down->types.end(), [&](int32_t type) { return path_of(type) != path::mat_q; })) {
             return {};
         }
-        if (!backend.table_ids) {
+        if (!backend.asked_for_ids) {  // once, because nothing may be allocated later, while a graph is captured
+            backend.asked_for_ids = true;
             backend.table_ids = static_cast<int32_t *>(device->alloc(MOE_EDGE_MAX_TIERS*MOE_EDGE_PLAN_ROWS*sizeof(int32_t)));
         }
         if (!backend.table_ids) {
