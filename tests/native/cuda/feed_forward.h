@@ -11,6 +11,7 @@
 #include "moe-edge-workers.h"
 
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <numeric>
 
@@ -186,6 +187,7 @@ struct test_route : moe_edge_route {
     std::vector<int32_t> selected;  // as the node has reported them
     std::vector<float>   weights, ahead;
     bool fails = false;
+    std::function<void()> loads = [] {};  // called at each decision
 
     test_route(moe_edge_device * on, const std::vector<resident *> & m) : of_layer(m) {
         device = on;
@@ -203,6 +205,7 @@ struct test_route : moe_edge_route {
             own.weights.assign(routed.weights, routed.weights + own.selected.size());
             const auto * values = static_cast<const float *>(routed.inputs[2]);
             own.ahead.assign(values, values + ggml_nelements(node->src[2]));
+            own.loads();
             int changed = 0;
             for (size_t i = 0; i < own.selected.size(); i++) {
                 if (own.of_layer[0]->tier_of[own.selected[i]] == SKIP) {

@@ -26,13 +26,15 @@ void run_case(const gpu & g, const std::vector<const expert_weights *> & w, std:
         r->hooked  = b.distinct();
         r->missing = how == "missing" && r == l.m[2];
     }
-    feed_forward f(g, l.m, w, tokens, &route, how == "apart");
-    for (int step = 0; step < 2; step++) {
-        if (how == "late") {
+    if (how == "late") {
+        route.loads = [&] {
             for (resident * r : l.m) {
                 r->copy_again(random);
             }
-        }
+        };
+    }
+    feed_forward f(g, l.m, w, tokens, &route, how == "apart");
+    for (int step = 0; step < 2; step++) {
         const uint64_t planned = g.launches("write_plan"), remapped = g.launches("remap_list"), glus = g.launches("unary_gated_op_kernel");
         f.run(b);
         check(f, w, l.m, b, where);
