@@ -461,12 +461,14 @@ ggml_tensor * moe_edge_route_hook(const llm_graph_context & graph, const ggml_te
     layer.device = device && device->runs_route_node() ? device : nullptr;
     layer.decide = decide;
     moe_edge_route * route = &layer;
-    const int64_t n_weights = ggml_nelements(weights);
-    const int64_t n_words   = layer.device ? moe_edge_plan_words(selected->ne[0], selected->ne[1]) : 0;
-    ggml_tensor * routed = ggml_custom_4d(graph.ctx0, GGML_TYPE_F32, n_weights + n_words, 1, 1, 1, args.data(), args.size(),
-        route_node, 1, route);
+    const auto * ne = weights->ne;
+    const int64_t n_words = layer.device ? moe_edge_plan_words(selected->ne[0], selected->ne[1]) : 0;
+    const auto new_node = [&](int64_t ne0, int64_t ne1, int64_t ne2) {
+        return ggml_custom_4d(graph.ctx0, GGML_TYPE_F32, ne0, ne1, ne2, 1, args.data(), args.size(), route_node, 1, route);
+    };
+    ggml_tensor * routed = n_words > 0 ? new_node(ggml_nelements(weights) + n_words, 1, 1) : new_node(ne[0], ne[1], ne[2]);
     routed->op_params[AHEAD_AT] = n_ahead;
     moe_edge_mark_route(routed, route);
     ggml_set_name(routed, "moe_edge_route");
-    return ggml_view_3d(graph.ctx0, routed, weights->ne[0], weights->ne[1], weights->ne[2], weights->nb[1], weights->nb[2], 0);
+    return n_words > 0 ? ggml_view_3d(graph.ctx0, routed, ne[0], ne[1], ne[2], weights->nb[1], weights->nb[2], 0) : routed;
 }
