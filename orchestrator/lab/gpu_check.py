@@ -44,7 +44,7 @@ PARTS: dict[str, tuple[float, str]] = {
     "device": (300, r"test_device\.py"),
     "kernels": (600, r"test_upstreams"),
     "managed": (600, r"test_kernels\.py|test_gpu\.py"),
-    "fused": (300, r"test_fused\.py"),
+    "fused": (300, r"test_(fused|route)\.py"),
     "engine": (300, r"test_engine\.py"),
     "bench": (900, r"test_bench\.py"),
     "table3": (480, r"test_table3\.py"),

@@ -493,28 +493,62 @@ void moe_edge_cuda_device::fill_pool(ggml_backend_cuda_context & ctx) {
     }
 }
 
-bool moe_edge_cuda_device::pool_shrank(const ggml_backend_cuda_context & ctx) {
-    std::lock_guard<std::mutex> lock(mutex);
-    uint64_t & seen = backends[&ctx].frees;
+bool moe_edge_cuda_device::begin_graph(const ggml_backend_cuda_context & ctx) {
+    moe_edge_cuda_backend & backend = backend_of(ctx);
+    backend.plan.ids = nullptr;
     const uint64_t now = pool_frees;
-    return std::exchange(seen, now) != now;
+    return std::exchange(backend.frees, now) != now;
+}
+
+moe_edge_cuda_backend & moe_edge_cuda_device::backend_of(const ggml_backend_cuda_context & ctx) {
+    std::lock_guard<std::mutex> lock(mutex);
+    return backends[&ctx];
+}
+
+char * moe_edge_cuda_device::routed_memory(ggml_backend_cuda_context & ctx, uint64_t bytes) {
+    moe_edge_cuda_backend & backend = backend_of(ctx);
+    if (backend.routed_bytes < bytes) {
+        check(cudaStreamSynchronize(ctx.stream()), "its work failed");  // the last node may still use the memory
+        release_host(backend.routed);
+        backend.routed       = alloc_host(bytes, &backend.routed_pinned);
+        backend.routed_bytes = backend.routed ? bytes : 0;
+    }
+    return backend.routed;
+}
+
+void moe_edge_cuda_device::add_ticket(std::vector<moe_edge_ticket> & list, moe_edge_ticket ticket) {
+    for (moe_edge_ticket & other : list) {
+        if (other >> 56 == ticket >> 56) {
+            other = std::max(other, ticket);
+            return;
+        }
+    }
+    if (ticket != 0) {
+        list.push_back(ticket);
+    }
 }
 
 // Frees the lanes of a backend's streams, so that other streams can use them. The numbers of a lane's tickets continue,
 // so that no ticket is used twice.
 void moe_edge_cuda_device::forget(const ggml_backend_cuda_context & ctx) {
-    std::lock_guard<std::mutex> lock(mutex);
-    backends.erase(&ctx);
-    for (size_t i = MOE_EDGE_N_LANES; i < lanes.size(); i++) {
-        lane & l = lanes[i];
-        const auto & own = ctx.streams[ctx.device];
-        if (l.stream && std::find(std::begin(own), std::end(own), l.stream) != std::end(own)) {
-            (void) cudaStreamSynchronize(l.stream);
-            std::lock_guard<std::mutex> held(l.mutex);
-            l.passed = l.issued;
-            l.stream = nullptr;
+    char *    routed    = backend_of(ctx).routed;
+    int32_t * table_ids = backend_of(ctx).table_ids;
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        backends.erase(&ctx);
+        for (size_t i = MOE_EDGE_N_LANES; i < lanes.size(); i++) {
+            lane & l = lanes[i];
+            const auto & own = ctx.streams[ctx.device];
+            if (l.stream && std::find(std::begin(own), std::end(own), l.stream) != std::end(own)) {
+                (void) cudaStreamSynchronize(l.stream);
+                std::lock_guard<std::mutex> held(l.mutex);
+                l.passed = l.issued;
+                l.stream = nullptr;
+            }
         }
     }
+    release_host(routed);
+    release(table_ids);
 }
 
 std::string moe_edge_cuda_device::error() {
@@ -569,6 +603,11 @@ bool moe_edge_cuda_device::make_tables(moe_edge_matrix * const * matrices, int32
         entries -= 2*m.table.size();
         table->entries = entries;
         m.executor = table;
+        for (int32_t j = 0; j < n; j++) {
+            if (matrices[j]->layer == m.layer && matrices[j]->kind == MOE_EDGE_DOWN) {
+                table->down = matrices[j];
+            }
+        }
     }
     return true;
 }

@@ -46,6 +46,7 @@ struct moe_edge_cuda_table {
     uint64_t              version = 0;
     bool                  reached = false;    // all experts are within reach of the entries
     bool                  usable  = false;    // ops may use it in this step; otherwise they call the store
+    moe_edge_matrix *     down    = nullptr;  // the down matrix of the same layer
 };
 
 moe_edge_cuda_table * moe_edge_cuda_table_of(const moe_edge_matrix & m);  // null if the matrix has none
@@ -57,6 +58,40 @@ struct moe_edge_cuda_exchange {
     uint64_t        bytes  = 0;
     bool            pinned = false;
     moe_edge_ticket last   = 0;  // the device's last operation that reads this memory
+};
+
+// The launches of a layer's products in a step with few tokens, whose ids one kernel has written. The route node makes
+// this plan. If tables do not change, the first product plans the down product.
+struct moe_edge_cuda_plan {
+    struct launch {
+        int32_t         type;
+        const char *    base;      // start of the class, see moe_edge_launch_class
+        const int32_t * ids;       // [n_slots, n_tokens]: the positions of experts
+        const char *    gate;      // the same for the gate matrices; null if up and gate have different types
+        const int32_t * gate_ids;
+        std::vector<moe_edge_ticket> after;  // the launch waits for these copies
+    };
+    struct product {
+        moe_edge_matrix *           matrix = nullptr;  // null: not planned, or computed already
+        std::vector<launch>         launches;
+        std::vector<moe_edge_ready> ready;  // its experts, which are released after the last launch
+    };
+    const void * ids = nullptr;  // the data of the router's selection; null: there is no plan
+    std::array<product, MOE_EDGE_N_KINDS> products;
+};
+
+// The executor's state for one backend. Only the backend's thread uses it.
+struct moe_edge_cuda_backend {
+    uint64_t filled = 0;  // scratch bytes that its pool has reserved
+    uint64_t frees  = 0;  // value of pool_frees at its last graph
+    moe_edge_cuda_plan plan;
+    int32_t * table_ids = nullptr;  // on the device: the ids of a down product whose table does not change
+    bool      asked_for_ids = false;  // for the memory of table_ids
+
+    // Host memory into which the route node writes its inputs.
+    char *   routed        = nullptr;
+    uint64_t routed_bytes  = 0;
+    bool     routed_pinned = false;
 };
 
 class moe_edge_cuda_device : public moe_edge_device {
@@ -77,15 +112,21 @@ class moe_edge_cuda_device : public moe_edge_device {
     std::string error() override;
     void step_boundary(moe_edge_matrix * const * matrices, int32_t n, bool fixed) override;
     bool counts_routing() const override { return true; }
+    bool runs_route_node() const override { return true; }
     bool computes(int32_t type) const override;
     bool counts(moe_edge_matrix * const * matrices, int32_t n, uint32_t * out) override;
     void expect_scratch(uint64_t bytes, int32_t pieces) override;
 
     // Makes the memory pool of a backend reserve the scratch memory that expect_scratch announced.
     void fill_pool(ggml_backend_cuda_context & ctx);
-    // Returns whether a memory pool of this device has freed memory since the last call for this backend. CUDA graphs
-    // that were captured before may then use freed memory.
-    bool pool_shrank(const ggml_backend_cuda_context & ctx);
+    // Called before each graph of a backend, whose plan ends. Returns whether a memory pool of this device has freed
+    // memory since the last call for this backend. CUDA graphs that were captured before may then use freed memory.
+    bool begin_graph(const ggml_backend_cuda_context & ctx);
+    // Returns what is kept for a backend. The reference stays valid until forget().
+    moe_edge_cuda_backend & backend_of(const ggml_backend_cuda_context & ctx);
+    // Returns the backend's host memory for the inputs of its route nodes, enlarged to at least `bytes` bytes. Null if
+    // the allocation failed.
+    char * routed_memory(ggml_backend_cuda_context & ctx, uint64_t bytes);
     // Frees everything that is stored for a backend. Must be called before the backend is destroyed.
     void forget(const ggml_backend_cuda_context & ctx);
     std::atomic<uint64_t> pool_frees { 0 };
@@ -98,6 +139,9 @@ class moe_edge_cuda_device : public moe_edge_device {
     moe_edge_ticket record(cudaStream_t stream);
     // Makes all later work of this stream wait until the ticket (a point in the device's work) has passed.
     void order(cudaStream_t stream, moe_edge_ticket ticket);
+    // Adds a ticket to those that a launch waits for. Keeps one ticket of each lane, because its earlier tickets pass
+    // before.
+    static void add_ticket(std::vector<moe_edge_ticket> & list, moe_edge_ticket ticket);
 
     // Whether kernels can read pinned memory from alloc_host() with the same address as the host.
     bool same_address() const { return reads_host; }
@@ -157,17 +201,10 @@ class moe_edge_cuda_device : public moe_edge_device {
     std::mutex               mutex;  // guards the members that follow
     bool                     started = false;
     std::string              failure;
-    // The state of one backend: the scratch bytes that its pool has reserved, and the value of pool_frees at the last
-    // call of pool_shrank().
-    struct of_backend {
-        uint64_t filled = 0;
-        uint64_t frees  = 0;
-    };
-
     std::map<const char *, uint64_t> mapped;  // all allocations of alloc_host, by address
     std::map<const char *, uint64_t> pinned;  // their pinned pieces
     uint64_t                 pinned_bytes = 0;
-    std::map<const ggml_backend_cuda_context *, of_backend> backends;
+    std::map<const ggml_backend_cuda_context *, moe_edge_cuda_backend> backends;
     std::atomic<bool>        lost { false };
     std::atomic<bool>        reads_host { false };  // kernels can use the host's address of pinned memory
     std::atomic<uint64_t>    expected { 0 };

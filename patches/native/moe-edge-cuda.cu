@@ -36,27 +36,27 @@ struct routed_ids {
 };
 
 struct result_rows {
-    float * rows;  // null: do not write rows
+    float * rows;
     int64_t n;     // values in a row
     int64_t slot_stride;
     int64_t token_stride;
 };
 
 // Writes to `out` the position of a row's expert in each class of experts (experts of one type that one kernel
-// computes): `value` for the class `own`, and -1 for all other classes. If the expert is skipped, fills the result row
-// with zeros. Runs with one block per (slot, token).
+// computes): `value` for the class `own`, and -1 for all other classes. Runs with one block per (slot, token).
+// skipped_in: the class that gets MOE_EDGE_CUDA_SKIPPED, or -1.
 static __device__ __forceinline__ void write_ids(const routed_ids routed, const int n_classes, const int own, const int32_t value,
-                          const bool skipped, int32_t * out, const result_rows dst) {
-    const int slot  = blockIdx.x % routed.n_slots;
-    const int token = blockIdx.x / routed.n_slots;
+                          int32_t * out, const int skipped_in = -1) {
     for (int c = threadIdx.x; c < n_classes; c += blockDim.x) {
-        out[(int64_t) c*routed.n_slots*routed.n_tokens + blockIdx.x] = c == own ? value : -1;
+        out[(int64_t) c*routed.n_slots*routed.n_tokens + blockIdx.x] = c == own ? value : c == skipped_in ? MOE_EDGE_CUDA_SKIPPED : -1;
     }
-    if (skipped && dst.rows) {
-        float * row = dst.rows + slot*dst.slot_stride + token*dst.token_stride;
-        for (int64_t i = threadIdx.x; i < dst.n; i += blockDim.x) {
-            row[i] = 0.0f;
-        }
+}
+
+// Fills the result row of a skipped expert with zeros.
+static __device__ __forceinline__ void clear_row(const routed_ids routed, const result_rows dst) {
+    float * row = dst.rows + blockIdx.x % routed.n_slots*dst.slot_stride + blockIdx.x / routed.n_slots*dst.token_stride;
+    for (int64_t i = threadIdx.x; i < dst.n; i += blockDim.x) {
+        row[i] = 0.0f;
     }
 }
 
@@ -94,29 +94,47 @@ __global__ void remap_list(const moe_edge_launch_list list, const gate_units gat
         own++;
     }
     const bool indexed = list.indexed >> own & 1;
-    write_ids(routed, list.n_classes, at < 0 ? -1 : own, at < 0 ? -1 : indexed ? at - list.first[own] : list.unit[at],
-              at >= list.first[list.n_classes], out, dst);
+    write_ids(routed, list.n_classes, at < 0 ? -1 : own, at < 0 ? -1 : indexed ? at - list.first[own] : list.unit[at], out);
     if (gate_out) {
-        write_ids(routed, list.n_classes, at < 0 ? -1 : own, at < 0 ? -1 : indexed ? at - list.first[own] : gate.unit[at],
-                  false, gate_out, result_rows{});
+        write_ids(routed, list.n_classes, at < 0 ? -1 : own, at < 0 ? -1 : indexed ? at - list.first[own] : gate.unit[at], gate_out);
+    }
+    if (at >= list.first[list.n_classes]) {
+        clear_row(routed, dst);
     }
     if (counts && at >= 0 && threadIdx.x == 0) {
         atomicAdd(counts + id, 1u);
     }
 }
 
+// The ids of the down product of the same layer.
+struct down_ids {
+    const int32_t * table;    // null: the down product writes its own
+    int             n_tiers;
+    int             first;    // the first tier that is launched
+    int32_t *       out;
+    uint32_t *      counts;
+};
+
 // Writes for every row the position of its selected expert in device memory to `out`. Reads the positions from a table
 // in device memory (moe_edge_plan_table). gate_table: null, or the table of the gate matrices, which must have the same
 // tiers.
-__global__ void remap_table(const int32_t * table, const int32_t * gate_table, const int n_expert, const int n_tiers,
+__global__ void remap_table(const int32_t * table, const int32_t * gate_table, const down_ids down, const int n_expert, const int n_tiers,
                             const uint32_t indexed, const routed_ids routed, int32_t * out, int32_t * gate_out,
                             const result_rows dst, uint32_t * counts) {
     const int32_t id   = routed.ids[(blockIdx.x / routed.n_slots)*routed.stride + blockIdx.x % routed.n_slots];
     const int32_t tier = table[id];
     const bool by_index = tier >= 0 && (indexed >> tier & 1);
-    write_ids(routed, n_tiers, tier, by_index ? id : table[n_expert + id], tier < 0, out, dst);
+    write_ids(routed, n_tiers, tier, by_index ? id : table[n_expert + id], out);
     if (gate_table) {
-        write_ids(routed, n_tiers, tier, by_index ? id : gate_table[n_expert + id], false, gate_out, result_rows{});
+        write_ids(routed, n_tiers, tier, by_index ? id : gate_table[n_expert + id], gate_out);
+    }
+    if (down.table) {
+        const int32_t of_down = down.table[id];
+        write_ids(routed, down.n_tiers, of_down, down.table[n_expert + id], down.out, of_down < 0 ? down.first : -1);
+        counts = down.counts;
+    }
+    if (tier < 0) {
+        clear_row(routed, dst);
     }
     if (counts && threadIdx.x == 0) {
         atomicAdd(counts + id, 1u);
@@ -155,6 +173,9 @@ __global__ void float_vec(const float_product p, const int32_t * ids) {
     const int     token = blockIdx.z;
     const int32_t unit  = ids[token*gridDim.y + slot];
     if (unit < 0 || row >= p.n_rows) {
+        if (unit == MOE_EDGE_CUDA_SKIPPED && row < p.n_rows && threadIdx.x == 0) {
+            p.dst[slot*p.dst_slot + token*p.dst_token + row] = 0.0f;
+        }
         return;
     }
     const T * w = (const T *) (p.base + (int64_t) unit*MOE_EDGE_DEVICE_ALIGN) + row*p.n_cols;
@@ -327,6 +348,38 @@ class product {
         run_table(t, &gate);
     }
 
+    // Returns the plan for this product, see moe_edge_cuda_plan. Null: none, or it is computed already.
+    moe_edge_cuda_plan::product * planned() const {
+        moe_edge_cuda_plan & plan = device->backend_of(ctx).plan;
+        moe_edge_cuda_plan::product & own = plan.products[m->kind];
+        return plan.ids && plan.ids == ids->data && own.matrix == m ? &own : nullptr;
+    }
+
+    // Computes the product as planned.
+    void run_planned(moe_edge_cuda_plan::product & plan) {
+        run_launches(plan, false);
+        if (plan.ready.empty()) {  // of a table, to which the store makes no change in this step
+            plan.matrix = nullptr;
+        } else {
+            finish_planned(plan, device->record(stream));
+        }
+    }
+
+    // Computes the product, the gate product and their activation (GLU) together. Returns false without any effect if
+    // their launches differ.
+    static bool run_planned_fused(product & up, product & gate, ggml_tensor * glu) {
+        moe_edge_cuda_plan::product * plan = up.planned(), * of_gate = gate.planned();
+        if (!plan || !of_gate || !std::all_of(plan->launches.begin(), plan->launches.end(), [](const auto & l) { return l.gate; })) {
+            return false;
+        }
+        up.dst = glu;
+        up.run_launches(*plan, true);
+        const moe_edge_ticket after = up.device->record(up.stream);
+        up.finish_planned(*plan, after);
+        gate.finish_planned(*of_gate, after);
+        return true;
+    }
+
     // Requests the selected experts from the store. Afterwards, next() returns their addresses as they become
     // available.
     void begin() {
@@ -440,6 +493,24 @@ class product {
     }
 
   private:
+    void run_launches(const moe_edge_cuda_plan::product & plan, bool fused) {
+        quantize();
+        for (const moe_edge_cuda_plan::launch & l : plan.launches) {
+            for (const moe_edge_ticket ticket : l.after) {
+                device->order(stream, ticket);
+            }
+            run_class({ path_of(l.type), l.type, l.base, w->ne[2], l.ids, nullptr, fused ? l.gate : nullptr, l.gate_ids });
+        }
+        if (plan.launches.empty()) {  // all experts are skipped
+            CUDA_CHECK(cudaMemsetAsync(dst->data, 0, ggml_nbytes(dst), stream));
+        }
+    }
+
+    void finish_planned(moe_edge_cuda_plan::product & plan, moe_edge_ticket after) {
+        release(plan.ready, after);
+        plan.matrix = nullptr;
+    }
+
     static bool is_hosted(const moe_edge_ready & r) { return r.place == MOE_EDGE_MISS_COMPUTE; }
 
     static bool by_expert(const moe_edge_ready & a, const moe_edge_ready & b) { return a.expert < b.expert; }
@@ -455,7 +526,7 @@ class product {
         ggml_cuda_pool_alloc<int32_t> remapped(ctx.pool(), n_tiers*n_ids);
         ggml_cuda_pool_alloc<int32_t> gate_remapped(ctx.pool(), gate ? n_tiers*n_ids : 1);
         remap_table<<<n_ids, REMAP_THREADS, 0, stream>>>(
-            t.entries, gate ? gate->table()->entries : nullptr, w->ne[2], n_tiers, indexed, routed(), remapped.get(),
+            t.entries, gate ? gate->table()->entries : nullptr, plan_down(t), w->ne[2], n_tiers, indexed, routed(), remapped.get(),
             gate_remapped.get(), result(), t.counts);
         CUDA_CHECK(cudaGetLastError());
         for (int32_t tier = 0; tier < n_tiers; tier++) {
@@ -469,6 +540,38 @@ class product {
                 run_class(c);
             }
         }
+    }
+
+    // Plans the down product of the same layer, whose ids the caller then writes too. Returns no table if the down
+    // product writes its own ids, or if they are written already.
+    down_ids plan_down(const moe_edge_cuda_table & t) const {
+        moe_edge_cuda_backend & backend = device->backend_of(ctx);
+        moe_edge_matrix * down = t.down;
+        const moe_edge_cuda_table * of_down = down && down != m ? usable_table(*down) : nullptr;
+        const bool few = n_tokens <= MOE_EDGE_PLAN_TOKENS && n_slots*n_tokens <= MOE_EDGE_PLAN_ROWS;
+        auto & plan = backend.plan.products[MOE_EDGE_DOWN];
+        if (!of_down || !few || (backend.plan.ids == ids->data && plan.matrix == down) ||
+            !std::all_of(down->types.begin(), down->types.end(), [&](int32_t type) { return path_of(type) != path::mat_q; })) {
+            return {};
+        }
+        if (!backend.asked_for_ids) {  // once, because nothing may be allocated later, while a graph is captured
+            backend.asked_for_ids = true;
+            backend.table_ids = static_cast<int32_t *>(device->alloc(MOE_EDGE_MAX_TIERS*MOE_EDGE_PLAN_ROWS*sizeof(int32_t)));
+        }
+        if (!backend.table_ids) {
+            return {};
+        }
+        const int32_t n_tiers = down->types.size();
+        int32_t first = -1;
+        plan = { down, {}, {} };
+        for (int32_t tier = n_tiers - 1; tier >= 0; tier--) {
+            if (down->base[tier]) {
+                first = tier;
+                plan.launches.push_back({ down->types[tier], down->base[tier], backend.table_ids + tier*n_slots*n_tokens, nullptr, nullptr, {} });
+            }
+        }
+        backend.plan.ids = ids->data;
+        return { of_down->entries, n_tiers, first, backend.table_ids, of_down->counts };
     }
 
     bool by_index(path p) const { return p == path::mat_q || (p == path::floats && n_tokens > VEC_TOKENS); }
@@ -883,11 +986,16 @@ bool moe_edge_cuda_needs_sync(const ggml_tensor * dst) {
 
 void moe_edge_cuda_mul_mat_id(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
     product p(ctx, dst);
-    if (const moe_edge_cuda_table * table = p.table()) {
+    const moe_edge_cuda_table * table = p.table();
+    if (table && !p.planned()) {
         p.run_table(*table);
         return;
     }
     const launch_time time(p.matrix());
+    if (moe_edge_cuda_plan::product * plan = p.planned()) {
+        p.run_planned(*plan);
+        return;
+    }
     p.begin();
     product::run_waves({ &p });
 }
@@ -906,6 +1014,12 @@ int moe_edge_cuda_gate_up(ggml_backend_cuda_context & ctx, ggml_tensor * gate, g
         return 3;
     }
     const launch_time time(ups.matrix());
+    if (product::run_planned_fused(ups, gates, glu)) {
+        return 3;
+    }
+    if (ups.planned() || gates.planned()) {
+        return 0;
+    }
     gates.begin();
     ups.begin();
     if (gates.next() && gates.complete() && ups.next() && ups.complete() && ups.run_fused(gates, glu)) {
@@ -919,8 +1033,8 @@ void moe_edge_cuda_pool_freed(int device) {
     moe_edge_cuda_device::get(device)->pool_frees++;
 }
 
-bool moe_edge_cuda_pool_shrank(const ggml_backend_cuda_context & ctx) {
-    return moe_edge_cuda_device::get(ctx.device)->pool_shrank(ctx);
+bool moe_edge_cuda_begin_graph(const ggml_backend_cuda_context & ctx) {
+    return moe_edge_cuda_device::get(ctx.device)->begin_graph(ctx);
 }
 
 void moe_edge_cuda_forget(const ggml_backend_cuda_context & ctx) {

@@ -3,11 +3,16 @@
 
 #pragma once
 
+#include "ggml-backend.h"
 #include "ggml.h"
 
 #include <cstdint>
 
 struct ggml_backend_cuda_context;
+
+// The id of a row whose expert is skipped. MMVQ fills the row with zeros. It leaves rows with other negative ids to
+// other launches.
+constexpr int32_t MOE_EDGE_CUDA_SKIPPED = -2;
 
 // Arguments for our launches of upstream's matrix kernels, through which the kernels find the experts. The field
 // `extra` of the ids tensor points to this struct. With these arguments, the kernels skip rows with id -1.
@@ -27,17 +32,28 @@ bool moe_edge_cuda_needs_sync(const ggml_tensor * dst);
 
 void moe_edge_cuda_mul_mat_id(ggml_backend_cuda_context & ctx, ggml_tensor * dst);
 
+// Returns whether `node` is the route node of a layer whose experts this device holds.
+bool moe_edge_cuda_routes(int device, const ggml_tensor * node);
+
+// Runs a route node: waits for the router, lets the store decide, and writes the routing weights. Returns false for
+// other nodes.
+bool moe_edge_cuda_route(ggml_backend_cuda_context & ctx, ggml_tensor * node);
+
 // Computes the gate and up products of experts, and their activation (GLU) if it can be fused with them. Returns how
 // many of these three nodes were computed: 3, 2 without the activation, or 0 if nothing was computed.
 int moe_edge_cuda_gate_up(ggml_backend_cuda_context & ctx, ggml_tensor * gate, ggml_tensor * up, ggml_tensor * glu);
+
+// Computes a graph with route nodes and few tokens in parts, so that CUDA graphs can contain those between the experts
+// of two layers. Returns false without any effect for other graphs.
+bool moe_edge_cuda_run_parts(ggml_backend_t backend, ggml_cgraph * graph, ggml_status (*compute)(ggml_backend_t, ggml_cgraph *));
 
 // Records that a memory pool of this device has freed memory. CUDA graphs that were captured before may still use that
 // memory.
 void moe_edge_cuda_pool_freed(int device);
 
-// Returns whether a memory pool has freed memory since the last call for this backend. The backend's captured CUDA
-// graphs must then be discarded. Called before each graph.
-bool moe_edge_cuda_pool_shrank(const ggml_backend_cuda_context & ctx);
+// Called before each graph. Returns whether a memory pool has freed memory since the last call for this backend. The
+// backend's captured CUDA graphs must then be discarded.
+bool moe_edge_cuda_begin_graph(const ggml_backend_cuda_context & ctx);
 
 // Frees everything that is stored for a backend. Must be called before the backend is destroyed, while its streams and
 // its pool still exist.

@@ -68,6 +68,9 @@ struct moe_edge_device {
     // Whether the executor counts on the device how many tokens are routed to each expert.
     virtual bool counts_routing() const { return false; }
 
+    // Whether the executor runs the route node (moe_edge_route). Otherwise, the CPU does.
+    virtual bool runs_route_node() const { return false; }
+
     // Announces the largest scratch memory that an op of the next graphs will need: `pieces` pieces of `bytes` bytes
     // each. An executor with a memory pool reserves them immediately. 0 bytes: forget earlier announcements, because
     // the model changes.

@@ -15,12 +15,13 @@
 struct hook_model;
 
 // A MoE layer of a model, with the tensors and tables that the route hook uses.
-struct hook_layer {
-    hook_model *  model;
-    int32_t       layer;
+struct hook_layer : moe_edge_route {
+    hook_model *  model   = nullptr;
+    int32_t       layer   = 0;
     const ggml_tensor * experts = nullptr;  // its down matrices, which identify the layer in graphs
-    ggml_tensor * router;       // gate_inp [n_embd, n_expert]; null if predictions for this layer are not possible
-    ggml_tensor * ahead_router; // router used for the look-ahead: a copy in half precision, or `router` itself
+    // gate_inp [n_embd, n_expert]; null if predictions for this layer are not possible
+    ggml_tensor * router       = nullptr;
+    ggml_tensor * ahead_router = nullptr;  // used for the look-ahead: a copy of `router` in half precision, or `router`
     std::vector<float> router_bias;  // [n_expert] or empty
     std::vector<float> choice_bias;  // [n_expert] added for the selection only, or empty
     std::vector<int32_t> by_token;   // [n_vocab, n_expert_used] experts of each token id; empty if a router selects

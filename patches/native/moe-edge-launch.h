@@ -8,7 +8,9 @@
 #include "moe-edge.h"
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
+#include <map>
 #include <tuple>
 #include <vector>
 
@@ -30,6 +32,7 @@ struct moe_edge_launch_item {
     int32_t      type;
     const char * data;            // null: skipped
     const char * gate = nullptr;  // the same expert's gate, of the same type, if it is fused
+    bool         late = false;    // its bytes have not arrived yet
 };
 
 struct moe_edge_launch_class {
@@ -126,6 +129,38 @@ inline std::vector<moe_edge_launch> moe_edge_plan_launches(std::vector<moe_edge_
             const int64_t unit = moe_edge_unit_bytes(e.type);
             l.list.unit[i] = (int32_t) ((e.data - l.classes[c].base) / unit);
             l.gate.unit[i] = (int32_t) ((e.gate - l.classes[c].gate) / unit);
+        }
+    }
+    return launches;
+}
+
+// Groups the experts of a product with few tokens into launches. Experts whose bytes have arrived come first. Each type
+// has one launch, which waits for its last expert, unless the experts are far apart. The type with the most arrived
+// experts has a second launch for its late experts. Skipped experts are in no launch.
+inline std::vector<moe_edge_launch> moe_edge_plan_few(const std::vector<moe_edge_launch_item> & items) {
+    std::map<int32_t, std::array<int, 2>> n_of_type;  // arrived and late experts
+    for (const moe_edge_launch_item & e : items) {
+        if (e.data) {
+            n_of_type[e.type][e.late]++;
+        }
+    }
+    int32_t divided = -1;
+    for (const auto & [type, n] : n_of_type) {
+        if (n[0] > 0 && n[1] > 0 && (divided < 0 || n[0] > n_of_type[divided][0])) {
+            divided = type;
+        }
+    }
+    std::vector<moe_edge_launch> launches;
+    for (const bool late : { false, true }) {
+        std::vector<moe_edge_launch_item> wave;
+        for (const moe_edge_launch_item & e : items) {
+            const bool waits = e.type == divided ? e.late : n_of_type[e.type][1] > 0;
+            if (e.data && waits == late) {
+                wave.push_back(e);
+            }
+        }
+        for (moe_edge_launch & l : moe_edge_plan_launches(std::move(wave))) {
+            launches.push_back(l);
         }
     }
     return launches;

@@ -123,7 +123,10 @@ std::unique_ptr<hook_model> make_hook(moe_edge_store & store, const llama_model 
             refuse("the model has no layer %d", il);
         }
         const auto & layer = model.layers[il];
-        hook_layer each = { hook.get(), l, nullptr, layer.ffn_gate_inp, layer.ffn_gate_inp, {}, {} };
+        hook_layer each;
+        each.model  = hook.get();
+        each.layer  = l;
+        each.router = each.ahead_router = layer.ffn_gate_inp;
         if (layer.ffn_gate_inp_s || !read_bias(layer.ffn_gate_inp_b, store.n_expert, each.router_bias) ||
             !read_bias(layer.ffn_exp_probs_b, store.n_expert, each.choice_bias)) {
             // The layer's experts cannot be predicted, because the layer scales its router's input or has a bias of
@@ -141,6 +144,7 @@ std::unique_ptr<hook_model> make_hook(moe_edge_store & store, const llama_model 
                 refuse("the model has no tensor %s", name.c_str());
             }
             bind(store, l, k, tensor);
+            each.matrices[k] = &store.matrices[l][k];
             hook->bound.push_back(tensor);
             if (k == MOE_EDGE_DOWN) {
                 each.experts = tensor;

@@ -29,8 +29,12 @@ void ops_multiply(moe_edge_matrix * m, const std::vector<moe_edge_product> & pro
 
 void ops_waited(moe_edge_matrix * m, int32_t cause, uint64_t ns) { m->store->waited(cause, ns); }
 
+bool ops_begin_layer(moe_edge_matrix * const * matrices, int32_t n, std::vector<moe_edge_ready> * out) {
+    return n > 0 && matrices[0]->store->begin_layer(matrices, n, out);
+}
+
 const moe_edge_ops STORE_OPS = {
-    ops_begin, ops_next, ops_release, ops_wait, ops_fixed, ops_unwatched, ops_routed, ops_multiply, ops_waited,
+    ops_begin, ops_next, ops_release, ops_wait, ops_fixed, ops_unwatched, ops_routed, ops_multiply, ops_waited, ops_begin_layer,
 };
 
 }  // namespace

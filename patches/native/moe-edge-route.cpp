@@ -111,9 +111,8 @@ void predict(const hook_layer & target, const float * logits, int32_t * ids_out,
     }
 }
 
-// The index of the op parameter in which a route node stores its number of look-ahead layers. ggml's custom op uses the
-// parameters before it.
-constexpr int AHEAD_AT = GGML_MAX_OP_PARAMS / sizeof(int32_t) - 1;
+// The index of the op parameter in which a route node stores its number of look-ahead layers.
+constexpr int AHEAD_AT = MOE_EDGE_ROUTE_MARK_AT + 1;
 
 // Returns the number of layers after this one whose experts can be predicted from this layer. The count stops before
 // the first layer whose experts depend on more than its router.
@@ -185,23 +184,18 @@ void importance_node(ggml_tensor * dst, int ith, int nth, void *) {
     }
 }
 
-// Runs the route hook as a node of the graph. Its sources are the routing weights, the selected experts, the predicted
-// logits of each look-ahead layer, and optionally token importance and the indices of the tokens with an output.
-void route_node(ggml_tensor * dst, int ith, int, void * userdata) {
-    if (ith != 0) {
-        return;
-    }
-    const auto & layer = *static_cast<const hook_layer *>(userdata);
+// Reports a router's selection to the store, see moe_edge_route. The first sources of the route node are the routing
+// weights, the selected experts, and the predicted logits of each look-ahead layer. Token importance and the indices of
+// the tokens with an output are optional.
+int decide(moe_edge_route * route, const ggml_tensor * node, const moe_edge_routed & routed) {
+    const auto & layer = *static_cast<const hook_layer *>(route);
     moe_edge_store & store = *layer.model->store;
-    const ggml_tensor * weights  = dst->src[0];
-    const ggml_tensor * selected = dst->src[1];
-    const int32_t k = selected->ne[0];
-    const int32_t n = selected->ne[1];
+    const int32_t k = node->src[1]->ne[0];
+    const int32_t n = node->src[1]->ne[1];
     const int32_t stride = store.n_expert_used;
-    float * out = static_cast<float *>(dst->data);
-    memcpy(out, weights->data, ggml_nbytes(weights));
+    float * out = routed.weights;
     if (k > stride || n > store.max_tokens) {
-        return;  // a warm-up with all experts, or a batch larger than configured: use the default tier
+        return 0;  // a warm-up with all experts, or a batch larger than configured: use the default tier
     }
 
     auto & event = store.event;
@@ -210,30 +204,29 @@ void route_node(ggml_tensor * dst, int ith, int, void * userdata) {
     event.n_ahead  = 0;
     event.n_used   = k;
     for (int32_t t = 0; t < n; t++) {
-        const auto * chosen = (const int32_t *) (static_cast<const char *>(selected->data) + t * selected->nb[1]);
+        const auto * chosen = (const int32_t *) (static_cast<const char *>(routed.inputs[1]) + t * routed.selected_stride);
         std::fill(std::copy_n(chosen, k, &store.ids[t * stride]), &store.ids[t * stride] + stride, chosen[0]);
         std::fill(std::copy_n(out + t * k, k, &store.weights[t * stride]), &store.weights[t * stride] + stride, 0.0f);
     }
     std::iota(store.tokens.begin(), store.tokens.begin() + n, 0);
     event.has_importance = 0;
     const float * importance = nullptr;
-    const int32_t n_ahead = dst->op_params[AHEAD_AT];
-    for (int i = 2; i < GGML_MAX_SRC && dst->src[i]; i++) {
-        const ggml_tensor * src = dst->src[i];
-        if (src->type == GGML_TYPE_I32) {
-            memcpy(store.tokens.data(), src->data, n * sizeof(int32_t));
+    const int32_t n_ahead = node->op_params[AHEAD_AT];
+    for (int i = 2; i < GGML_MAX_SRC && node->src[i]; i++) {
+        const auto * values = static_cast<const float *>(routed.inputs[i]);
+        if (node->src[i]->type == GGML_TYPE_I32) {
+            memcpy(store.tokens.data(), values, n * sizeof(int32_t));
             continue;
         }
         if (event.n_ahead == n_ahead) {
-            importance = static_cast<const float *>(src->data);
+            importance = values;
             continue;
         }
         const int32_t p = event.n_ahead++;
         const auto & target = layer.model->layers[layer.layer + 1 + p];
         for (int32_t t = 0; t < n; t++) {
             const size_t at = ((size_t) p * store.max_tokens + t) * stride;
-            predict(target, static_cast<const float *>(src->data) + (size_t) t * store.n_expert, &store.ahead_ids[at],
-                    &store.ahead[at]);
+            predict(target, values + (size_t) t * store.n_expert, &store.ahead_ids[at], &store.ahead[at]);
         }
     }
     store.describe_tokens();
@@ -244,10 +237,11 @@ void route_node(ggml_tensor * dst, int ith, int, void * userdata) {
         }
     }
     if (!store.route()) {
-        return;
+        return -1;
     }
 
     const auto * tier = store.decision.tier;
+    bool changed = false;
     for (int32_t t = 0; t < n; t++) {
         float all = 0.0f, kept = 0.0f;
         for (int32_t i = 0; i < k; i++) {
@@ -255,6 +249,7 @@ void route_node(ggml_tensor * dst, int ith, int, void * userdata) {
             all += w;
             if (tier[store.ids[t * stride + i]] == MOE_EDGE_SKIP) {
                 w = 0.0f;
+                changed = true;
             } else {
                 kept += w;
             }
@@ -265,6 +260,22 @@ void route_node(ggml_tensor * dst, int ith, int, void * userdata) {
             }
         }
     }
+    return changed;
+}
+
+// Runs the route node on the CPU.
+void route_node(ggml_tensor * dst, int ith, int, void * userdata) {
+    if (ith != 0) {
+        return;
+    }
+    moe_edge_routed routed;
+    for (int i = 0; i < GGML_MAX_SRC && dst->src[i]; i++) {
+        routed.inputs[i] = dst->src[i]->data;
+    }
+    routed.selected_stride = dst->src[1]->nb[1];
+    routed.weights = static_cast<float *>(dst->data);
+    memcpy(dst->data, dst->src[0]->data, ggml_nbytes(dst->src[0]));
+    decide(static_cast<moe_edge_route *>(userdata), dst, routed);
 }
 
 // Returns the graph input with the KV cells into which a layer writes the keys of this batch, I64 [T]. Returns null if
@@ -446,9 +457,18 @@ ggml_tensor * moe_edge_route_hook(const llm_graph_context & graph, const ggml_te
     if (out_ids && out_ids->ne[0] == selected->ne[1] && selected->ne[1] < graph.n_tokens) {
         args.push_back(out_ids);
     }
-    ggml_tensor * routed = ggml_custom_4d(graph.ctx0, GGML_TYPE_F32, weights->ne[0], weights->ne[1], weights->ne[2], 1,
-        args.data(), args.size(), route_node, 1, &layer);
+    moe_edge_device * device = model.store->device;
+    layer.device = device && device->runs_route_node() ? device : nullptr;
+    layer.decide = decide;
+    moe_edge_route * route = &layer;
+    const auto * ne = weights->ne;
+    const int64_t n_words = layer.device ? moe_edge_plan_words(selected->ne[0], selected->ne[1]) : 0;
+    const auto new_node = [&](int64_t ne0, int64_t ne1, int64_t ne2) {
+        return ggml_custom_4d(graph.ctx0, GGML_TYPE_F32, ne0, ne1, ne2, 1, args.data(), args.size(), route_node, 1, route);
+    };
+    ggml_tensor * routed = n_words > 0 ? new_node(ggml_nelements(weights) + n_words, 1, 1) : new_node(ne[0], ne[1], ne[2]);
     routed->op_params[AHEAD_AT] = n_ahead;
+    moe_edge_mark_route(routed, route);
     ggml_set_name(routed, "moe_edge_route");
-    return routed;
+    return n_words > 0 ? ggml_view_3d(graph.ctx0, routed, ne[0], ne[1], ne[2], weights->nb[1], weights->nb[2], 0) : routed;
 }

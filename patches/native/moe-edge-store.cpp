@@ -351,6 +351,48 @@ void moe_edge_store::waited(int32_t cause, uint64_t ns) {
     waits[phase][cause].ns.fetch_add(ns, std::memory_order_relaxed);
 }
 
+// Describes an expert to an op that computes it. The expert is skipped, or its resident tier is good enough.
+moe_edge_ready moe_edge_store::hand_out(const moe_edge_matrix & m, int32_t cell) {
+    const auto & c = cells[cell];
+    if (c.want() == MOE_EDGE_SKIP) {
+        return { nullptr, expert_of(cell), -1, 0 };
+    }
+    const auto & entry = m.table[expert_of(cell)];
+    const bool here = pool_of(cell, c.tier()).on_host;
+    stats.computed[phase][c.tier()] += !device_counts();
+    if (here) {
+        count_in_place(slice_of(cell, c.tier()));
+    }
+    return { entry.data, expert_of(cell), entry.type, entry.ticket, here ? MOE_EDGE_MISS_COMPUTE : MOE_EDGE_MISS_COPY };
+}
+
+bool moe_edge_store::begin_layer(moe_edge_matrix * const * matrices, int32_t n, std::vector<moe_edge_ready> * out) {
+    call_lock lock(*this);
+    const int32_t layer = matrices[0]->layer;
+    const auto & experts = routed_of[layer];
+    const auto can_begin = [&](const moe_edge_matrix * m) {
+        return std::all_of(experts.begin(), experts.end(), [&](int32_t e) {
+            const auto & c = cells[cell_index(layer, m->kind, e)];
+            const bool there = c.want() == MOE_EDGE_SKIP || (c.satisfied() && !pool_of(cell_index(layer, m->kind, e), c.tier()).on_host);
+            return c.decided() && there;
+        });
+    };
+    if (experts.empty() || aborted() || !std::all_of(matrices, matrices + n, can_begin)) {
+        return false;
+    }
+    progress.layer.store(layer + 1, std::memory_order_relaxed);
+    for (int32_t i = 0; i < n; i++) {
+        auto & op = ops[layer * MOE_EDGE_N_KINDS + matrices[i]->kind];
+        op.remaining.clear();
+        op.waited = false;
+        out[i].clear();
+        for (const int32_t e : experts) {
+            out[i].push_back(hand_out(*matrices[i], cell_index(layer, matrices[i]->kind, e)));
+        }
+    }
+    return true;
+}
+
 int32_t moe_edge_store::next(moe_edge_matrix & m, moe_edge_ready * out) {
     call_lock lock(*this);
     auto & op = ops[m.layer * MOE_EDGE_N_KINDS + m.kind];
@@ -369,18 +411,10 @@ int32_t moe_edge_store::next(moe_edge_matrix & m, moe_edge_ready * out) {
             [this](int32_t cell) { return whole(cell) || whole_comes(cell); });
         for (const int32_t cell : op.remaining) {
             const auto & c = cells[cell];
-            if (c.want() == MOE_EDGE_SKIP) {
-                out[n++] = { nullptr, expert_of(cell), -1, 0 };
-            } else if (hold && !whole(cell)) {
+            if (c.want() != MOE_EDGE_SKIP && hold && !whole(cell)) {
                 op.remaining[keep++] = cell;
-            } else if (c.satisfied()) {
-                const auto & entry = m.table[expert_of(cell)];
-                const bool here = pool_of(cell, c.tier()).on_host;
-                out[n++] = { entry.data, expert_of(cell), entry.type, entry.ticket, here ? MOE_EDGE_MISS_COMPUTE : MOE_EDGE_MISS_COPY };
-                stats.computed[phase][c.tier()] += !device_counts();
-                if (here) {
-                    count_in_place(slice_of(cell, c.tier()));
-                }
+            } else if (c.want() == MOE_EDGE_SKIP || c.satisfied()) {
+                out[n++] = hand_out(m, cell);
             } else if (c.serves()) {
                 use_in_place(cell, &out[n++]);
             } else {

@@ -94,6 +94,7 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     void    begin(moe_edge_matrix & m, const int32_t * experts, int32_t n);
     int32_t routed_to(const moe_edge_matrix & m, int32_t * out);
     int32_t next(moe_edge_matrix & m, moe_edge_ready * out);
+    bool    begin_layer(moe_edge_matrix * const * matrices, int32_t n, std::vector<moe_edge_ready> * out);
     void    release(moe_edge_matrix & m, const moe_edge_ready * ready, int32_t n, moe_edge_ticket after);
     void    wait(const moe_edge_ready * ready, int32_t n);
     void    multiply(const std::vector<moe_edge_product> & products, uint64_t began_us);
@@ -286,6 +287,7 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     bool    revoke(const moe_edge_pool & pool);
     void    serve_waiting(moe_edge_pool & pool);
     void    serve_waiting(const moe_edge_matrix & m);  // in the pools of all tiers of this matrix
+    moe_edge_ready hand_out(const moe_edge_matrix & m, int32_t cell);
     void    drop_tier(int32_t cell);
     void    evict(int32_t cell);
     void    touch(int32_t cell);

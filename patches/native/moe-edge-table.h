@@ -8,8 +8,11 @@
 #include "moe-edge-layout.h"
 #include "moe-edge.h"
 
+#include "ggml.h"
+
 #include <atomic>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <vector>
 
@@ -77,6 +80,10 @@ struct moe_edge_ops {
     void (*multiply)(moe_edge_matrix * m, const std::vector<moe_edge_product> & products, uint64_t began_us);
     // Adds the duration of a wait in the executor to the store's statistics. cause: enum moe_edge_wait.
     void (*waited)(moe_edge_matrix * m, int32_t cause, uint64_t ns);
+    // Begins the ops of several matrices of one layer for the experts that its router has selected. Writes these
+    // experts to out[i] for matrices[i], in the same order for all matrices. The executor then only calls release.
+    // Returns false, and begins nothing, if an op would have to wait for an expert, or if the host computes one.
+    bool (*begin_layer)(moe_edge_matrix * const * matrices, int32_t n, std::vector<moe_edge_ready> * out) = nullptr;
 };
 
 struct moe_edge_matrix {
@@ -96,3 +103,50 @@ struct moe_edge_matrix {
     std::vector<const char *>   base;
     std::shared_ptr<void>       executor;  // state that an executor keeps for this matrix; destroyed with the store
 };
+
+// Limits within which an executor that runs the route node plans all products of the layer there: rows (tokens times
+// selected experts) and tokens of the step, and launches of a product.
+constexpr int32_t MOE_EDGE_PLAN_ROWS = 128, MOE_EDGE_PLAN_TOKENS = 8, MOE_EDGE_PLAN_LAUNCHES = 6;
+
+// Returns how many 32-bit words a route node has after the routing weights, for the ids of the launches: [3 products,
+// MOE_EDGE_PLAN_LAUNCHES, n_used * n_tokens]. 0: the layer's products are not planned there.
+inline int64_t moe_edge_plan_words(int64_t n_used, int64_t n_tokens) {
+    const bool few = n_tokens <= MOE_EDGE_PLAN_TOKENS && n_used * n_tokens <= MOE_EDGE_PLAN_ROWS;
+    return few ? 3 * MOE_EDGE_PLAN_LAUNCHES * n_used * n_tokens : 0;
+}
+
+// The inputs of a route node in host memory.
+struct moe_edge_routed {
+    const void * inputs[GGML_MAX_SRC] = {};  // the data of the node's sources, without gaps between their rows
+    size_t       selected_stride = 0;        // bytes between the tokens of the selected experts, inputs[1]
+    float *      weights = nullptr;          // [k, T]: the routing weights, which decide() may change
+};
+
+// A layer's route node, which an executor may run on a device. moe_edge_route_of() finds it.
+struct moe_edge_route {
+    moe_edge_device * device = nullptr;  // null: the CPU runs the node
+    moe_edge_matrix * matrices[MOE_EDGE_N_KINDS] = {};  // null for kinds that the layer does not have
+    // Lets the store and its policy decide about the selected experts. Returns 0, 1 if it changed the weights, or -1 if
+    // the step failed.
+    int (*decide)(moe_edge_route * route, const ggml_tensor * node, const moe_edge_routed & routed) = nullptr;
+};
+
+// The op parameters in which a route node stores a mark and the address of its moe_edge_route. ggml's custom op uses
+// the first parameters.
+constexpr int     MOE_EDGE_ROUTE_MARK_AT = GGML_MAX_OP_PARAMS / sizeof(int32_t) - 2;
+constexpr int     MOE_EDGE_ROUTE_AT      = MOE_EDGE_ROUTE_MARK_AT - 2;
+constexpr int32_t MOE_EDGE_ROUTE_MARK    = 0x6d6f6572;
+
+inline void moe_edge_mark_route(ggml_tensor * node, const moe_edge_route * route) {
+    node->op_params[MOE_EDGE_ROUTE_MARK_AT] = MOE_EDGE_ROUTE_MARK;
+    memcpy(&node->op_params[MOE_EDGE_ROUTE_AT], &route, sizeof(route));
+}
+
+// Returns null for other nodes.
+inline moe_edge_route * moe_edge_route_of(const ggml_tensor * node) {
+    moe_edge_route * route = nullptr;
+    if (node->op == GGML_OP_CUSTOM && node->op_params[MOE_EDGE_ROUTE_MARK_AT] == MOE_EDGE_ROUTE_MARK) {
+        memcpy(&route, &node->op_params[MOE_EDGE_ROUTE_AT], sizeof(route));
+    }
+    return route;
+}

@@ -11,7 +11,9 @@
 #include "moe-edge-workers.h"
 
 #include <cstring>
+#include <functional>
 #include <memory>
+#include <numeric>
 
 // A matrix whose experts are all resident, in every tier.
 class resident {
@@ -37,7 +39,11 @@ class resident {
             }
             matrix.types.push_back(w.types[t]);
             matrix.base.push_back(memory[t]);
+            most = std::max(most, w.expert_bytes(t));
         }
+        bool pinned = false;
+        nan = device->alloc_host(most, &pinned);
+        memset(nan, 0xff, most);
     }
 
     ~resident() {
@@ -46,6 +52,7 @@ class resident {
             device->release(memory[t]);
             device->release_host(host[t]);
         }
+        device->release_host(nan);
     }
 
     void set(const std::vector<int32_t> & new_tiers) {
@@ -63,6 +70,20 @@ class resident {
         matrix.version++;
     }
 
+    // Copies some experts again, after bytes that are no numbers. An op that does not wait for the copies computes NaN.
+    void copy_again(std::mt19937 & random) {
+        for (size_t t = 0; t < memory.size(); t++) {
+            for (int32_t e = 0; e < w.s.experts; e++) {
+                if (random() % 2) {
+                    const int32_t lane = random() % MOE_EDGE_N_LANES;
+                    char * to = memory[t] + e * step[t];
+                    const moe_edge_ticket wrong = device->copy(lane, to, nan, w.expert_bytes(t), 0);
+                    tickets[t * w.s.experts + e] = device->copy(lane, to, host[t] + e * w.expert_bytes(t), w.expert_bytes(t), wrong);
+                }
+            }
+        }
+    }
+
     moe_edge_matrix matrix;
     std::vector<int32_t> tier_of;
     bool fixed = false;
@@ -70,9 +91,15 @@ class resident {
     int32_t odd = MOE_EDGE_MISS_COPY;  // how experts with an odd number are served
     std::vector<int32_t> hooked;  // the ids that a hook saw; empty without a hook
     int  begun = 0;
+    bool missing = false;  // begin_layer() returns false
 
   private:
     static resident & of(moe_edge_matrix * m) { return *reinterpret_cast<resident *>(m->store); }
+
+    moe_edge_ready ready_of(int32_t e) {
+        const int32_t t = tier_of[e];
+        return { matrix.table[e].data, e, matrix.table[e].type, t == SKIP ? 0 : tickets[t * w.s.experts + e] };
+    }
 
     int32_t next(moe_edge_ready * out) {
         int32_t n = 0;
@@ -80,7 +107,7 @@ class resident {
             const int32_t e = asked.back();
             asked.pop_back();
             const int32_t t = tier_of[e];
-            out[n] = { matrix.table[e].data, e, matrix.table[e].type, t == SKIP ? 0 : tickets[t * w.s.experts + e] };
+            out[n] = ready_of(e);
             if (odd != MOE_EDGE_MISS_COPY && e % 2 && t != SKIP) {
                 out[n] = { host[t] + e * w.expert_bytes(t), e, w.types[t], 0, odd };
             }
@@ -97,6 +124,8 @@ class resident {
     const expert_weights & w;
     std::vector<uint64_t> step;
     std::vector<char *> memory, host;
+    char * nan  = nullptr;
+    size_t most = 0;  // bytes of an expert
     std::vector<moe_edge_ticket> tickets;  // [tiers, experts]
     std::vector<int32_t> asked;
     int held = 0;
@@ -131,9 +160,66 @@ inline const moe_edge_ops resident::operations = {
         workers.multiply(products);
     },
     [](moe_edge_matrix *, int32_t, uint64_t) {},
+    [](moe_edge_matrix * const * matrices, int32_t n, std::vector<moe_edge_ready> * out) {
+        for (int32_t i = 0; i < n; i++) {
+            resident & r = of(matrices[i]);
+            if (r.missing) {
+                return false;
+            }
+            if (r.held != 0) {
+                die("a layer begins before its last ops have released their experts");
+            }
+        }
+        for (int32_t i = 0; i < n; i++) {
+            resident & r = of(matrices[i]);
+            for (const int32_t e : r.hooked) {
+                out[i].push_back(r.ready_of(e));
+            }
+            r.held = r.hooked.size();
+        }
+        return true;
+    },
 };
 
-// The graph of down(silu(gate(x)) * up(x)).
+// The route node of a test. Its decision sets the weights of skipped experts to 0.
+struct test_route : moe_edge_route {
+    std::vector<resident *> of_layer;
+    std::vector<int32_t> selected;  // as the node has reported them
+    std::vector<float>   weights, ahead;
+    bool fails = false;
+    std::function<void()> loads = [] {};  // called at each decision
+
+    test_route(moe_edge_device * on, const std::vector<resident *> & m) : of_layer(m) {
+        device = on;
+        for (resident * r : m) {
+            matrices[r->matrix.kind] = &r->matrix;
+        }
+        decide = [](moe_edge_route * route, const ggml_tensor * node, const moe_edge_routed & routed) {
+            auto & own = *static_cast<test_route *>(route);
+            const ggml_tensor * ids = node->src[1];
+            own.selected.clear();
+            for (int64_t t = 0; t < ids->ne[1]; t++) {
+                const auto * row = reinterpret_cast<const int32_t *>(static_cast<const char *>(routed.inputs[1]) + t * routed.selected_stride);
+                own.selected.insert(own.selected.end(), row, row + ids->ne[0]);
+            }
+            own.weights.assign(routed.weights, routed.weights + own.selected.size());
+            const auto * values = static_cast<const float *>(routed.inputs[2]);
+            own.ahead.assign(values, values + ggml_nelements(node->src[2]));
+            own.loads();
+            int changed = 0;
+            for (size_t i = 0; i < own.selected.size(); i++) {
+                if (own.of_layer[0]->tier_of[own.selected[i]] == SKIP) {
+                    routed.weights[i] = 0;
+                    changed = 1;
+                }
+            }
+            return own.fails ? -1 : changed;
+        };
+    }
+};
+
+// The graph of down(silu(gate(x)) * up(x)). With a route, it begins with a route node, and `routed` has its weights.
+// apart: an op between gate and its activation prevents their fusion.
 struct feed_forward {
     ggml_context * weights_ctx;
     ggml_context * ctx;
@@ -142,13 +228,17 @@ struct feed_forward {
     ggml_tensor * ids;
     ggml_tensor * glu;
     ggml_tensor * out;
+    ggml_tensor * router = nullptr;  // the weights before the route node
+    ggml_tensor * ahead  = nullptr;
+    ggml_tensor * routed = nullptr;
     ggml_cgraph * graph;
     ggml_backend_buffer_t placeholders, buffer;
     const gpu & g;
 
-    feed_forward(const gpu & g, const std::vector<resident *> & m, const std::vector<const expert_weights *> & w, int64_t tokens) : g(g) {
+    feed_forward(const gpu & g, const std::vector<resident *> & m, const std::vector<const expert_weights *> & w, int64_t tokens,
+                 test_route * route = nullptr, bool apart = false) : g(g) {
         const shape & s = w[0]->s;
-        ggml_init_params params = { ggml_tensor_overhead() * 16 + ggml_graph_overhead(), nullptr, true };
+        ggml_init_params params = { ggml_tensor_overhead() * 24 + ggml_graph_overhead(), nullptr, true };
         weights_ctx = ggml_init(params);
         for (size_t i = 0; i < 3; i++) {
             weights[i] = ggml_new_tensor_3d(weights_ctx, w[i]->types[0], w[i]->s.n_in, w[i]->s.n_out, s.experts);
@@ -159,12 +249,26 @@ struct feed_forward {
         }
         ctx = ggml_init(params);
         x   = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, s.n_in, 1, tokens);
-        ids = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, s.used, tokens);
+        graph = ggml_new_graph(ctx);
+        if (route) {
+            // as argsort, whose first columns are the selection
+            ids    = ggml_view_2d(ctx, ggml_new_tensor_2d(ctx, GGML_TYPE_I32, s.experts, tokens), s.used, tokens, s.experts * sizeof(int32_t), 0);
+            router = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, 1, s.used, tokens);
+            ahead  = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, s.experts, tokens);
+            ggml_tensor * sources[] = { router, ids, ahead };
+            const int64_t n = ggml_nelements(router);
+            ggml_tensor * node = ggml_custom_4d(ctx, GGML_TYPE_F32, n + moe_edge_plan_words(s.used, tokens), 1, 1, 1, sources, 3,
+                [](ggml_tensor *, int, int, void *) { die("the CPU runs a route node"); }, 1, route);
+            moe_edge_mark_route(node, route);
+            routed = ggml_view_3d(ctx, node, 1, s.used, tokens, router->nb[1], router->nb[2], 0);
+            ggml_build_forward_expand(graph, routed);
+        } else {
+            ids = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, s.used, tokens);
+        }
         ggml_tensor * gate = ggml_mul_mat_id(ctx, weights[0], x, ids);
         ggml_tensor * up   = ggml_mul_mat_id(ctx, weights[1], x, ids);
-        glu   = ggml_swiglu_split(ctx, gate, up);
+        glu   = ggml_swiglu_split(ctx, apart ? ggml_scale(ctx, gate, 1.0f) : gate, up);
         out   = ggml_mul_mat_id(ctx, weights[2], glu, ids);
-        graph = ggml_new_graph(ctx);
         ggml_build_forward_expand(graph, out);
         buffer = ggml_backend_alloc_ctx_tensors(ctx, g.backend);
     }
@@ -172,7 +276,15 @@ struct feed_forward {
     void run(const batch & b) {
         const std::vector<float> poison(std::max(ggml_nelements(glu), ggml_nelements(out)), NAN);
         ggml_backend_tensor_set(x, b.x.data(), 0, ggml_nbytes(x));
-        ggml_backend_tensor_set(ids, b.ids.data(), 0, ggml_nbytes(ids));
+        for (int64_t t = 0; t < ids->ne[1]; t++) {
+            ggml_backend_tensor_set(ids, &b.ids[t * ids->ne[0]], t * ids->nb[1], ids->ne[0] * sizeof(int32_t));
+        }
+        if (router) {
+            std::vector<float> values(ggml_nelements(ahead));
+            std::iota(values.begin(), values.end(), 1.0f);
+            ggml_backend_tensor_set(ahead, values.data(), 0, ggml_nbytes(ahead));
+            ggml_backend_tensor_set(router, values.data(), 0, ggml_nbytes(router));
+        }
         ggml_backend_tensor_set(glu, poison.data(), 0, ggml_nbytes(glu));
         ggml_backend_tensor_set(out, poison.data(), 0, ggml_nbytes(out));
         if (ggml_backend_graph_compute(g.backend, graph) != GGML_STATUS_SUCCESS) {

@@ -112,6 +112,31 @@ void test_random(std::mt19937_64 & random) {
     }
 }
 
+// One launch for each type, and one more for the late experts of one type.
+void test_few() {
+    const auto q4 = [](int32_t e, bool late) { return moe_edge_launch_item { e, GGML_TYPE_Q4_K, at(0x10000 + e * 144), nullptr, late }; };
+    const auto q2 = [](int32_t e, bool late) { return moe_edge_launch_item { e, GGML_TYPE_Q2_K, at(0x90000 + e * 84), nullptr, late }; };
+    const moe_edge_launch_item skipped { 9, -1, nullptr };
+    const auto experts = [](const std::vector<moe_edge_launch_item> & items) {
+        std::string found;  // the experts of each class, classes in the order of their launches
+        for (const moe_edge_launch & l : moe_edge_plan_few(items)) {
+            for (int32_t c = 0; c < l.list.n_classes; c++) {
+                for (int32_t i = l.list.first[c]; i < l.list.first[c + 1]; i++) {
+                    found += std::to_string(l.list.expert[i]);
+                }
+                found += ' ';
+            }
+        }
+        return found;
+    };
+    expect(experts({}).empty() && experts({ skipped }).empty(), "a launch without experts");
+    expect(experts({ q4(1, false), q4(2, false), skipped }) == "12 ", "one type must have one launch");
+    expect(experts({ q4(1, true), q4(2, true) }) == "12 ", "late experts only must have one launch");
+    expect(experts({ q4(1, true), q4(2, false) }) == "2 1 ", "late experts must come in a second launch");
+    expect(experts({ q4(1, false), q2(2, true) }) == "1 2 ", "a late type must come last");
+    expect(experts({ q4(1, true), q4(2, false), q2(3, false), q2(4, false), q2(5, true) }) == "34 5 12 ", "one type only may have two launches");
+}
+
 void test_table() {
     const std::vector<int32_t> types = { GGML_TYPE_Q4_K, GGML_TYPE_Q2_K };
     const std::vector<const char *> base = { at(0x100000), at(0x900000) };
@@ -141,6 +166,7 @@ int main() {
     test_only_skipped();
     test_apart();
     test_random(random);
+    test_few();
     test_table();
     printf("fine\n");
     return 0;

@@ -2,12 +2,17 @@
 
 import json
 
-from orchestrator.lab.bench.counts import count_rows
+import pytest
+
+from orchestrator.lab.bench.counts import SHAPE, UPSTREAM, count_rows
 
 from .conftest import HERE
 
 GOLDEN = HERE / "counts.json"
 RETENTION = 0.75
+ROUTE_NODE = 2  # launches of the route node: pack its inputs, write the ids of all products
+PRODUCTS = 2  # gate and up are one launch
+LOOK_AHEAD = (SHAPE.n_layer - 1) / SHAPE.n_layer  # the last layer has no next layer
 
 
 def test_counts_of_calls(device, emulated):
@@ -16,3 +21,27 @@ def test_counts_of_calls(device, emulated):
     An intended change replaces the file.
     """
     assert count_rows(device.library, RETENTION, print) == json.loads(GOLDEN.read_text())
+
+
+@pytest.mark.parametrize(
+    ("name", "launches"),
+    [
+        ("all experts on the GPU, policy decides, look-ahead off", 0),
+        ("all experts on the GPU, policy decides, look-ahead on", LOOK_AHEAD),
+        ("2 cache", PRODUCTS),
+        ("3 cache + prefetch", PRODUCTS + LOOK_AHEAD),
+        ("4 cache + 4/2", 2 * PRODUCTS),
+        ("5 cache + 4/2 + prefetch", 2 * PRODUCTS + LOOK_AHEAD),
+        ("6 cache + 4/0 + prefetch", 2 * PRODUCTS + LOOK_AHEAD),
+        ("dynaexq 4/2", 2 * PRODUCTS),
+    ],
+)
+def test_budgets(name, launches):
+    """A decision costs one wait and two launches per layer, and prefetching one launch.
+
+    Misses and a second precision cost one launch for each product, and no wait.
+    """
+    rows = {row["name"]: row for row in json.loads(GOLDEN.read_text())}
+    upstream, found = rows[UPSTREAM], rows[name]
+    assert found["waits"] == upstream["waits"] + 1
+    assert found["launches"] <= upstream["launches"] + ROUTE_NODE + launches + 1e-3
