@@ -15,8 +15,9 @@ from gguf_tools.file.writer import GGUFWriter
 from gguf_tools.synthetic.vocab import TOKEN_TYPE, bpe
 from models.real import package, text
 from models.real.activations import read_ffn
+from models.real.bootstrap import interval
 from models.real.dense import DenseModel, write_dense
-from models.real.judge import compare, interval
+from models.real.judge import compare
 from models.real.sparse import write_sparse
 from models.real.split import SplitShape, balanced_kmeans, fit_routers, group_neurons, split_layers
 from orchestrator.errors import ConfigError
