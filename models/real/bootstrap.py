@@ -5,23 +5,31 @@ A bootstrap draws whole units, such as documents, because the tokens of a unit a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 Values = npt.NDArray[np.float64]
+Draw = npt.NDArray[np.int64]
 DRAWS = 2000
 _SEED = 1
 
 
-def draws(n: int) -> npt.NDArray[np.int64]:
+def draws(n: int, strata: Sequence[Hashable] | None = None) -> Draw:
     """Return how often each bootstrap draw contains each of n units, [DRAWS, n].
 
     Each draw has n units. Draw 0 contains each unit once, so its value is that of the sample. The
     random seed is fixed.
+
+    strata: the stratum of each unit, such as its kind of text. Each draw has as many units of a
+    stratum as the sample. None means one stratum.
     """
-    found = np.random.default_rng(_SEED).multinomial(n, np.full(n, 1 / n), DRAWS)
+    random, found = np.random.default_rng(_SEED), np.ones((DRAWS, n), np.int64)
+    labels = [None] * n if strata is None else list(strata)
+    for label in dict.fromkeys(labels):
+        at = [unit for unit in range(n) if labels[unit] == label]
+        found[:, at] = random.multinomial(len(at), np.full(len(at), 1 / len(at)), DRAWS)
     found[0] = 1
     return found
 
@@ -32,7 +40,7 @@ def ends(values: Values) -> tuple[float, float, float]:
     return float(values[0]), float(low), float(high)
 
 
-def interval(values: Values, units: npt.NDArray[np.int64]) -> tuple[float, float, float]:
+def interval(values: Values, units: Draw) -> tuple[float, float, float]:
     """Return the mean of values [n], and the two ends of its 95 % interval.
 
     `units` [n] is the number of each value's unit, such as its document.
@@ -43,7 +51,9 @@ def interval(values: Values, units: npt.NDArray[np.int64]) -> tuple[float, float
     return ends((drawn @ sums) / (drawn @ counts))
 
 
-def of_figure(figure: Callable[[Values], float], drawn: Values) -> tuple[float, float, float]:
+def of_figure(
+    figure: Callable[[npt.NDArray[np.int64]], float], drawn: npt.NDArray[np.int64]
+) -> tuple[float, float, float]:
     """Return the value of a figure, and the two ends of its 95 % interval.
 
     - figure: computes the value from the weight of each unit, [n].
