@@ -99,15 +99,18 @@ class HotSets:
 
             def shared(draw: Draw, n_hot: int = n_hot) -> Values:
                 first, second = hot_experts(self._counts(draw), n_hot)
-                return (first[:, None] & second[None]).sum(axis=-1) / n_hot
+                both: Values = (first[:, None] & second[None]).sum(axis=-1) / n_hot
+                return both
 
             def covered(draw: Draw, n_hot: int = n_hot) -> Values:
                 first, second = self._counts(draw)
                 mine = (hot_experts(first, n_hot)[:, None] * second[None]).sum(axis=(2, 3))
-                return mine / second.sum(axis=(1, 2))
+                share: Values = mine / second.sum(axis=(1, 2))
+                return share
 
             def apart(draw: Draw, n_hot: int = n_hot) -> Values:
-                return (shared(draw, n_hot) == 0).sum(axis=-1)
+                layers: Values = (shared(draw, n_hot) == 0).sum(axis=-1)
+                return layers
 
             def of(compare: Callable[[Draw], Values], at: int) -> Figure:
                 return lambda draw: self.same_and_other(compare(draw))[at]
@@ -184,7 +187,8 @@ def active(ids: Sequence[npt.NDArray[np.int64]], used: Values) -> dict[str, Figu
 
     def distinct(each: npt.NDArray[np.int64]) -> float:
         layers = range(n_layers)
-        return sum(len(np.unique(each[:4, layer])) for layer in layers) / (n_layers * n_expert)
+        n_used = sum(len(np.unique(each[:4, layer])) for layer in layers)
+        return n_used / (n_layers * n_expert)
 
     found = {f"experts in a decode step of {batch}": decode(batch) for batch in (1, 2, 4, 8)}
     return found | {"experts in a prompt of 4": mean_of(np.array([distinct(each) for each in ids]))}
@@ -201,7 +205,8 @@ def two_inputs(used: Values, n_hot: int) -> Figure:
 
     def mean(draw: Draw) -> float:
         pairs = draw.sum() ** 2 - (draw**2).sum()
-        return float(draw @ shared @ draw / pairs)
+        found: float = draw @ shared @ draw / pairs
+        return found
 
     return mean
 

@@ -1,14 +1,17 @@
-"""Three studies of precision: `python -m models.real.studies MODEL NAME --data DIR`.
+"""Four studies of precision: `python -m models.real.studies MODEL NAME --data DIR`.
 
 `depth` puts one layer in the low precision and all others in the best one (DyMoE's Figure 5).
 `hitters` compares the critical experts of heavy hitters with those of all tokens, and with random
 ones (Figure 3). `mixes` combines the high precision with the low one and with skipping (part of
 Tables 1 and 2).
 
-`moe-edge paper dymoe` runs the complete studies. These are shorter, because 30 layers take long.
-Every context is the beginning of another document, and the 95 % intervals draw documents.
-`depth` and `hitters` read the text as prompts. In `depth`, no choice depends on a token, so
-decoding would give the same. `mixes` decodes.
+`demotion` puts the least used experts in the low precision, the most used ones, or random ones
+(DynaExq's Figure 3). The first half of the documents shows how often experts are used.
+
+`moe-edge paper` runs the complete studies. These are shorter, because 30 layers take long.
+Every context is the beginning of another document, and the 95 % intervals draw documents. All
+studies but `mixes` read the text as prompts. In `depth` and `demotion` no choice depends on a
+token, so decoding would give the same.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from orchestrator.config import Config
 from orchestrator.lab.eval.judge import Reference
 from orchestrator.lab.eval.run import best_config, read_reference
 from orchestrator.lab.study.dymoe import LOW, SPREADS, Accuracy, Critical, Depth
+from orchestrator.lab.study.dynaexq import COLD, HOT_FIRST, RANDOM, Demotion
 from orchestrator.lab.study.study import Case, Findings, ScoredStudy, Scores, Study
 from orchestrator.lab.study.subject import Subject
 from orchestrator.lab.table import Column, Row, Table
@@ -53,14 +57,22 @@ def contexts_of(on: Subject) -> npt.NDArray[np.int64]:
 def intervals(found: Scores) -> Table:
     """Return a table of the scored cases, with 95 % intervals over the contexts of the text.
 
-    Perplexities are divided by that of the high tier, token by token.
+    Perplexities are divided by that of the high tier, token by token. `r` is the retention ratio.
     """
     on = found.on
     contexts = contexts_of(on)
-    base = next((score for case, score in found.scored if case.row.get("tier") == on.high), None)
+    base = next(
+        (
+            score
+            for case, score in found.scored
+            if case.row.get("tier") == on.high or case.row.get("demoted") == 0
+        ),
+        None,
+    )
     rows: list[Row] = []
     for case, score in found.scored:
         row: Row = {"case": case.label, "r": case.row.get("retention")}
+        row["demoted"] = case.row.get("demoted")
         row["kl"] = interval(score.text.kl, contexts)
         if base is not None:
             change = interval(score.text.nll - base.text.nll, contexts)
@@ -70,6 +82,7 @@ def intervals(found: Scores) -> Table:
     columns = (
         Column("configuration", "case", left=True),
         Column("r", "r"),
+        Column("demoted", "demoted"),
         Column(f"KL from {on.best} (95 %)", "kl", shown),
         Column(f"perplexity over {on.high} (95 %)", "ratio", shown),
     )
@@ -190,6 +203,31 @@ class Hitters(Shown, Critical):
         return rows
 
 
+class Demoted(Shown, Demotion):
+    """A part of the study Demotion for prompts: a quarter, half and three quarters are demoted."""
+
+    def cases(self, on: Subject) -> list[Case]:
+        """Return the cases of the study Demotion that are measured here, with one random order."""
+        n = on.n_expert
+        levels = {0, n // 4, n // 2, 3 * n // 4, n}
+        listed = [
+            replace(case, prefill=True)
+            for case in super().cases(on)
+            if case.row["demoted"] in levels
+        ]
+        return [next(same) for _, same in groupby(listed, key=lambda case: case.place)]
+
+    def contrasts(self, found: Scores) -> list[Row]:
+        """Return by how much other orders exceed the KL divergence of the least used first."""
+        contexts, rows = contexts_of(found.on), []
+        kl = {(case.row["demoted"], case.label): score.text.kl for case, score in found.scored}
+        for (demoted, order), values in kl.items():
+            if order in (RANDOM, HOT_FIRST):
+                more = interval(values - kl[demoted, COLD], contexts)
+                rows.append({"what": f"{demoted} demoted: {order}, above {COLD}", "found": more})
+        return rows
+
+
 class Mixes(Shown, Accuracy):
     """A part of the study Accuracy: the high tier, the low tier, and two mixtures of both."""
 
@@ -209,6 +247,7 @@ class Mixes(Shown, Accuracy):
 STUDIES: dict[str, tuple[type[Study], type[Subject]]] = {
     "depth": (DepthOfPrompts, Prompts),
     "hitters": (Hitters, Prompts),
+    "demotion": (Demoted, Prompts),
     "mixes": (Mixes, Subject),
 }
 

@@ -267,7 +267,7 @@ def test_wikitext_is_cut_into_articles(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("names", "hot"), [(("stories", "encyclopedia"), True), (("stories",), False)]
+    ("names", "hot"), [(["stories", "encyclopedia"], True), (["stories"], False)]
 )
 def test_figures_of_the_routing_have_intervals(made, tmp_path, capsys, names, hot):
     (tmp_path / "valid").mkdir()

@@ -10,7 +10,7 @@ import pytest
 
 from models.real import bootstrap as b
 from models.real import figures as f
-from models.real.studies import depth_figures, layer_groups
+from models.real.studies import HITTERS, LOAD, Hitters, depth_figures, layer_groups
 from models.real.subject import Beginnings
 from models.real.text import judged_documents
 from orchestrator.errors import ConfigError
@@ -94,11 +94,7 @@ def test_hot_sets_of_the_same_and_of_other_kinds(experts, same, other, covers):
 def test_layers_in_which_three_kinds_are_disjoint(experts, layers):
     kinds = [kind for kind in f.TRIPLE for _ in range(2)]
     found = f.HotSets(usage(*experts), kinds).figures()
-    (name,) = [
-        each
-        for each in found
-        if each.startswith("hot set of a quarter") and each.endswith("disjoint")
-    ]
+    name, _ = (each for each in found if each.endswith("are disjoint"))
     assert found[name](np.ones(6, np.int64)) == layers
 
 
@@ -197,6 +193,22 @@ def test_sensitivity_over_depth():
     assert rows["first third over middle third"] == pytest.approx((5.0, 5.0, 5.0))
     assert rows["deepest third over first third"] == pytest.approx((0.6, 0.6, 0.6))
     assert rows["first layer over the largest of the others"] == pytest.approx((2.25, 2.25, 2.25))
+
+
+def test_rankings_are_compared_with_heavy_hitters():
+    scored = [
+        (
+            SimpleNamespace(group="high / low", row={"retention": 0.75}, label=label),
+            SimpleNamespace(text=SimpleNamespace(kl=np.array(kl))),
+        )
+        for label, kl in ((HITTERS, [1.0, 1.0, 3.0]), (LOAD, [1.5, 1.5, 3.0]))
+    ]
+    windows = [SimpleNamespace(n_scored=2), SimpleNamespace(n_scored=1)]
+    (row,) = Hitters().contrasts(
+        SimpleNamespace(scored=scored, on=SimpleNamespace(windows=windows))
+    )
+    assert row["what"] == f"high / low, r = 0.75: {LOAD}, above hitters"
+    assert row["found"] == (pytest.approx(1 / 3), 0.0, 0.5)
 
 
 def test_mathematics_and_code_are_read_from_their_fields(tmp_path):
