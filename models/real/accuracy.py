@@ -17,8 +17,9 @@ import numpy as np
 
 from gguf_tools.columns import aligned
 from gguf_tools.process import compute_threads
+from models.real.bootstrap import Values, interval
 from models.real.command import reporting_errors
-from models.real.judge import Values, compare, interval
+from models.real.judge import compare
 from orchestrator.errors import ConfigError
 from orchestrator.lab.observe import observe
 

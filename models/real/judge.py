@@ -21,12 +21,11 @@ import numpy.typing as npt
 
 from gguf_tools.columns import aligned
 from gguf_tools.process import compute_threads
+from models.real.bootstrap import Values, interval
 from models.real.command import reporting_errors
 from models.real.text import JUDGED, WINDOW, judged_documents, judged_windows
 from orchestrator.lab.observe import Observer, observe
 
-Values = npt.NDArray[np.float64]
-DRAWS = 2000
 # Limits of --equal: maximum KL divergence in nats per token, and minimum share of tokens with the
 # same most likely token.
 MOST_KL, LEAST_SAME = 1e-5, 0.999
@@ -51,20 +50,6 @@ def log_softmax(logits: npt.NDArray[np.float32]) -> Values:
     shifted -= shifted.max(axis=1, keepdims=True)
     shifted -= np.log(np.exp(shifted).sum(axis=1, keepdims=True))
     return shifted
-
-
-def interval(values: Values, documents: npt.NDArray[np.int64]) -> tuple[float, float, float]:
-    """Return the mean of values [n], and the two ends of its 95 % bootstrap interval.
-
-    `documents` [n] is the number of the document of each value. The bootstrap draws whole
-    documents, because the tokens of a document are not independent.
-    """
-    names, at = np.unique(documents, return_inverse=True)
-    sums, counts = np.bincount(at, values), np.bincount(at)
-    drawn = np.random.default_rng(1).integers(0, len(names), (DRAWS, len(names)))
-    means = sums[drawn].sum(axis=1) / counts[drawn].sum(axis=1)
-    low, high = np.percentile(means, (2.5, 97.5))
-    return float(values.mean()), float(low), float(high)
 
 
 def compare(

@@ -16,16 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from gguf_tools.columns import aligned
+from models.real.bootstrap import DRAWS, Values, draws, ends, shown
 from models.real.command import reporting_errors
-from models.real.judge import DRAWS
 from models.real.substitution import BIAS, SKIP, WAYS, Choice, choices
 from orchestrator.errors import ConfigError
 from orchestrator.lab.plotting import Line, Panel, draw
 
-Values = npt.NDArray[np.float64]
 NAME = "substitution"
 
 
@@ -47,9 +45,7 @@ class Results:
             raise ConfigError(f"{path}: no results of models.real.substitution") from error
         if not self.windows:
             raise ConfigError(f"{path}: no window is finished")
-        n = len(self.windows)
-        self._draws = np.random.default_rng(1).multinomial(n, np.full(n, 1 / n), DRAWS)
-        self._draws[0] = 1
+        self._draws = draws(len(self.windows))
         self._tokens = self._draws @ np.array([each["tokens"] for each in self.windows])
 
     def of(self, choice: Choice, name: str) -> Values:
@@ -100,12 +96,6 @@ class Results:
         )
 
 
-def shown(draws: Values, digits: int = 2) -> str:
-    """Format the value of the first bootstrap draw, with the 95 % interval of all draws."""
-    low, high = np.percentile(draws, (2.5, 97.5))
-    return f"{draws[0]:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
-
-
 def table(results: Results) -> str:
     """Format the results as a table with one row per configuration."""
     rows = [["", "waited for", "KL, nats", "KL over skip", "perplexity", "same top token"]]
@@ -115,9 +105,9 @@ def table(results: Results) -> str:
             [
                 choice.label,
                 f"{100 * share:.0f} %",
-                shown(results.of(choice, "kl"), 4),
-                shown(results.over_skip(choice)),
-                shown(results.perplexity(choice), 3),
+                shown(ends(results.of(choice, "kl")), 4),
+                shown(ends(results.over_skip(choice)), 2),
+                shown(ends(results.perplexity(choice)), 3),
                 f"{100 * results.of(choice, 'same')[0]:.1f} %",
             ]
         )

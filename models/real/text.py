@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import re
-from collections.abc import Sequence
-from itertools import zip_longest
+from collections.abc import Iterator, Sequence
+from itertools import islice, zip_longest
 from pathlib import Path
+from typing import Any
 
 from orchestrator.errors import ConfigError
 from orchestrator.lab.eval.text import (
     Document,
     Tokenize,
     Window,
+    json_lines,
     read_documents,
     read_text,
     windows_of,
@@ -30,7 +34,11 @@ JUDGED = {
     "messages": "valid/sft_oasst1.jsonl.xz",
     "encyclopedia": "valid/enwiki_core.jsonl.xz",
     "stories": "valid/stories_ccby.jsonl",
+    "mathematics": "eval/gsm8k/test.jsonl.xz",
+    "code": "eval/humaneval/HumanEval.jsonl.gz",
 }
+# Fields of the records of these texts that together are a document.
+_FIELDS = {"mathematics": ("question", "answer"), "code": ("prompt", "canonical_solution")}
 _ARTICLE = re.compile(r"^ = [^=].* = $", re.MULTILINE)
 
 
@@ -64,7 +72,27 @@ def judged_documents(data: Path, name: str, n_tokens: int) -> list[Document]:
         starts = [found.start() for found in _ARTICLE.finditer(text)]
         cuts = zip(starts, [*starts[1:], len(text)], strict=True)
         return [Document(text[start:end], domain=name) for start, end in cuts]
+    if name in _FIELDS:
+        _check(path)
+        records = islice(_records(path), max(1, n_tokens // 64))
+        texts = ("\n".join(each[field] for field in _FIELDS[name]) for each in records)
+        return [Document(each, domain=name) for each in texts]
     return [Document(each.text, domain=name) for each in _documents(path, n_tokens)]
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of a file of JSON lines, which may be compressed (.xz or .gz)."""
+    if path.suffix == ".gz":
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            yield from map(json.loads, file)
+    else:
+        yield from (record for _, record in json_lines(path))
+
+
+def _check(path: Path) -> None:
+    """Raise ConfigError if a file of the text collection is missing."""
+    if not path.is_file():
+        raise ConfigError(f"{path} is missing: --data names the folder of the text collection")
 
 
 def judged_windows(
@@ -96,11 +124,8 @@ def _documents(path: Path, n_tokens: int) -> list[Document]:
 
     A chat record is one document with its messages in order.
     """
-    if not path.is_file():
-        raise ConfigError(f"{path} is missing: --data names the folder of the text collection")
+    _check(path)
     if path.name.startswith("sft_"):
-        from orchestrator.lab.eval.text import json_lines
-
         chats = []
         for _, record in json_lines(path):
             messages = record.get("messages", [])

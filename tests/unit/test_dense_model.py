@@ -13,10 +13,11 @@ from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import GGMLType, ValueType
 from gguf_tools.file.writer import GGUFWriter
 from gguf_tools.synthetic.vocab import TOKEN_TYPE, bpe
-from models.real import package, text
+from models.real import package, routing, text
 from models.real.activations import read_ffn
+from models.real.bootstrap import interval
 from models.real.dense import DenseModel, write_dense
-from models.real.judge import compare, interval
+from models.real.judge import compare
 from models.real.sparse import write_sparse
 from models.real.split import SplitShape, balanced_kmeans, fit_routers, group_neurons, split_layers
 from orchestrator.errors import ConfigError
@@ -263,3 +264,26 @@ def test_wikitext_is_cut_into_articles(tmp_path):
         file.write(articles)
     found = text.judged_documents(tmp_path, "wikitext", 100)
     assert [each.text.split()[1] for each in found] == ["One", "Two"]
+
+
+@pytest.mark.parametrize(
+    ("names", "hot"), [(["stories", "encyclopedia"], True), (["stories"], False)]
+)
+def test_figures_of_the_routing_have_intervals(made, tmp_path, capsys, names, hot):
+    (tmp_path / "valid").mkdir()
+    for name in names:
+        opened = open if name == "stories" else lzma.open
+        with opened(tmp_path / text.JUDGED[name], "wt") as file:
+            for number in range(5):
+                file.write(json.dumps({"text": f"{number} {name} are read " * 9}) + "\n")
+    args = [str(made[0] / "k3.gguf"), "--data", str(tmp_path), "--text", *names]
+    assert routing.main([*args, "--documents=4", "--window=32", "--threads=1"]) == 0
+    head, _, *rows = capsys.readouterr().out.splitlines()
+    assert head == f"{4 * len(names)} contexts"
+    found = {row[:-30].strip(): row.split()[-4:] for row in rows}
+    for value, low, _, high in found.values():
+        assert float(low) <= float(high) and float(value) < 100
+    assert any(name.startswith("hot set") for name in found) == hot
+    assert any(name.startswith("shallow layers: best K") for name in found)
+    assert routing.main([*args, "--documents=3", "--window=32", "--threads=1"]) == 1
+    assert capsys.readouterr().err.endswith("needs 4 documents of --window tokens\n")

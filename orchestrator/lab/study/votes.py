@@ -146,6 +146,19 @@ class Voted:
                     self._named[label, at].append(len(named))
                     self._right[label, at].append(len(right.intersection(named)))
 
+    def totals(self) -> dict[str, tuple[int, int]]:
+        """Return, for each strategy, the number of predicted experts and how many of them are used.
+
+        Both are sums over all counted tokens and all layers.
+        """
+        return {
+            label: (
+                sum(sum(self._named[label, at]) for at in range(self._n)),
+                sum(sum(self._right[label, at]) for at in range(self._n)),
+            )
+            for label in self.strategies
+        }
+
     def row(self, label: str, layers: Sequence[int] | None = None) -> Row:
         """Return a strategy's metrics: utilization, accuracy and mean number of predicted experts.
 
