@@ -157,8 +157,8 @@ class LLM(Closing):
         for sentence in (self._runtime.note, *POLICIES.faults):
             if sentence:
                 note(sentence)
-        own = ServeSettings(body_limit=_MOST_BODY_BYTES)
-        self._served = Served(self._runtime, own, Words.of(self._runtime.model), note)
+        words = Words.of(self._runtime.model)
+        self._served = Served(self._runtime, ServeSettings(), words, note, _MOST_BODY_BYTES)
         self._closing = weakref.finalize(self, _finish, self._worker, self._runtime, self._pid)
 
     # Facts about the model.

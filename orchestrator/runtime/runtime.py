@@ -43,6 +43,7 @@ from orchestrator.runtime import threads
 from orchestrator.runtime.answer import Answer
 from orchestrator.runtime.answering import AHEAD_BYTES, Answering, kept_prompts, server_library
 from orchestrator.runtime.evaluator import Evaluator, Inside
+from orchestrator.runtime.image_files import ImageLimits
 from orchestrator.runtime.kept import KeptConversations, prompt_folder, state_key
 from orchestrator.runtime.load import Loader, Progress
 from orchestrator.runtime.report import StoreCosts, memory_now, status_line
@@ -286,6 +287,11 @@ class Runtime(Closing):
         n_cells = self._loaded.context.n_ctx
         own = self.config.ctx or self._model.hparams.context_length or n_cells
         return min(own, n_cells)
+
+    @property
+    def images(self) -> ImageLimits | None:
+        """The limits for images in requests, or None if the model takes no images."""
+        return None
 
     @property
     def _prompt_remedy(self) -> str:
