@@ -275,6 +275,20 @@ class Config(Settings):
         "Second GGUF of the same model in a lower precision.",
         group=PRECISION,
     )
+    mmproj: Path | None = setting(
+        None,
+        "File of the model's image encoder (mmproj), for images in messages; none: text only.",
+        shown="the file mmproj*.gguf beside the model",
+        group=MODEL,
+    )
+    image_max_tokens: int | None = setting(
+        None,
+        "Maximum number of tokens of an image, if the model can scale images. Fewer tokens take "
+        "less memory and time, and show less detail.",
+        within=(1, 65536),
+        shown="the model's limit",
+        group=MORE,
+    )
     ram: int | None = setting(
         None,
         "Memory limit, such as 6GiB. It covers everything that the model needs. 6G means 6GiB, "
@@ -568,10 +582,10 @@ class Config(Settings):
     def of_run(self) -> dict[str, Any]:
         """Return the settings that can change how memory is planned, by name.
 
-        The result does not have the model, the settings of answers and the size limit of the prompt
+        The result does not have the files, the settings of answers and the size limit of the prompt
         cache.
         """
-        apart = ("model", "prompt_cache_limit")
+        apart = ("model", "mmproj", "prompt_cache_limit")
         kept = [name for name, each in self.declared().items() if not each.answer]
         own = {name: getattr(self, name) for name in kept if name not in apart}
         return own | dict(self.of_policies)

@@ -284,7 +284,7 @@ _PART = (
     *("CMakeLists.txt", "LICENSE", "cmake/", "licenses/", "include/", "src/", "conversion/"),
     *("gguf-py/gguf/", "vendor/", "tests/test-backend-ops.cpp", "ggml/CMakeLists.txt"),
     *("ggml/cmake/", "ggml/include/", "ggml/src/", "common/", "tools/server/server-"),
-    *("tools/mtmd/mtmd.h", "tools/mtmd/mtmd-helper.h"),
+    *("tools/mtmd/mtmd", "tools/mtmd/clip", "tools/mtmd/models/", "tools/mtmd/debug/"),
 )
 _PART_TOP = ("CMakeLists.txt", "PKG-INFO", "LICENSE.md", "llama_cpp/")
 _BACKENDS = ("ggml-cpu", "ggml-cuda")

@@ -9,7 +9,7 @@ from gguf_tools.errors import HubError, HubUnreachableError
 from gguf_tools.hub.contents import Download, prepare
 from gguf_tools.hub.download import fetch
 from gguf_tools.hub.explain import storage_folder
-from gguf_tools.hub.selection import PREFIX, models_of, select_files
+from gguf_tools.hub.selection import PREFIX, is_language_model, models_of, select_files
 
 
 def resolve(
@@ -106,7 +106,7 @@ def _cached(repo: str, include: Sequence[str]) -> Path | None:
         if path.exists()
     }
     models = models_of(select_files(repo, names, include)) if names else {}
-    return snapshot / next(iter(models)) if models else None
+    return next((snapshot / each for each in models if is_language_model(each)), None)
 
 
 def _snapshot(repo: str, revision: str) -> Path | None:

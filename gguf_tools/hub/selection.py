@@ -11,7 +11,8 @@ from gguf_tools.units import format_size
 PREFIX = "hf:"
 MAX_LISTED = 24
 # Name prefixes of GGUF files that are not language models: image projectors and calibration data.
-_OTHER = ("mmproj", "imatrix")
+_ENCODER = "mmproj"
+_OTHER = (_ENCODER, "imatrix")
 _CHECKPOINT = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
 
 
@@ -25,8 +26,9 @@ def select_files(
     """Return the sorted names of the files to download from a repository.
 
     By default, select the only GGUF model. If there is no GGUF model, select the checkpoint. A
-    split model is selected with all its parts. Raises HubError, which lists the available files, if
-    nothing matches, and SeveralModelsError if there are several models and no pattern was given.
+    split model is selected with all its parts, and any GGUF model with its image encoder. Raises
+    HubError, which lists the available files, if nothing matches, and SeveralModelsError if there
+    are several models and no pattern was given.
 
     sizes: size in bytes of each file of the repository, by name.
     include: patterns of file names or paths that replace the default selection.
@@ -46,7 +48,7 @@ def select_files(
             if chosen.intersection(parts):
                 check_parts(repo, sizes, parts)
                 chosen.update(parts)
-        return sorted(chosen)
+        return sorted(chosen | _encoder(sizes, chosen))
     own = {first: parts for first, parts in models.items() if is_language_model(first)}
     if len(own) > 1:
         raise SeveralModelsError(
@@ -57,12 +59,28 @@ def select_files(
     if own:
         parts = next(iter(own.values()))
         check_parts(repo, sizes, parts)
-        return sorted(parts)
+        return sorted({*parts} | _encoder(sizes, parts))
     if found := _checkpoint(sizes):
         return found
     raise HubError(
         f"{repo}: no GGUF or safetensors files: the repository contains {_listed(sizes, {})}"
     )
+
+
+def _encoder(sizes: Mapping[str, int], chosen: Collection[str]) -> set[str]:
+    """Return the name of the image encoder that belongs to the chosen files, as a set.
+
+    The set is empty if the repository has no image encoder (mmproj*.gguf), if one is chosen
+    already, or if no language model is chosen. Of several, the one in half precision is returned,
+    or the smallest.
+    """
+    found = [name for name in sizes if is_encoder(name)]
+    models = [name for name in chosen if name.endswith(".gguf") and is_language_model(name)]
+    if not models or not found or {*found} & {*chosen}:
+        return set()
+    names = {name: PurePosixPath(name).name.lower() for name in found}
+    half = [name for name in found if "f16" in names[name] and "bf16" not in names[name]]
+    return {min(half or found, key=lambda name: (sizes[name], name))}
 
 
 def _checkpoint(sizes: Mapping[str, int]) -> list[str]:
@@ -110,6 +128,12 @@ def models_of(names: Mapping[str, int] | Sequence[str]) -> dict[str, list[str]]:
         elif name.endswith(".gguf"):
             models[name] = [name]
     return models
+
+
+def is_encoder(name: str) -> bool:
+    """Return whether a file is an image encoder in GGUF, judging by its name."""
+    text = PurePosixPath(name).name.lower()
+    return text.startswith(_ENCODER) and text.endswith(".gguf")
 
 
 def is_language_model(name: str) -> bool:

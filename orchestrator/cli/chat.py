@@ -116,7 +116,7 @@ def chat(
 
     def opened() -> Runtime:
         with console.quiet_keys():
-            answering = Answering(grammars=bool(constraint))
+            answering = Answering(grammars=bool(constraint), images=True)
             return open_runtime(config, console, answering, say=notes.append)
 
     try:

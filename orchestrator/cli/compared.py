@@ -64,7 +64,7 @@ def compare_here(listing: Listing, options: dict[str, Any]) -> Quantizations:
     chosen = {"remember": True, **given(options), "model": os.devnull}
     config = make_config(chosen)  # the model is a placeholder
     with Console().bars() as console:
-        return compare(listing, Answering().request(config), console.bar)
+        return compare(listing, Answering(images=True).request(config), console.bar)
 
 
 def render_compared(found: Quantizations) -> str:

@@ -245,7 +245,7 @@ def _print_plans(asked: str, as_json: bool, picture: Path | None, options: dict[
             headers = fetch_headers(asked, Path(folder))
         config = chat_config({**options, "model": headers.path if headers else asked})
         disk = machine_bandwidth(config) if headers else None
-        request = Answering().request(config)
+        request = Answering(images=True).request(config)
         found, plans = examine(request, lambda what: console.bar(what, None), disk)
     if headers:
         found |= {"model": asked, "header_bytes": headers.read_bytes}

@@ -561,7 +561,7 @@ def _opened(
     path = find_model(os.fspath(model), note, bars.download)
     config = config_of(path, given)
     loading()
-    answering = Answering(grammars=True, scored=SCORED_TOKENS)
+    answering = Answering(grammars=True, scored=SCORED_TOKENS, images=True)
     return Runtime.open(config, bars.stage, answering, say=note)
 
 

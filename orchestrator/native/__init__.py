@@ -24,6 +24,7 @@ from orchestrator.native.library import (
     touched_memory,
 )
 from orchestrator.native.server import (
+    CImages,
     Ending,
     FileMark,
     NativeRequest,

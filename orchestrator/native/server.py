@@ -16,9 +16,10 @@ from gguf_tools import interrupts
 from orchestrator.errors import NativeError
 from orchestrator.native.abi import fields_of
 
-ABI_VERSION = 10
+ABI_VERSION = 11
 _ERROR_BYTES = 512
 _NO_SEED = 0xFFFFFFFF
+_OWN_LIMIT = -1  # the limit of the model
 # An upper limit of the marks of a sequence.
 _MOST_MARKS = 64
 # Length of the first buffer for a sequence's tokens. It grows if a sequence holds more.
@@ -49,6 +50,23 @@ class CServerConfig(ctypes.Structure):
         ("top_k", ctypes.c_int32),
         *fields_of(ctypes.c_float, "temp", "top_p", "min_p"),
         *fields_of(ctypes.c_int32, "verbosity", "most_ahead"),
+        ("mmproj", ctypes.c_char_p),
+        *fields_of(ctypes.c_int32, "image_min_tokens", "image_max_tokens"),
+    ]
+
+
+class CImages(ctypes.Structure):
+    """What the images of a model need (C struct moe_edge_images). Sizes are in bytes.
+
+    weights, scratch: weights and temporary buffers of the image encoder. prepared: the largest
+    image after scaling. min_pixels: smaller images are enlarged to this size; 0 if the sizes are
+    fixed. n_tokens, part_tokens: most tokens of an image, and of a tile of it. is_whole: all tokens
+    of a tile must be computed in one micro-batch. n_embd: width of an image token.
+    """
+
+    _fields_ = [
+        *fields_of(ctypes.c_uint64, "weights", "scratch", "prepared", "min_pixels"),
+        *fields_of(ctypes.c_int32, "n_tokens", "part_tokens", "is_whole", "n_embd"),
     ]
 
 
@@ -152,6 +170,18 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "moe_edge_server_stop": (None, [_POINTER]),
     "moe_edge_server_free": (None, [_POINTER]),
     "moe_edge_server_route": (_TEXT, [ctypes.c_int]),
+    "moe_edge_measure_images": (
+        ctypes.c_int,
+        [
+            _TEXT,
+            ctypes.c_int32,
+            ctypes.c_int32,
+            ctypes.c_int64,
+            ctypes.POINTER(CImages),
+            _TEXT,
+            _SIZE,
+        ],
+    ),
     "moe_edge_server_try_template": (_TEXT, [_TEXT]),
     "moe_edge_request_create": (
         _POINTER,
@@ -183,12 +213,15 @@ def native_config(
     max_tokens: int | None,
     seed: int | None,
     loud: bool,
+    mmproj: Path | None = None,
+    image_max_tokens: int | None = None,
     **others: float,
 ) -> CServerConfig:
     """Return a configuration of llama.cpp's server core.
 
     chat_template: replaces the template of the model. max_tokens: default length limit of answers.
-    loud: whether llama.cpp writes its log. others: further fields of CServerConfig, by name.
+    loud: whether llama.cpp writes its log. mmproj: file of the image encoder. image_max_tokens:
+    limit of the tokens of an image. others: further fields of CServerConfig, by name.
     """
     return CServerConfig(
         model_name=model_name.encode(),
@@ -196,6 +229,9 @@ def native_config(
         max_tokens=-1 if max_tokens is None else max_tokens,
         seed=_NO_SEED if seed is None else seed,
         verbosity=4 if loud else -1,
+        mmproj=None if mmproj is None else os.fsencode(mmproj),
+        image_min_tokens=_OWN_LIMIT,
+        image_max_tokens=image_max_tokens or _OWN_LIMIT,
         **others,
     )
 
@@ -231,6 +267,21 @@ class ServerLibrary:
         """Return the HTTP paths that the server core can answer, such as "/tokenize"."""
         names = takewhile(bool, map(self.lib.moe_edge_server_route, count()))
         return tuple(name.decode() for name in names)
+
+    def measure_images(self, path: Path, max_tokens: int | None, most_pixels: int) -> CImages:
+        """Measure what images of up to most_pixels pixels need. No weights are loaded.
+
+        path: file of the image encoder. max_tokens: limit of the tokens of an image. Raises
+        NativeError if llama.cpp cannot use the file.
+        """
+        found, message = CImages(), ctypes.create_string_buffer(_ERROR_BYTES)
+        limits = _OWN_LIMIT, max_tokens or _OWN_LIMIT, most_pixels
+        status = self.lib.moe_edge_measure_images(
+            os.fsencode(path), *limits, ctypes.byref(found), message, _ERROR_BYTES
+        )
+        if status != 0:
+            raise NativeError(message.value.decode("utf-8", "replace").strip())
+        return found
 
     def try_template(
         self, template: str, cases: Sequence[Mapping[str, Any]], bos: str = "", eos: str = ""

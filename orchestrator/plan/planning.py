@@ -89,6 +89,7 @@ def plan(
     the KV cache type do not suit the model.
     """
     _check_kv(request.config, model)
+    _check_images(request)
     layout = _Layout(request, model, machine, history)
     found = layout.laid_out()
     return layout.refusal(found) if isinstance(found, _TooSmall) else found
@@ -148,13 +149,22 @@ def default_context(request: PlanRequest, model: ExpertModel) -> int:
     return min(asked, own_context(request, model) or asked)
 
 
-def micro_batches(config: Config, most: int) -> list[int]:
+def smallest_batch(request: PlanRequest) -> int:
+    """Return the smallest micro-batch size that a plan may use, in tokens.
+
+    It is --ubatch if the user set it. Images may need a larger one than usual.
+    """
+    return request.config.ubatch or max(SIZES[0], request.needs.image_tokens)
+
+
+def micro_batches(request: PlanRequest, most: int) -> list[int]:
     """Return the possible micro-batch sizes for a context of `most` tokens, smallest first.
 
     The sizes are at most --ubatch if the user set it.
     """
-    least, largest = config.ubatch or SIZES[0], min(config.ubatch or most, most)
-    return sorted({least, *(n for n in SIZES if n <= largest)})
+    least, largest = smallest_batch(request), min(request.config.ubatch or most, most)
+    images = request.needs.image_tokens
+    return sorted({least, *(n for n in SIZES if images <= n <= largest)})
 
 
 def line_ends(n_tokens: int, most: int) -> tuple[int, int]:
@@ -176,10 +186,10 @@ def sizes_to_count(request: PlanRequest, model: ExpertModel) -> tuple[list[Size]
     """
     config, usual = request.config, default_context(request, model)
     most = usual if config.ctx else max(usual, own_context(request, model))
-    at_once = min(config.ubatch or SIZES[0], usual)
+    at_once = min(smallest_batch(request), usual)
     every = {
         n_tokens: {*line_ends(n_tokens, most), *([usual] if usual >= n_tokens else ())}
-        for n_tokens in (at_once, min(SIZES[0], at_once), *micro_batches(config, most))
+        for n_tokens in (at_once, min(SIZES[0], at_once), *micro_batches(request, most))
     }
     sizes = [(n_ctx, n_tokens) for n_tokens, of in every.items() for n_ctx in of]
     return [each for each in sizes if each[1] == at_once], sizes
@@ -375,7 +385,7 @@ class _Layout:
         request, model, device = self.request, self.model, self.machine.device
         config = request.config
         n_ctx = n_ctx or default_context(request, model)
-        n_tokens = min(n_tokens or config.ubatch or SIZES[0], n_ctx)
+        n_tokens = min(n_tokens or smallest_batch(request), n_ctx)
         found = request.counted.at(n_ctx, n_tokens)
         kv, graph = found or (model.kv_bytes(n_ctx, config.kv), None)
         compute = footprint.compute_bytes(model, request, n_ctx, n_tokens, graph)
@@ -420,7 +430,7 @@ class _Layout:
         once = config.policy == PLAIN or config.expert_ram or self.machine.device
         if once or not self.request.needs.conversations or usual.fits_whole:
             return None
-        least = min(SIZES[0], usual.n_ubatch)
+        least = min(max(SIZES[0], self.request.needs.image_tokens), usual.n_ubatch)
         room = self.room(max(CELL_STEP, least), least)
         plan = self.try_in((room, self._prompt_bytes(usual)), (room, config.cache_ram or 0))
         if isinstance(plan, Refusal):
@@ -485,7 +495,7 @@ class _Layout:
         fewest = place(
             placement.policy, placement.shape, placement.settings, placement.rules, 0, self.history
         )
-        least, sizes = config.ubatch or SIZES[0], micro_batches(config, most)
+        least, sizes = smallest_batch(self.request), micro_batches(self.request, most)
         lines = {size: self._line(lambda room: room.compute_bytes, size, most) for size in sizes}
         # The part of the KV memory that does not depend on the number of cells stays allocated.
         states, cell_bytes = self._line(lambda room: room.kv_bytes, least, most)
@@ -761,6 +771,17 @@ def _differ(a: int, b: int) -> bool:
 
 def _cap(there: Machine | Device, asked: int | None) -> int:
     return min(asked, there.memory_bytes) if asked else there.usable_bytes
+
+
+def _check_images(request: PlanRequest) -> None:
+    """Raise ConfigError if --ubatch is too small for an image that must be computed at once."""
+    ubatch, tokens = request.config.ubatch, request.needs.image_tokens
+    if ubatch and ubatch < tokens:
+        raise ConfigError(
+            f"--ubatch {ubatch} is too small for images: this model computes all tokens of an "
+            f"image at once, up to {tokens}; leave --ubatch out, or set --image-max-tokens {ubatch}"
+            " or --mmproj none"
+        )
 
 
 def _check_kv(config: Config, model: ExpertModel) -> None:

@@ -119,6 +119,8 @@ class Needs:
       is scored. It is 0 if the front end scores no prompts.
     - extra_bytes: memory of the front end's process that a plain chat does not need.
     - extra_token_bytes: further memory of that process for each token of the vocabulary.
+    - image_tokens: the micro-batch must have at least this size, because the model computes all
+      tokens of an image at once. It is 0 for other models, and without images.
 
     The defaults suit a program that evaluates one sequence.
     """
@@ -128,6 +130,7 @@ class Needs:
     scored: int = 0
     extra_bytes: int = 0
     extra_token_bytes: int = 0
+    image_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

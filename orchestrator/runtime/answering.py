@@ -13,6 +13,7 @@ from orchestrator.native import ServerLibrary
 from orchestrator.native.llama import Bindings
 from orchestrator.plan.footprint import PROMPT_MARKS
 from orchestrator.plan.records import Needs, PlanRequest
+from orchestrator.runtime.encoder import Encoder, encoder_of
 
 # Memory of the server core for each answer that decodes at the same time. Measured with eight
 # clients: 0.13 MiB for each.
@@ -42,7 +43,8 @@ class Answering:
     is scored. grammars: whether requests may contain a grammar or a JSON schema. name: name of the
     model for clients. chat_template: replaces the chat template of the model. threads: prefix of
     the names of the runtime's threads. reads_ahead: whether likely experts are read into free slots
-    while no request runs.
+    while no request runs. images: whether requests may contain images, if the model has an image
+    encoder.
     """
 
     parallel: int = 1
@@ -53,6 +55,14 @@ class Answering:
     chat_template: str | None = None
     threads: str = ""
     reads_ahead: bool = True
+    images: bool = False
+
+    def encoder(self, config: Config) -> Encoder | None:
+        """Return the image encoder that is loaded with the model, or None.
+
+        Raises ConfigError if the file of --mmproj is not an image encoder.
+        """
+        return encoder_of(config) if self.images else None
 
     def request(self, config: Config) -> PlanRequest:
         """Return a PlanRequest for a model that answers requests with these settings.
@@ -62,12 +72,17 @@ class Answering:
         """
         each = ANSWER_BYTES + AHEAD_COPIES * AHEAD_BYTES
         of_vocabulary = CANDIDATE_BYTES * (self.parallel + 1)
+        encoder, encoder_bytes, image_tokens = self.encoder(config), 0, 0
+        if encoder is not None:
+            each += encoder.limits.request_bytes
+            encoder_bytes, image_tokens = encoder.n_bytes, encoder.whole_tokens
         needs = Needs(
             sequences=self.parallel - 1,
             conversations=True,
             scored=self.scored,
-            extra_bytes=self.front_bytes + each * self.parallel,
+            extra_bytes=self.front_bytes + encoder_bytes + each * self.parallel,
             extra_token_bytes=of_vocabulary + GRAMMAR_TOKEN_BYTES * self.grammars,
+            image_tokens=image_tokens,
         )
         if config.ctx:
             config = config.with_changes(ctx=config.ctx * self.parallel)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 import struct
 import zlib
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, NoReturn
 
 from gguf_tools.units import format_size
@@ -19,6 +19,13 @@ from orchestrator.errors import ConfigError
 PNG, JPEG = "png", "jpeg"
 # llama.cpp holds the pixels of an image as RGB.
 _RGB_BYTES = 3
+# The encoder reads three float32 numbers for each pixel. llama.cpp holds all images of a request
+# twice in this form, and once more the image that is being encoded.
+_PREPARED_BYTES = 12
+_COPIES = 2
+_PATCH = 64
+# Memory for images in this form, even if the model's images are small.
+_LEAST_HELD_BYTES = 64 << 20
 # A real file has a few thousand sections at most.
 _MOST_SECTIONS = 1 << 16
 # stb_image visits all pixels once for each scan. An ordinary progressive JPEG has ten.
@@ -93,16 +100,50 @@ class ImageLimits:
     count: number of images. decode_bytes: memory for decoding them (see the function decode_bytes).
     stb_image takes 6 to 8 bytes for each pixel of an ordinary image, and up to 28 for an interlaced
     PNG with 16 bits, so the memory has a limit of its own: that of an 8K screenshot with alpha.
+
+    llama.cpp then scales each image to the size that the model reads, or cuts it into tiles.
+    prepared_bytes: the largest image in this form. min_pixels: smaller images are enlarged to this
+    many pixels; 0 if each image may take prepared_bytes. held_bytes: memory for the images of a
+    request in this form.
     """
 
     file_bytes: int = 18 << 20
     pixels: int = 1 << 25
     count: int = 32
     decode_bytes: int = 257 << 20
+    prepared_bytes: int = 0
+    min_pixels: int = 0
+    held_bytes: int = 0
 
     def as_dict(self) -> dict[str, int]:
         """Return the limits that a program should check before it sends images."""
         return {"bytes": self.file_bytes, "pixels": self.pixels, "count": self.count}
+
+    def with_prepared(self, prepared_bytes: int, min_pixels: int) -> ImageLimits:
+        """Return these limits for a model, with memory for two of its largest images.
+
+        prepared_bytes, min_pixels: as in the class.
+        """
+        held = _COPIES * 2 * prepared_bytes + prepared_bytes
+        return replace(
+            self,
+            prepared_bytes=prepared_bytes,
+            min_pixels=min_pixels,
+            held_bytes=max(held, _LEAST_HELD_BYTES),
+        )
+
+    @property
+    def request_bytes(self) -> int:
+        """Memory that the images of a request may take, without the request itself."""
+        return self.decode_bytes + self.held_bytes
+
+    def prepared(self, image: Image) -> int:
+        """Return the memory of an image in the form that the model reads, at most."""
+        if not self.min_pixels:
+            return self.prepared_bytes
+        # The sides are rounded to whole patches, which have fewer than _PATCH pixels each way.
+        n_pixels = max(2 * self.min_pixels, (image.width + _PATCH) * (image.height + _PATCH))
+        return min(self.prepared_bytes, _PREPARED_BYTES * n_pixels)
 
     def check_bytes(self, n_bytes: int, name: str) -> None:
         """Raise ConfigError if a file is too long. name: the beginning of the message."""
@@ -127,6 +168,21 @@ class ImageLimits:
             raise ConfigError(
                 f"{name}: decoding would take {format_size(n_bytes)} of memory, and the limit is "
                 f"{format_size(self.decode_bytes)}: {_SMALLER}"
+            )
+
+    def check_images(self, images: Sequence[Image], name: str) -> None:
+        """Raise ConfigError if the images of a request take too much memory.
+
+        name: the beginning of the message.
+        """
+        self.check_memory(decode_bytes(images), name)
+        prepared = [self.prepared(each) for each in images]
+        n_bytes = _COPIES * sum(prepared) + max(prepared, default=0)
+        if n_bytes > self.held_bytes > 0:
+            raise ConfigError(
+                f"{name}: scaled for the model, they take {format_size(n_bytes)} of memory, and "
+                f"the limit is {format_size(self.held_bytes)}: leave some of them out, or lower "
+                "--image-max-tokens"
             )
 
 

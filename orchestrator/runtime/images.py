@@ -17,7 +17,7 @@ from gguf_tools.units import format_size
 from orchestrator.errors import ConfigError
 from orchestrator.runtime.image_files import Image as Image
 from orchestrator.runtime.image_files import ImageLimits as ImageLimits
-from orchestrator.runtime.image_files import decode_bytes, inspect
+from orchestrator.runtime.image_files import inspect
 
 Part = dict[str, Any]
 
@@ -116,7 +116,7 @@ def settle_images(messages: Sequence[Any], limits: ImageLimits | None, field: st
                 f"the images of the conversation have {total}, and the limit is {most}: make them "
                 f"smaller, or leave some of them out"
             )
-    limits.check_memory(decode_bytes(images), f"{field}: {len(images)} images")
+    limits.check_images(images, f"{field}: {len(images)} images")
     return texts
 
 

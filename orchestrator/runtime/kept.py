@@ -23,6 +23,7 @@ from orchestrator.errors import PolicyError
 from orchestrator.native import NativeServer
 from orchestrator.plan.records import Plan
 from orchestrator.runtime.driver import BaseDriver
+from orchestrator.runtime.encoder import Encoder
 from orchestrator.runtime.prompt_copies import Listed, Mark, PromptFolder, Stored, common_prefix
 from orchestrator.runtime.store_layout import has_flash
 
@@ -44,12 +45,15 @@ def prompt_folder(config: Config) -> PromptFolder | None:
     return PromptFolder(config.prompt_cache, config.prompt_cache_limit)
 
 
-def state_key(config: Config, model: ExpertModel, plan: Plan) -> str:
+def state_key(
+    config: Config, model: ExpertModel, plan: Plan, encoder: Encoder | None = None
+) -> str:
     """Return a key for saved sequences. A saved sequence is only valid for a run with the same key.
 
     The key describes the model's files, the layout of the KV cache, and the precisions (tiers) in
-    use. If experts can have several precisions or be skipped, it also describes the policy. Raises
-    OSError if a model file cannot be read.
+    use. If experts can have several precisions or be skipped, it also describes the policy. With an
+    image encoder, it describes that file and the size of images. Raises OSError if a model file
+    cannot be read.
     """
     files = [(path.stat().st_size, path.stat().st_mtime_ns) for path in model.files]
     parts: dict[str, Any] = {
@@ -61,6 +65,9 @@ def state_key(config: Config, model: ExpertModel, plan: Plan) -> str:
         "flash": has_flash(config, plan),  # without flash attention, values are transposed
         "tiers": plan.tier_names,
     }
+    if encoder is not None:
+        stat = encoder.path.stat()
+        parts["images"] = stat.st_size, stat.st_mtime_ns, config.image_max_tokens
     placement = plan.placement
     if placement is not None and (len(plan.tiers) > 1 or plan.skip):
         settings = placement.settings

@@ -42,6 +42,7 @@ from orchestrator.policy import PLAIN, policy_settings
 from orchestrator.runtime import threads
 from orchestrator.runtime.answer import Answer
 from orchestrator.runtime.answering import AHEAD_BYTES, Answering, kept_prompts, server_library
+from orchestrator.runtime.encoder import Encoder
 from orchestrator.runtime.evaluator import Evaluator, Inside
 from orchestrator.runtime.image_files import ImageLimits
 from orchestrator.runtime.kept import KeptConversations, prompt_folder, state_key
@@ -217,6 +218,7 @@ class Runtime(Closing):
         # The chosen settings, with the context of one answer instead of all answers.
         self.config = runs.config.with_changes(ctx=given.ctx)
         self._native: NativeServer | None = None
+        self._encoder: Encoder | None = None
         self._kept: KeptConversations | None = None
         try:
             if self._answering is not None:
@@ -230,6 +232,7 @@ class Runtime(Closing):
 
     def _start(self, answering: Answering) -> None:
         """Open llama.cpp's server core on the loaded model, and start the decode thread."""
+        self._encoder = answering.encoder(self.config)
         loaded, config, model = self._loaded, self._loaded.runs.config, self._model
         cache_mib, checkpoints = kept_prompts(
             loaded.plan.prompt_bytes, part_bytes(model, config), answering.parallel
@@ -251,6 +254,8 @@ class Runtime(Closing):
             n_checkpoints=checkpoints,
             most_ahead=AHEAD_BYTES,
             loud=native_log_enabled(),
+            mmproj=self._encoder.path if self._encoder else None,
+            image_max_tokens=config.image_max_tokens,
         )
         library = server_library(self._loader.bindings)
         # llama.cpp decodes two tokens to learn whether the context's memory can drop tokens.
@@ -259,7 +264,7 @@ class Runtime(Closing):
             native = NativeServer(library, *handles, spec)
         native.note = self._say
         if self._folder is not None:
-            key = state_key(config, model, loaded.plan)
+            key = state_key(config, model, loaded.plan, self._encoder)
             self._kept = KeptConversations(
                 self._folder, key, loaded.driver, native, f"{answering.threads}kept", self._say
             )
@@ -291,7 +296,7 @@ class Runtime(Closing):
     @property
     def images(self) -> ImageLimits | None:
         """The limits for images in requests, or None if the model takes no images."""
-        return None
+        return self._encoder.limits if self._encoder is not None else None
 
     @property
     def _prompt_remedy(self) -> str:

@@ -13,10 +13,12 @@ import os
 import re
 import signal
 import tempfile
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import EMBEDDINGS
@@ -52,12 +54,15 @@ class Support:
         return f"the model cannot run: {self.reason}"
 
 
-def support_of(path: Path, vocabulary: bool = True) -> Support | None:
-    """Find out in a child process whether and how the model in a file can run.
+class ChildAborted(Exception):
+    """llama.cpp ended the child process. The text is its reason."""
 
-    Return None if moe-edge's build of llama.cpp is not installed.
 
-    vocabulary: also load the vocabulary. Without it, the check is faster.
+def ask_child(question: Callable[..., Any], *args: Any) -> Any:
+    """Call a function in a child process, and return its result.
+
+    llama.cpp can end its process over a file that it does not expect. Raises ChildAborted then. The
+    result is None if the child was killed or raised an exception.
     """
     # A fork has its modules loaded already: a new process would take most of a second to start.
     # This process does not load the library: if it found a GPU, the fork could not use it.
@@ -65,7 +70,7 @@ def support_of(path: Path, vocabulary: bool = True) -> Support | None:
     reader, writer = context.Pipe(duplex=False)
     with reader, tempfile.TemporaryFile() as said:
         child = context.Process(
-            target=_ask, args=(path, vocabulary, writer, said.fileno()), daemon=True
+            target=_answer, args=(question, args, writer, said.fileno()), daemon=True
         )
         child.start()
         writer.close()
@@ -76,19 +81,20 @@ def support_of(path: Path, vocabulary: bool = True) -> Support | None:
             child.join()
         status = child.exitcode or 0
         if status == 0:
-            found: Support | None = reader.recv()
-            return found
+            return reader.recv()
         if (status > 0 and status != ABORTED) or status == -signal.SIGKILL:
             return None
         said.seek(0)
         text = said.read().decode("utf-8", "replace").strip()
     aborted = re.search(ABORT_REASON, text)
     reason = aborted[1] if aborted else (text.splitlines() or ["no message"])[-1]
-    return Support(NOT, f"llama.cpp aborts when it reads the header of the file ({reason[:200]})")
+    raise ChildAborted(reason[:200])
 
 
-def _ask(path: Path, vocabulary: bool, answer: Connection, stderr: int) -> None:
-    """Find out how a model can run, and send the result. This runs in the child process.
+def _answer(
+    question: Callable[..., Any], args: tuple[Any, ...], answer: Connection, stderr: int
+) -> None:
+    """Call a function and send its result. This runs in the child process.
 
     stderr: file descriptor that receives the messages of llama.cpp.
     """
@@ -96,7 +102,21 @@ def _ask(path: Path, vocabulary: bool, answer: Connection, stderr: int) -> None:
         signal.signal(number, signal.SIG_DFL)
     faulthandler.disable()
     os.dup2(stderr, 2)
-    answer.send(_found(path, vocabulary))
+    answer.send(question(*args))
+
+
+def support_of(path: Path, vocabulary: bool = True) -> Support | None:
+    """Find out in a child process whether and how the model in a file can run.
+
+    Return None if moe-edge's build of llama.cpp is not installed.
+
+    vocabulary: also load the vocabulary. Without it, the check is faster.
+    """
+    try:
+        found: Support | None = ask_child(_found, path, vocabulary)
+        return found
+    except ChildAborted as error:
+        return Support(NOT, f"llama.cpp aborts when it reads the header of the file ({error})")
 
 
 def _without_vocabulary(model: ExpertModel) -> dict[str, int | str]:

@@ -10,6 +10,7 @@ from orchestrator.config import Config
 from orchestrator.errors import ConfigError
 from orchestrator.policy import policy_settings
 from orchestrator.runtime.answering import Answering
+from orchestrator.runtime.encoder import encoder_of
 from orchestrator.runtime.image_files import ImageLimits
 from orchestrator.runtime.overflow import PromptLengths
 from orchestrator.runtime.runtime import Runtime
@@ -41,34 +42,43 @@ def most_scored(config: Config) -> int:
     return max(SCORED_MOST, config.ctx or 0)
 
 
-def answering(
-    config: Config,
-    settings: ServeSettings,
-    words: Words,
-    threads: str,
-    images: ImageLimits | None = None,
-) -> Answering:
+def answering(config: Config, settings: ServeSettings, words: Words, threads: str) -> Answering:
     """Return the settings with which the runtime computes answers for the server.
 
     They reserve memory for the HTTP server, the bodies of requests, and unread answers. `threads`
-    is the prefix of the names of the runtime's threads. `images` are the limits of the model for
-    images, or None if it takes none. Raises ConfigError or TextFileError if the file of
-    --chat-template cannot be used.
+    is the prefix of the names of the runtime's threads. Raises ConfigError or TextFileError if the
+    file of --chat-template or --mmproj cannot be used.
     """
-    parallel = settings.parallel
-    longest_bytes, image_bytes = body_limits(config, settings, images)
+    encoder = encoder_of(config)
     return Answering(
-        parallel=parallel,
-        front_bytes=PROCESS_BYTES
-        + bodies_bytes(longest_bytes, parallel, words.body_factor, image_bytes)
-        + UNREAD_BYTES
-        + PROBS_BYTES * parallel
-        + SCORE_BYTES * most_scored(config),
+        parallel=settings.parallel,
+        front_bytes=front_bytes(config, settings, words, encoder and encoder.limits),
         scored=SCORED_TOKENS,
         grammars=True,
+        images=True,
         name=settings.alias or "",
         chat_template=settings.chat_template_text(),
         threads=threads,
+    )
+
+
+def front_bytes(
+    config: Config, settings: ServeSettings, words: Words, images: ImageLimits | None
+) -> int:
+    """Return the memory of the HTTP server, the bodies of requests, and unread answers.
+
+    `images` are the limits of the model for images, or None if it takes none. While an answer runs,
+    the tokens of another request with images may be counted.
+    """
+    parallel = settings.parallel
+    longest_bytes, image_bytes = body_limits(config, settings, images)
+    return (
+        PROCESS_BYTES
+        + bodies_bytes(longest_bytes, parallel, words.body_factor, image_bytes)
+        + UNREAD_BYTES
+        + PROBS_BYTES * parallel
+        + SCORE_BYTES * most_scored(config)
+        + (images.request_bytes if images is not None else 0)
     )
 
 

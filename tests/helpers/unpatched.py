@@ -1,9 +1,10 @@
 """llama.cpp as published by upstream, without our patches, for comparisons.
 
-A build has the library, llama-quantize and llama-imatrix.
+A build has the library and the programs in TARGETS.
 
     python tests/helpers/unpatched.py FOLDER       builds them from the pinned source: minutes
     MOE_EDGE_UNPATCHED=FOLDER python -m pytest tests/unit/convert/test_unpatched.py
+    MOE_EDGE_UNPATCHED=FOLDER python -m pytest tests/native/test_images.py
 
 Without this variable, the tests that need the build are skipped.
 """
@@ -14,6 +15,8 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +25,7 @@ REPO = Path(__file__).resolve().parents[2]
 VARIABLE = "MOE_EDGE_UNPATCHED"
 # Read at import, because each test gets an environment without such variables.
 FOLDER = os.environ.get(VARIABLE)
-TARGETS = ("llama", "llama-quantize", "llama-imatrix")
+TARGETS = ("llama", "llama-quantize", "llama-imatrix", "llama-mtmd-cli")
 
 
 def build(folder):
@@ -51,6 +54,14 @@ def build(folder):
     subprocess.run(command, check=True)
 
 
+@dataclass(frozen=True)
+class Choice:
+    """A token of a greedy answer, and by how much its logit exceeds that of the second best."""
+
+    token: int
+    lead: float
+
+
 class Unpatched:
     """A folder with a build of unpatched llama.cpp."""
 
@@ -67,6 +78,23 @@ class Unpatched:
         command = [sys.executable, __file__, "--logits", model, out, json.dumps([prompt, answer])]
         self._run(command, LLAMA_CPP_LIB_PATH=str(self.bin), PYTHONPATH=str(REPO))
         return np.load(out)
+
+    def about_image(self, model, mmproj, image, prompt, *options):
+        """Return llama-mtmd-cli's greedy answer to a prompt about an image file, list of Choice.
+
+        The answer of a random model is no text, so it is read from the logits that the program
+        samples from. options: further arguments of the program.
+        """
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            source, library = Path(__file__).with_name("best_logits.c"), folder / "best_logits.so"
+            subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", library, source], check=True)
+            command = [self.bin / "llama-mtmd-cli", "-m", model, "--mmproj", mmproj]
+            command += ["--image", image, "-p", prompt, "--jinja", "--temp", 0, *options]
+            found = folder / "best"
+            self._run(command, LD_PRELOAD=str(library), BEST_LOGITS=str(found))
+            rows = [line.split() for line in found.read_text().splitlines()]
+        return [Choice(int(row[0]), float(row[1]) - float(row[3])) for row in rows]
 
     def tool(self, name, *arguments):
         """Run one of upstream's programs and return its output. Raises AssertionError."""

@@ -1,4 +1,5 @@
 #include "moe-edge-prompts.h"
+#include "moe-edge-images.h"
 
 #include "common.h"
 #include "llama.h"
@@ -28,14 +29,17 @@ size_t common_prefix(const llama_tokens & a, const llama_tokens & b) {
     return size_t(std::mismatch(a.begin(), a.begin() + n, b.begin()).first - a.begin());
 }
 
+// Returns whether every number is a token of the vocabulary, or stands for a token of an image (moe_edge_keys).
 bool are_valid(const llama_vocab * vocab, const llama_tokens & tokens) {
     const llama_token n = llama_vocab_n_tokens(vocab);
-    return std::all_of(tokens.begin(), tokens.end(), [n](llama_token token) { return token >= 0 && token < n; });
+    return std::all_of(tokens.begin(), tokens.end(), [n](llama_token token) {
+        return token != LLAMA_TOKEN_NULL && token < n;
+    });
 }
 
-// Returns the index of the next control token at or after `start`, which ends the text that starts at `start`.
+// Returns the index of the next control token or image at or after `start`, which ends the text that starts at `start`.
 size_t end_of_text(const llama_vocab * vocab, const llama_tokens & tokens, size_t start) {
-    while (start < tokens.size() && !llama_vocab_is_control(vocab, tokens[start])) {
+    while (start < tokens.size() && tokens[start] >= 0 && !llama_vocab_is_control(vocab, tokens[start])) {
         start++;
     }
     return start;
@@ -73,7 +77,7 @@ size_t spared_of(const server_prompt & held, size_t common, size_t n_prompt, lla
     if (common == 0) {
         return 0;
     }
-    const llama_pos next   = llama_pos(common);
+    const llama_pos next   = held.tokens.pos_next(int64_t(common));  // an image may have fewer positions than tokens
     const llama_pos needed = std::max(0, next - n_window - (common < n_prompt ? 0 : 1));
     size_t          n      = common;
     if (pos_min >= needed) {
@@ -83,7 +87,7 @@ size_t spared_of(const server_prompt & held, size_t common, size_t n_prompt, lla
         n = 0;
         if (found != held.checkpoints.rend()) {
             const llama_pos back = std::min(next, std::max(found->pos_min + 1, found->pos_max));
-            n = std::min(size_t(back), size_t(found->n_tokens));
+            n = std::min(held.tokens.size_up_to_pos(back), size_t(found->n_tokens));
         }
     }
     return std::min(n, n_prompt - 1);  // the logits of the last token are needed
@@ -146,7 +150,7 @@ uint64_t moe_edge_prompts::keep(uint64_t n_bytes) {
 
 moe_edge_prompts::comparison moe_edge_prompts::compare(
         const llama_tokens & prompt, const server_prompt & held, int32_t n_ctx, llama_pos pos_min) const {
-    const llama_tokens & tokens = held.tokens.get_tokens();
+    const llama_tokens tokens = moe_edge_keys(held.tokens);
     comparison made { moe_edge_as_held(vocab, prompt, tokens), 0, 0 };
     if (made.prompt.size() >= size_t(n_ctx)) {
         made.prompt = prompt;
@@ -205,9 +209,8 @@ void moe_edge_prompts::place(const moe_edge_slot & slot, server_task & task) {
     if (!slot.prompt.tokens.empty()) {
         note(slot.number, slot.prompt.tokens.size());
     }
-    const llama_tokens asked = task.tokens.get_tokens();
-    const bool is_text = !task.tokens.has_mtmd && are_valid(vocab, asked);
-    if (asked.empty() || asked.size() >= size_t(slot.n_ctx) || !is_text) {
+    const llama_tokens asked = moe_edge_keys(task.tokens);
+    if (asked.empty() || asked.size() >= size_t(slot.n_ctx) || !are_valid(vocab, asked)) {
         return;  // upstream refuses such a request
     }
     if (!task.params.cache_prompt) {
@@ -221,9 +224,9 @@ void moe_edge_prompts::place(const moe_edge_slot & slot, server_task & task) {
         std::list<server_prompt_cache_state> taken;
         taken.splice(taken.begin(), copies->states, made.copy);
         server_prompt_cache_state & copy = taken.front();
-        const llama_tokens & live = slot.prompt.tokens.get_tokens();
+        const llama_tokens live = moe_edge_keys(slot.prompt.tokens);
         const std::vector<noted> copy_notes = copies_notes[&copy];
-        if (common_prefix(live, copy.prompt.tokens.get_tokens()) < live.size()) {
+        if (common_prefix(live, moe_edge_keys(copy.prompt.tokens)) < live.size()) {
             put_away(slot, copy.size());
         }
         const size_t n = copy.prompt.tokens.size();
@@ -259,7 +262,7 @@ void moe_edge_prompts::place(const moe_edge_slot & slot, server_task & task) {
     state.is_filed   = false;
     state.continues  = made.best.common == slot.prompt.tokens.size() && made.best.common < prompt.size();
     if (prompt != asked) {
-        task.tokens = server_tokens(prompt, false);
+        task.tokens = moe_edge_with_images(prompt, task.tokens);
     }
 }
 
@@ -338,7 +341,7 @@ void moe_edge_prompts::forget(const moe_edge_slot & slot) {
 
 size_t moe_edge_prompts::save(
         const moe_edge_slot & slot, const char * path, std::vector<moe_edge_server_mark> & marks) const {
-    const llama_tokens & tokens = slot.prompt.tokens.get_tokens();
+    const llama_tokens tokens = moe_edge_packed(slot.prompt.tokens);
     const size_t n_bytes = llama_state_seq_save_file(context, path, slot.number, tokens.data(), tokens.size());
     if (n_bytes == 0 || slot.prompt.checkpoints.empty()) {
         return n_bytes;
@@ -372,7 +375,7 @@ bool moe_edge_prompts::restore(
             throw std::runtime_error("there is not enough space for it");
         }
         stored.resize(n);
-        server_tokens tokens = server_tokens::deserialize(stored, false);
+        server_tokens tokens = moe_edge_unpacked(std::move(stored), slot.prompt.tokens.has_mtmd);
         if (tokens.size() > size_t(slot.n_ctx) || !tokens.validate(context)) {
             throw std::runtime_error("it does not fit");
         }

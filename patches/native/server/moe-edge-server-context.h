@@ -4,6 +4,7 @@
 #pragma once
 
 #include "llama.h"
+#include "mtmd-helper.h"
 #include "server-task.h"
 
 #include <cstdint>
@@ -91,6 +92,28 @@ template <typename Batch> std::set<int32_t> moe_edge_slots_with_prompts(const Ba
 int32_t moe_edge_server_step(
     llama_context * context, llama_process_type type, llama_batch_ext * step, const std::set<int32_t> & prompts,
     const moe_edge_undo_slot & undo);
+
+// Encodes the images of a sequence's prompt (mtmd_batch_encode). Returns 0 on success.
+int32_t moe_edge_encode_images(int32_t sequence, mtmd_batch * images);
+
+#define mtmd_batch_encode(images) moe_edge_encode_images(slot.id, images)
+
+// Called after the tokens of an image could not be computed. Makes the slot contain exactly the tokens in the context's
+// memory.
+void moe_edge_image_failed(const moe_edge_slot & slot);
+
+// Calls mtmd_helper_decode_image_chunk, which computes the tokens of an image, and returns its status. Upstream's caller
+// promises not to change the slot, but a failed image changes the memory that the slot describes.
+template <typename Slot, typename Compute> int32_t moe_edge_compute_image(const Slot & slot, const Compute & compute) {
+    const int32_t status = compute();
+    if (status != 0) {
+        moe_edge_image_failed({ slot.id, slot.n_ctx, const_cast<server_prompt &>(slot.prompt) });
+    }
+    return status;
+}
+
+#define mtmd_helper_decode_image_chunk(...) \
+    moe_edge_compute_image(slot, [&] { return (mtmd_helper_decode_image_chunk)(__VA_ARGS__); })
 
 // Saves the external state of a slot's sequence (such as a policy's state). Called before the first token of an answer
 // is computed. n_tokens: the number of tokens in the slot before the answer.

@@ -53,27 +53,25 @@ bool can_drop_last_tokens(const llama_context * context) {
     return !llama_model_is_recurrent(model) && !llama_model_is_hybrid(model);
 }
 
-// Shortens a slot's list of tokens to those that the context's memory contains, after a step that was only partly
-// computed. If the memory is recurrent, which means that it cannot remove single tokens, returns to the last
-// checkpoint.
-void return_to_memory(llama_context * context, const member & m, server_prompt & prompt) {
+}  // namespace
+
+// If the memory is recurrent, which means that it cannot remove single tokens, returns to the last checkpoint.
+void moe_edge_return_to_memory(llama_context * context, int32_t sequence, llama_pos first, server_prompt & prompt) {
     llama_memory_t memory = llama_get_memory(context);
-    llama_pos last = llama_memory_seq_pos_max(memory, m.sequence);
-    if (last >= m.first && !can_drop_last_tokens(context)) {
+    llama_pos last = llama_memory_seq_pos_max(memory, sequence);
+    if (last >= first && !can_drop_last_tokens(context)) {
         auto & checkpoints = prompt.checkpoints;
         if (checkpoints.empty()) {
-            llama_memory_seq_rm(memory, m.sequence, -1, -1);
+            llama_memory_seq_rm(memory, sequence, -1, -1);
             prompt.clear();
             return;
         }
-        checkpoints.back().load_tgt(context, m.sequence, LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY);
+        checkpoints.back().load_tgt(context, sequence, LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY);
         last = checkpoints.back().n_tokens - 1;
-        llama_memory_seq_rm(memory, m.sequence, last + 1, -1);
+        llama_memory_seq_rm(memory, sequence, last + 1, -1);
     }
-    prompt.tokens.keep_first(std::min(prompt.tokens.size(), size_t(last + 1)));
+    prompt.tokens.keep_first(last < 0 ? 0 : prompt.tokens.size_up_to_pos(last + 1));
 }
-
-}  // namespace
 
 void moe_edge_cancels::cancel(const std::vector<int32_t> & sequences) {
     std::lock_guard<std::mutex> lock(mutex);
@@ -123,6 +121,14 @@ void moe_edge_cancels::begin(llama_batch_ext & batch, const std::set<int32_t> & 
     }
 }
 
+bool moe_edge_cancels::begin_image(int32_t sequence) {
+    std::lock_guard<std::mutex> lock(mutex);
+    ends     = false;
+    can_redo = false;
+    running  = { { sequence, true } };
+    return cancelled.count(sequence) == 0;
+}
+
 bool moe_edge_cancels::end() {
     std::lock_guard<std::mutex> lock(mutex);
     running.clear();
@@ -158,9 +164,10 @@ int32_t moe_edge_compute_step(
     count_computed(members, batch);
     for (const auto & m : members) {
         if (status != SUCCESS) {
-            return_to_memory(context, m, undo(m.sequence, 0));
+            moe_edge_return_to_memory(context, m.sequence, m.first, undo(m.sequence, 0));
         } else if (m.n_computed < m.n_tokens) {
-            return_to_memory(context, m, undo(m.sequence, int32_t(m.n_tokens - m.n_computed)));
+            server_prompt & prompt = undo(m.sequence, int32_t(m.n_tokens - m.n_computed));
+            moe_edge_return_to_memory(context, m.sequence, m.first, prompt);
         }
     }
     if (status != SUCCESS) {

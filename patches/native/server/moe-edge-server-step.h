@@ -28,6 +28,10 @@ public:
     // prompt. can_redo: whether a step that was ended early can be repeated for the other sequences.
     void begin(llama_batch_ext & batch, const std::set<int32_t> & prompts, bool can_redo);
 
+    // Must be called before the image of a prompt is encoded or computed, instead of `begin`. Returns false if the
+    // sequence is cancelled.
+    bool begin_image(int32_t sequence);
+
     // Must be called after a step. Returns whether the step was ended early because of a cancelled sequence.
     bool end();
 
@@ -45,6 +49,10 @@ private:
     bool               can_redo = false;
     std::atomic<bool>  ends { false };
 };
+
+// Makes a slot contain exactly the tokens in the context's memory, after a step was not computed or only partly. first:
+// the position of the step's first token of the slot's sequence.
+void moe_edge_return_to_memory(llama_context * context, int32_t sequence, llama_pos first, server_prompt & prompt);
 
 // Computes a step of the server. prompts: the sequences whose tokens belong to a prompt. compute: calls llama_process
 // for a batch and returns its status. Returns 0, or 1 if the KV cache has no space for the batch. Throws

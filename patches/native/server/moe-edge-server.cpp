@@ -1,6 +1,8 @@
 #include "moe-edge-server.h"
 #include "moe-edge-bounds.h"
+#include "moe-edge-encoder.h"
 #include "moe-edge-grammar.h"
+#include "moe-edge-images.h"
 #include "moe-edge-parse.h"
 #include "moe-edge-prompts.h"
 #include "moe-edge-server-queue.h"
@@ -20,6 +22,8 @@
 #include "server-http.h"
 #include "server-queue.h"
 #include "server-task.h"
+
+#undef mtmd_batch_encode
 
 // Undo macros of moe-edge-parse.h, which are only for upstream's code.
 #undef common_chat_parse
@@ -61,7 +65,7 @@ thread_local moe_edge_request * answering = nullptr;
 // The server whose steps this thread computes.
 thread_local moe_edge_server * running = nullptr;
 
-const int32_t FAILED = -2;
+const int32_t ABORTED = 2, FAILED = -2;
 
 // A position before all tokens that a sliding window may need. Upstream would abort the process at position -1.
 const llama_pos BEFORE_ALL = -2;
@@ -124,6 +128,11 @@ common_params params_of(const moe_edge_server_config & config) {
     params.endpoint_slots = params.endpoint_props = false;
     params.endpoint_metrics = true;
     params.ui = false;
+    params.mmproj.path = config.mmproj ? config.mmproj : "";
+    params.mmproj_use_gpu = false;
+    params.image_min_tokens = config.image_min_tokens;
+    params.image_max_tokens = config.image_max_tokens;
+    params.mtmd_batch_max_tokens = 1;  // one image at a time, whose memory is planned
     params.sampling.seed = config.seed;
     params.sampling.temp = config.temp;
     params.sampling.top_k = config.top_k;
@@ -326,26 +335,60 @@ static bool do_with_slot(
     return is_done;
 }
 
+// Computes a batch. in_prompt: the sequences whose tokens in this batch belong to a prompt.
+static int32_t compute(
+        llama_context * context, llama_process_type type, llama_batch_ext & batch, const std::vector<int32_t> & in_prompt) {
+    const bool answers = in_prompt.empty();
+    if (running->before_step && running->before_step(running->before_step_user, answers) != 0) {
+        return FAILED;
+    }
+    moe_edge_set_prompts(context, in_prompt.data(), int32_t(in_prompt.size()));
+    int32_t status = 0;
+    moe_edge_server_compute(!answers, [&] {
+        status = llama_process(context, type, &batch);
+        if (!answers && status == 0) {
+            llama_synchronize(context);
+        }
+    });
+    return status;
+}
+
 // The functions that upstream's code calls.
 int32_t moe_edge_server_step(
         llama_context * context, llama_process_type type, llama_batch_ext * step, const std::set<int32_t> & prompts,
         const moe_edge_undo_slot & undo) {
     return moe_edge_compute_step(running->cancels, context, *step, prompts, undo, [&](llama_batch_ext & part) {
-        const std::vector<int32_t> in_part = prompts_in(part, prompts);
-        const bool answers = in_part.empty();
-        if (running->before_step && running->before_step(running->before_step_user, answers) != 0) {
-            return FAILED;
-        }
-        moe_edge_set_prompts(context, in_part.data(), int32_t(in_part.size()));
-        int32_t status = 0;
-        moe_edge_server_compute(!answers, [&] {
-            status = llama_process(context, type, &part);
-            if (!answers && status == 0) {
-                llama_synchronize(context);
-            }
-        });
-        return status;
+        return compute(context, type, part, prompts_in(part, prompts));
     });
+}
+
+// Computes tokens of an image. Upstream's mtmd-helper.cpp calls this function instead of llama_process.
+extern "C" int32_t moe_edge_image_step(llama_context * context, llama_process_type type, llama_batch_ext * step) {
+    const int32_t sequence = *step->tokens[0].seq_ids.begin();
+    const int32_t status = running->cancels.begin_image(sequence) ? compute(context, type, *step, { sequence }) : ABORTED;
+    running->cancels.end();
+    return status;
+}
+
+int32_t moe_edge_encode_images(int32_t sequence, mtmd_batch * images) {
+    int32_t status = ABORTED;
+    if (running->cancels.begin_image(sequence)) {
+        moe_edge_server_compute(true, [&] { status = mtmd_batch_encode(images); });
+    }
+    running->cancels.end();
+    return status;
+}
+
+bool moe_edge_encoding_ends(void *) {
+    return running && moe_edge_server::should_abort(running);
+}
+
+void moe_edge_image_failed(const moe_edge_slot & slot) {
+    moe_edge_return_to_memory(running->llama, slot.number, slot.prompt.tokens.pos_next(), slot.prompt);
+}
+
+size_t moe_edge_largest_step() {
+    return beginning ? size_t(beginning->server->params.n_batch) : SIZE_MAX;
 }
 
 size_t moe_edge_server_work(const char * path, const moe_edge_slot & slot) {
@@ -431,8 +474,7 @@ std::vector<server_task> & moe_edge_server_begin(std::vector<server_task> & task
     const auto call = n ? beginning->server->before_prompt : nullptr;
     const bool is_known = tasks.size() == 1 || (tasks.size() <= n && !tasks[0].is_parent());
     for (size_t i = 0; call && i < n; i++) {
-        static const llama_tokens none;
-        const llama_tokens & prompt = is_known && i < tasks.size() ? tasks[i].tokens.get_tokens() : none;
+        const llama_tokens prompt = is_known && i < tasks.size() ? moe_edge_keys(tasks[i].tokens) : llama_tokens();
         call(beginning->server->before_prompt_user, beginning->sequences[i], prompt.data(), int32_t(prompt.size()));
     }
     return tasks;
@@ -560,7 +602,7 @@ int moe_edge_server_forget(moe_edge_server * server, int32_t sequence) {
 int64_t moe_edge_server_tokens(moe_edge_server * server, int32_t sequence, int32_t * tokens, size_t n_most) {
     int64_t n = -1;
     do_with_slot(server, sequence, [&](const moe_edge_slot & slot) {
-        const llama_tokens & held = slot.prompt.tokens.get_tokens();
+        const llama_tokens held = moe_edge_keys(slot.prompt.tokens);
         std::copy_n(held.begin(), std::min(held.size(), n_most), tokens);
         n = int64_t(held.size());
     });

@@ -26,11 +26,12 @@ def test_a_repository_with_one_model(server, tmp_path):
     data = noise(1)
     server.repos["o/n"] = Repo({"README.md": b"hi", "m.gguf": data, "mmproj-m.gguf": noise(2)})
     result = pulled("o/n")
-    path, line = result.stdout.splitlines()
+    path, encoder, line = result.stdout.splitlines()
     assert Path(path).read_bytes() == data
+    assert Path(encoder) == Path(path).with_name("mmproj-m.gguf")
     assert Path(path).name == "m.gguf" and path.startswith(str(tmp_path / "hf/hub"))
     assert shlex.split(line) == ["moe-edge", "chat", "-m", path]
-    assert result.stderr.startswith("o/n at c0ffeec0: 1 file, 293 KiB, 293 KiB to download into ")
+    assert result.stderr.startswith("o/n at c0ffeec0: 2 files, 586 KiB, 586 KiB to download into ")
     assert " free on its disk\n" in result.stderr
     assert not [name for name in blobs(tmp_path) if "incomplete" in name]
     # huggingface_hub finds the file in its own cache

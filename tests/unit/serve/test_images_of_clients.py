@@ -13,7 +13,7 @@ from tables import cases
 from orchestrator.config import Config
 from orchestrator.runtime.images import ImageLimits, image_part
 from orchestrator.serve.bodies import Words
-from orchestrator.serve.served import answering, body_limits
+from orchestrator.serve.served import body_limits, front_bytes
 from orchestrator.serve.settings import IMAGE_BYTES, LEAST_BODY_BYTES, ServeSettings
 
 LIMITS = ImageLimits(file_bytes=1 << 20, pixels=10**6, count=3)
@@ -229,12 +229,12 @@ def test_the_memory_of_images_is_reserved():
     config = Config.build(model="a.gguf", ctx=512)
 
     def reserved(images, **settings):
-        words = Words("gpt2", "")
-        return answering(config, ServeSettings(**settings), words, "", images).front_bytes
+        return front_bytes(config, ServeSettings(**settings), Words("gpt2", ""), images)
 
-    assert reserved(LIMITS) - reserved(None) == IMAGE_BYTES * (2 + 8 * 2)
+    counted = LIMITS.request_bytes
+    assert reserved(LIMITS) - reserved(None) == IMAGE_BYTES * (2 + 8 * 2) + counted
     more = reserved(LIMITS, parallel=3) - reserved(None, parallel=3)
-    assert more == IMAGE_BYTES * (2 + 8 * 4)
+    assert more == IMAGE_BYTES * (2 + 8 * 4) + counted
 
 
 # (--body-limit, limit of a body's text, limit of its images).

@@ -1,0 +1,110 @@
+"""Finds the image encoder of a model, and measures the memory that images need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from gguf_tools.file.reader import GGUFFile, architecture
+from gguf_tools.hub.selection import is_encoder
+from orchestrator.config import Config
+from orchestrator.errors import ConfigError, NativeError
+from orchestrator.native.llama import Bindings
+from orchestrator.runtime.image_files import ImageLimits
+from orchestrator.runtime.prompt_copies import common_prefix
+from orchestrator.runtime.support import ChildAborted, ask_child
+
+NONE = Path("none")
+_ARCHITECTURE = "clip"
+# An image token is held as float32 in three places: the encoder's output, llama.cpp's batch, and
+# the input of the graph.
+_EMBEDDINGS = 3
+_FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """The image encoder of a model.
+
+    path: its file. limits: limits for the images of a request. n_bytes: memory that the encoder
+    takes, without the images of requests. whole_tokens: the model computes this many tokens of an
+    image at once; 0 if it does not matter.
+    """
+
+    path: Path
+    limits: ImageLimits
+    n_bytes: int
+    whole_tokens: int
+
+
+def encoder_of(config: Config) -> Encoder | None:
+    """Return the image encoder that a configuration names, or the one beside the model's file.
+
+    The result is None without an image encoder. Raises ConfigError if the named file is not an
+    image encoder of the model.
+    """
+    if config.mmproj == NONE:
+        return None
+    path = config.mmproj or _beside(config.model)
+    if path is None:
+        return None
+    stat = path.stat() if path.exists() else None
+    stamp = (stat.st_size, stat.st_mtime_ns) if stat else ()
+    return _measured(path, config.image_max_tokens, stamp)
+
+
+def _beside(model: Path) -> Path | None:
+    """Return the image encoder in the folder of a model: a file mmproj*.gguf.
+
+    If there are several, it is the one whose name has the most in common with the model's name.
+    """
+    found = sorted(
+        each for each in model.parent.glob("*.gguf") if is_encoder(each.name) and each.is_file()
+    )
+
+    def common(path: Path) -> int:
+        name = path.stem.lower().removeprefix("mmproj").lstrip("-_.")
+        return common_prefix(name.encode(), model.stem.lower().encode())
+
+    return max(found, key=common, default=None)
+
+
+@lru_cache(maxsize=8)
+def _measured(path: Path, max_tokens: int | None, _stamp: tuple[int, ...]) -> Encoder:
+    """Check and measure an image encoder. _stamp: changes if the file changes."""
+    with GGUFFile.open(path) as file:  # also checks that the file is complete
+        if architecture(file) != _ARCHITECTURE:
+            raise ConfigError(
+                f"{path}: this is not an image encoder (mmproj), but a model of the architecture "
+                f"{architecture(file)}: choose another --mmproj, or --mmproj none"
+            )
+    limits = ImageLimits()
+    try:
+        found = ask_child(_measure, path, max_tokens, limits.pixels)
+    except ChildAborted as error:
+        found = f"llama.cpp aborts when it reads the file ({error})"
+    if isinstance(found, str) or found is None:
+        raise ConfigError(
+            f"{path}: llama.cpp cannot use this image encoder: {found or 'no reason given'}; "
+            "choose another --mmproj, or --mmproj none"
+        )
+    weights, scratch, prepared, min_pixels, _, part_tokens, is_whole, n_embd = found
+    embeddings = _EMBEDDINGS * _FLOAT_BYTES * n_embd * part_tokens
+    return Encoder(
+        path,
+        limits.with_prepared(prepared, min_pixels),
+        weights + scratch + embeddings,
+        part_tokens if is_whole else 0,
+    )
+
+
+def _measure(path: Path, max_tokens: int | None, most_pixels: int) -> tuple[int, ...] | str:
+    """Measure an image encoder. Return the fields of CImages, or the reason of a failure."""
+    from orchestrator.runtime.answering import server_library
+
+    try:
+        found = server_library(Bindings.load()).measure_images(path, max_tokens, most_pixels)
+    except NativeError as error:
+        return str(error)
+    return tuple(getattr(found, name) for name, *_ in found._fields_)
