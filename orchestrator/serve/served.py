@@ -52,7 +52,9 @@ def answering(config: Config, settings: ServeSettings, words: Words, threads: st
     encoder = encoder_of(config)
     return Answering(
         parallel=settings.parallel,
-        front_bytes=front_bytes(config, settings, words, encoder and encoder.limits),
+        front_bytes=front_bytes(
+            config, settings, words, encoder.limits if encoder is not None else None
+        ),
         scored=SCORED_TOKENS,
         grammars=True,
         images=True,
