@@ -279,7 +279,8 @@ class Config(Settings):
         None,
         "File of the model's image encoder (mmproj), for images in messages; none: text only.",
         shown="the file mmproj*.gguf beside the model",
-        group=MODEL,
+        conversation=True,
+        group=MORE,
     )
     image_max_tokens: int | None = setting(
         None,
@@ -287,6 +288,7 @@ class Config(Settings):
         "less memory and time, and show less detail.",
         within=(1, 65536),
         shown="the model's limit",
+        conversation=True,
         group=MORE,
     )
     ram: int | None = setting(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from gguf_tools.file.reader import GGUFFile, architecture
+from gguf_tools.file.reader import GGUFFile, architecture, metadata_value
 from gguf_tools.hub.selection import is_encoder
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError, NativeError
@@ -29,13 +29,14 @@ class Encoder:
 
     path: its file. limits: limits for the images of a request. n_bytes: memory that the encoder
     takes, without the images of requests. whole_tokens: the model computes this many tokens of an
-    image at once; 0 if it does not matter.
+    image at once; 0 if it does not matter. width: numbers in the embedding of an image token.
     """
 
     path: Path
     limits: ImageLimits
     n_bytes: int
     whole_tokens: int
+    width: int
 
 
 def encoder_of(config: Config) -> Encoder | None:
@@ -49,9 +50,37 @@ def encoder_of(config: Config) -> Encoder | None:
     path = config.mmproj or _beside(config.model)
     if path is None:
         return None
-    stat = path.stat() if path.exists() else None
-    stamp = (stat.st_size, stat.st_mtime_ns) if stat else ()
-    return _measured(path, config.image_max_tokens, stamp)
+    found = _measured(path, config.image_max_tokens, _stamp(path))
+    width = _input_width(config.model, _stamp(config.model))
+    if found.width == width:
+        return found
+    if config.mmproj is None:
+        return None
+    raise ConfigError(
+        f"{path}: this image encoder belongs to another model, because its image tokens have "
+        f"{found.width} numbers instead of {width}: choose another --mmproj, or --mmproj none"
+    )
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    """Return numbers that change if a file changes. They are empty if the file does not exist."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return ()
+    return stat.st_size, stat.st_mtime_ns
+
+
+@lru_cache(maxsize=8)
+def _input_width(model: Path, _stamp: tuple[int, ...]) -> int:
+    """Return how many numbers a model reads for each image token.
+
+    Qwen3-VL's models read further numbers in their first layers (deepstack).
+    """
+    with GGUFFile.open(model) as file:
+        arch = architecture(file)
+        width = metadata_value(file, f"{arch}.embedding_length", int, 0)
+        return int(width * (1 + metadata_value(file, f"{arch}.n_deepstack_layers", int, 0)))
 
 
 def _beside(model: Path) -> Path | None:
@@ -65,7 +94,7 @@ def _beside(model: Path) -> Path | None:
 
     def common(path: Path) -> int:
         name = path.stem.lower().removeprefix("mmproj").lstrip("-_.")
-        return common_prefix(name.encode(), model.stem.lower().encode())
+        return common_prefix(list(name.encode()), list(model.stem.lower().encode()))
 
     return max(found, key=common, default=None)
 
@@ -96,6 +125,7 @@ def _measured(path: Path, max_tokens: int | None, _stamp: tuple[int, ...]) -> En
         limits.with_prepared(prepared, min_pixels),
         weights + scratch + embeddings,
         part_tokens if is_whole else 0,
+        n_embd,
     )
 
 

@@ -3,8 +3,8 @@
     python tests/helpers/image_models.py FOLDER       writes all models and images, for other uses
 
 Each model consists of a GGUF model with experts and a GGUF file with the image encoder, which
-llama.cpp calls mmproj. A token is one byte, with few exceptions. Special tokens are never the best
-ones, so an answer has as many tokens as are asked for.
+llama.cpp calls mmproj. Each token of an answer is a printable ASCII character: other tokens are
+never the best ones. So an answer has as many characters as tokens were asked for.
 """
 
 import io
@@ -86,7 +86,7 @@ def byte_level(split: str) -> Callable[[list[str]], Tokenizer]:
 
 
 def with_byte_fallback(special: list[str]) -> Tokenizer:
-    """A tokenizer of printable ASCII characters. Other characters are split into their bytes."""
+    """Make a tokenizer of ASCII characters. Other characters are split into their bytes."""
     texts = [*special, *(f"<0x{byte:02X}>" for byte in range(256))]
     texts += ["\n", "\u2581", *map(chr, range(33, 127)), "\u2581a"]
     vocab = {text: i for i, text in enumerate(texts)}
@@ -192,13 +192,21 @@ FAMILIES = {
 # fmt: on
 
 
-def _randomise(model: Any, n_special: int, gains: dict[str, float]) -> None:
+def _quiet(tokenizer: Tokenizer) -> list[int]:
+    """Return the tokens that are not one printable ASCII character."""
+    printable = {"Ġ", "\u2581", *map(chr, range(33, 127))}  # the first two are spaces
+    return [token for text, token in tokenizer.get_vocab().items() if text not in printable]
+
+
+def _randomise(model: Any, quiet: list[int], gains: dict[str, float]) -> None:
     """Set random weights so that every part affects the logits.
 
     Matrices have unit gain. Norms and biases are not neutral. The router's rows are long, so
     rounding does not change the choice of experts. Attention is sharp, and recurrent layers forget
-    slowly, so an image affects a long answer. The embeddings of special tokens and their rows of
-    the output matrix are short, so special tokens are not in an answer.
+    slowly, so an image affects a long answer.
+
+    quiet: tokens that are never the best ones, because their rows of the output matrix are short.
+    gains: those of `Family`.
     """
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -213,7 +221,7 @@ def _randomise(model: Any, n_special: int, gains: dict[str, float]) -> None:
             elif "norm" in name or "bias" in name:
                 values.add_(0.2 * noise)
             if name.endswith(("embed_tokens.weight", "lm_head.weight")):
-                values[:n_special] *= 0.05
+                values[quiet] *= 0.05
             if "vision" not in name and "visual" not in name:
                 for part, gain in {"q_norm": 2.0, "k_norm": 2.0, **gains}.items():
                     values.mul_(gain if part in name else 1.0)
@@ -236,7 +244,7 @@ def write_checkpoint(family: Family, folder: Path) -> None:
         image_token_id=special.index(family.special[2]),
     )
     model = getattr(transformers, f"{family.name}ForConditionalGeneration")(config).eval()
-    _randomise(model, len(special), family.gains)
+    _randomise(model, _quiet(tokenizer), family.gains)
     model.save_pretrained(folder)
     path = folder / "model.safetensors"
     save_file(family.publish(load_file(path)), path, metadata={"format": "pt"})
