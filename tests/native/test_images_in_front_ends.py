@@ -100,9 +100,10 @@ def test_the_terminal(files, answer, tmp_path):
 
 
 def test_a_file_that_only_stb_image_refuses_is_a_sentence(served):
-    """Its header and structure are right, but its code tables are missing."""
+    """Its structure is right, but a code of its pixels does not exist."""
     frame = b"\x08\0\x40\0\x40\1\1\x11\0"
-    odd = url(jpeg(segment(0xC0, frame), segment(0xC4, b"\x2f" + bytes(16)), scan(), b"\0"))
+    code = segment(0xC4, b"\0" + bytes(15) + b"\1\0")  # a single code of 16 bits
+    odd = url(jpeg(segment(0xC0, frame), code, scan(), b"\xff\0" * 64))
     image = {"type": "image_url", "image_url": {"url": odd}}
     data = {"messages": [{"role": "user", "content": [image, {"type": "text", "text": ASK}]}]}
     with pytest.raises(urllib.error.HTTPError) as caught:
