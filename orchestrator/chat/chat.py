@@ -10,7 +10,7 @@ import difflib
 import json
 import math
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from gguf_tools.columns import aligned
 from gguf_tools.file.texts import read_text
 from gguf_tools.units import format_size
 from orchestrator.chat.console import Console
+from orchestrator.chat.dropped import dropped_images, path_of
 from orchestrator.chat.session import (
     Piece,
     Session,
@@ -29,6 +30,7 @@ from orchestrator.chat.session import (
 )
 from orchestrator.errors import ConfigError, MoeEdgeError
 from orchestrator.policy import known_policies, owners, policy_settings
+from orchestrator.runtime.images import read_image
 from orchestrator.settings import Setting
 
 if TYPE_CHECKING:
@@ -73,13 +75,17 @@ def _follow(
     return "".join(pieces[False]), "".join(pieces[True])
 
 
-def one_shot(session: Session, console: Console, prompt: str, as_json: bool) -> bool:
+def one_shot(
+    session: Session, console: Console, prompt: str, as_json: bool, images: Sequence[Path] = ()
+) -> bool:
     """Answer `prompt` on stdout. Return False if Ctrl-C stopped the answer.
 
+    `images` are image files that the prompt is about.
     The output is the answer alone, or one JSON object if as_json is True. If stderr is a terminal,
     progress bars and a line of statistics are written to it.
     """
-    answer = session.answer(prompt, console.prefill_bar)
+    urls = [read_image(path, session.runtime.images)[1] for path in images]
+    answer = session.answer(prompt, console.prefill_bar, urls)
     said, thought = _follow(session, console, answer, shown=not as_json)
     stats = session.last_stats
     if as_json:
@@ -128,6 +134,11 @@ class Chat:
             "The conversation": {
                 "/regen": ("", "replace the last answer by another answer", self._regen),
                 "/read": ("FILE", "begin your next message with a text file", self._read),
+                "/image": (
+                    "FILE",
+                    "send a PNG or JPEG with your next message (- for none); or drop a file here",
+                    self._image,
+                ),
                 "/system": (
                     "TEXT",
                     "set the system prompt (- for none) and forget the conversation",
@@ -171,6 +182,18 @@ class Chat:
         self._running = True
         self._asks = False  # whether the chat waits for a line
         self._file_text = ""
+        self._images: list[str] = []  # data: URLs for the next message
+
+    def attach(self, paths: Sequence[Path]) -> None:
+        """Send image files with the next message.
+
+        Raises ConfigError or TextFileError for a file that the model cannot read.
+        """
+        for path in paths:
+            image, url = read_image(path, self.session.runtime.images)
+            self.session.check_images([*self._images, url])
+            self._images.append(url)
+            self.console.note(f"[image: {path.name}, {image.size}]")
 
     def run(self) -> None:
         """Answer messages and run commands until /quit or the end of the input."""
@@ -200,8 +223,11 @@ class Chat:
             self._running = False
         elif line.strip():
             try:
+                images = [] if line.split()[0] in self.commands else dropped_images(line)
                 # Several pasted lines are a message, even if the first one begins with a slash.
-                if line.startswith("/") and "\n" not in line.strip():
+                if images:
+                    self.attach(images)
+                elif line.startswith("/") and "\n" not in line.strip():
                     self._command(line)
                 else:
                     self._message(line.strip())
@@ -236,9 +262,9 @@ class Chat:
         if self._file_text:
             text = f"{self._file_text}\n\n{text}"
         before = len(self.session.messages)
-        self._show(self.session.answer(text, self.console.prefill_bar))
+        self._show(self.session.answer(text, self.console.prefill_bar, self._images))
         if len(self.session.messages) > before:
-            self._file_text = ""
+            self._file_text, self._images = "", []
 
     def _show(self, answer: Iterator[Piece]) -> None:
         session, console = self.session, self.console
@@ -295,9 +321,16 @@ class Chat:
         length = len(self._file_text)
         self.console.note(f"The {length} characters of {path} will begin your next message.")
 
+    def _image(self, argument: str) -> None:
+        if argument != "-":
+            self.attach([path_of(argument)])
+            return
+        self._images = []
+        self.console.note("Your next message will have no images.")
+
     def _reset(self, _argument: str) -> None:
         self.session.reset()
-        self._file_text = ""
+        self._file_text, self._images = "", []
         self.console.note("The conversation is empty.")
 
     def _system(self, argument: str) -> None:

@@ -20,6 +20,7 @@ from gguf_tools.file.opening import open_file
 from orchestrator.cache.files import write_whole
 from orchestrator.config import Config, Sampling
 from orchestrator.errors import ConfigError, NativeError
+from orchestrator.runtime.images import image_part, settle_images
 from orchestrator.runtime.overflow import Message, PromptLengths, shortened
 from orchestrator.settings import Setting
 
@@ -103,13 +104,38 @@ def goes_on(messages: Sequence[Message], path: Path) -> bool:
 
 
 def _is_message(data: Any) -> bool:
-    is_one = isinstance(data, dict) and data.keys() - {_THOUGHT} == {"role", "content"}
-    return is_one and all(isinstance(value, str) for value in data.values())
+    if not isinstance(data, dict) or data.keys() - {_THOUGHT} != {"role", "content"}:
+        return False
+    content = data["content"]
+    if data["role"] == "user" and isinstance(content, list) and all(map(_is_part, content)):
+        data = {**data, "content": ""}
+    return all(isinstance(value, str) for value in data.values())
+
+
+def _is_part(data: Any) -> bool:
+    """Return whether JSON data is a text or an image of a message, as `content_of` makes them."""
+    if not isinstance(data, dict):
+        return False
+    if data.get("type") == "text":
+        return data.keys() == {"type", "text"} and isinstance(data["text"], str)
+    url = data.get("image_url")
+    return (
+        isinstance(url, dict) and isinstance(url.get("url"), str) and data == image_part(url["url"])
+    )
+
+
+def content_of(text: str, images: Sequence[str]) -> str | list[dict[str, Any]]:
+    """Return the content of a message with a text after images. `images` are data: URLs."""
+    if not images:
+        return text
+    return [*map(image_part, images), *([{"type": "text", "text": text}] if text else [])]
 
 
 def write_conversation(path: Path, messages: Sequence[Message]) -> None:
     """Write messages to a file as JSON lines. Only the owner of the file can read it.
 
+    A message is {"role", "content"}, with `reasoning_content` if the model thought. The content of
+    a message with images is a list of parts in OpenAI's format, with each image as a data: URL.
     The file is either complete or left as it was. Raises OSError if it cannot be written.
     """
     lines = [json.dumps(message, ensure_ascii=False) + "\n" for message in messages]
@@ -206,22 +232,34 @@ class Session(Closing):
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
         self.left_out = 0
 
-    def answer(self, text: str, on_prefill: Prefill | None = None) -> Iterator[Piece]:
-        """Yield the pieces of the answer to the user's message `text`.
+    def answer(
+        self, text: str, on_prefill: Prefill | None = None, images: Sequence[str] = ()
+    ) -> Iterator[Piece]:
+        """Yield the pieces of the answer to the user's message `text` about `images`, data: URLs.
 
         `stop` ends the answer early; the text so far is kept as the answer. If the runtime fails or
         gives no answer, the message is removed again, so that user and assistant always alternate.
         `on_prefill` is called while the prompt is read.
         """
         self.stopped = False
-        return self._answered(text, on_prefill)
+        return self._answered(content_of(text, images), on_prefill)
 
-    def _answered(self, text: str, on_prefill: Prefill | None) -> Iterator[Piece]:
+    def check_images(self, images: Sequence[str]) -> None:
+        """Check whether a next message with these images can be answered. They are data: URLs.
+
+        Raises ConfigError if the images of the conversation would be too many or too large, or if
+        the model takes none.
+        """
+        message = {"role": "user", "content": content_of("", images)}
+        settle_images([*self.messages, message], self.runtime.images, "messages")
+
+    def _answered(self, content: Any, on_prefill: Prefill | None) -> Iterator[Piece]:
         start = len(self.messages)
-        self.messages.append({"role": "user", "content": text})
+        self.messages.append({"role": "user", "content": content})
         pieces: list[Piece] = []
         is_good = False
         try:
+            settle_images(self.messages, self.runtime.images, "messages")
             for piece in self._pieces(self._visible(), on_prefill):
                 pieces.append(piece)
                 yield piece
@@ -364,7 +402,11 @@ class Session(Closing):
         self.runtime.close()
 
     def load(self, messages: list[Message]) -> None:
-        """Replace the conversation by `messages`, which read_conversation returned."""
+        """Replace the conversation by `messages`, which read_conversation returned.
+
+        Raises ConfigError if the model cannot read their images.
+        """
+        settle_images(messages, self.runtime.images, "messages")
         self.system = messages[0]["content"] if messages[0]["role"] == "system" else None
         self.messages, self.left_out = list(messages), 0
 

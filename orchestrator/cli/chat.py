@@ -48,6 +48,12 @@ _LONGEST_CONSTRAINT = 1 << 20
     "on stdin is the prompt.",
 )
 @option(
+    "--image FILE",
+    "Image for the prompt, or for the first message: PNG or JPEG. Repeat the option for several.",
+    type=FILE,
+    multiple=True,
+)
+@option(
     "--json as_json",
     "Print the answer and its statistics as JSON. Needs -p or text on stdin.",
 )
@@ -71,6 +77,7 @@ _LONGEST_CONSTRAINT = 1 << 20
 )
 def chat(
     prompt: str | None,
+    image: tuple[Path, ...],
     as_json: bool,
     resume: bool,
     schema: Path | None,
@@ -86,6 +93,7 @@ def chat(
         read_conversation,
     )
     from orchestrator.runtime.answering import Answering
+    from orchestrator.runtime.images import ImageLimits, read_image
 
     console = Console()
     prompt = with_stdin(prompt, console)
@@ -94,6 +102,8 @@ def chat(
     if prompt is None and (schema or grammar):
         raise click.UsageError("--schema and --grammar need a prompt: give -p TEXT")
     constraint = constraint_of(schema, grammar)
+    for path in image:  # before the model is loaded, which may take minutes
+        read_image(path, ImageLimits())
     config = chat_config(options)
     if config.prompt_cache:
         folder = config.prompt_cache
@@ -141,8 +151,10 @@ def chat(
         # A step of a large model can take minutes, and some operations cannot be cancelled.
         with interrupts.leaving(partial(_leave, runtime)):
             if prompt is None:
-                Chat(session, console, partial(change_model, session, console), tell).run()
-            elif not one_shot(session, console, prompt, as_json):
+                terminal = Chat(session, console, partial(change_model, session, console), tell)
+                terminal.attach(image)
+                terminal.run()
+            elif not one_shot(session, console, prompt, as_json, image):
                 raise KeyboardInterrupt
     tell()
 

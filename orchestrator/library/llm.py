@@ -30,6 +30,7 @@ from orchestrator.errors import (
     sentence_of,
 )
 from orchestrator.events import GenerationStats, Phase
+from orchestrator.library.images import with_images
 from orchestrator.library.models import config_of, find_model
 from orchestrator.library.process import check_process, closed, free_memory, loading, opening
 from orchestrator.library.progress import Bars
@@ -157,8 +158,8 @@ class LLM(Closing):
         for sentence in (self._runtime.note, *POLICIES.faults):
             if sentence:
                 note(sentence)
-        own = ServeSettings(body_limit=_MOST_BODY_BYTES)
-        self._served = Served(self._runtime, own, Words.of(self._runtime.model), note)
+        words = Words.of(self._runtime.model)
+        self._served = Served(self._runtime, ServeSettings(), words, note, _MOST_BODY_BYTES)
         self._closing = weakref.finalize(self, _finish, self._worker, self._runtime, self._pid)
 
     # Facts about the model.
@@ -195,6 +196,7 @@ class LLM(Closing):
         stream: Literal[False] = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         schema: Mapping[str, Any] | None = None,
+        images: Sequence[Any] = (),
         **options: Any,
     ) -> ChatAnswer: ...
 
@@ -206,6 +208,7 @@ class LLM(Closing):
         stream: Literal[True],
         tools: Sequence[Mapping[str, Any]] | None = None,
         schema: Mapping[str, Any] | None = None,
+        images: Sequence[Any] = (),
         **options: Any,
     ) -> Stream[Chunk]: ...
 
@@ -216,6 +219,7 @@ class LLM(Closing):
         stream: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         schema: Mapping[str, Any] | None = None,
+        images: Sequence[Any] = (),
         **options: Any,
     ) -> ChatAnswer | Stream[Chunk]:
         """Answer a conversation.
@@ -224,12 +228,14 @@ class LLM(Closing):
 
         `messages` are messages in OpenAI's format, or the text of one user message. `tools` are
         functions that the model may call, in OpenAI's format. The answer follows the JSON schema
-        `schema` if it is given. `options` are settings of the answer (such as max_tokens, temp,
-        seed, think) and fields of /v1/chat/completions.
+        `schema` if it is given. `images` belong to the last message. Each is a path, the bytes of a
+        PNG or JPEG file, or an image of Pillow. The content of a message may also be a list of
+        texts and images. `options` are settings of the answer (such as max_tokens, temp, seed,
+        think) and fields of /v1/chat/completions.
         """
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
-        data: dict[str, Any] = {"messages": list(messages)}
+        data: dict[str, Any] = {"messages": with_images(messages, images, self._served.images)}
         if tools is not None:
             data["tools"] = list(tools)
         if schema is not None:

@@ -76,7 +76,8 @@ _ADAM7 = (
 )
 # Markers of JPEG.
 _SOI, _EOI, _SOS, _DNL, _DRI = 0xD8, 0xD9, 0xDA, 0xDC, 0xDD
-_TABLES = (0xC4, 0xDB, _DRI, _DNL, 0xFE, *range(0xE0, 0xF0))
+_CODES, _QUANTIZERS = 0xC4, 0xDB
+_TABLES = (_CODES, _QUANTIZERS, _DRI, _DNL, 0xFE, *range(0xE0, 0xF0))
 _RESTARTS = range(0xD0, 0xD8)
 _BASELINE, _EXTENDED, _PROGRESSIVE = 0xC0, 0xC1, 0xC2
 _REFUSED_FRAMES = {
@@ -99,8 +100,9 @@ class ImageLimits:
     of the conversation. pixels: width times height of one image; an 8K screen has 33.2 million.
     count: number of images. shape: the longer side of an image over the shorter one; models enlarge
     narrow images. decode_bytes: memory for decoding them (see the function decode_bytes). stb_image
-    takes 6 to 8 bytes for each pixel of an ordinary image, and up to 28 for an interlaced PNG with
-    16 bits, so the memory has a limit of its own: that of an 8K screenshot with alpha.
+    takes 4.5 to 8 bytes for each pixel of an ordinary image, and up to 28 for an interlaced PNG
+    with 16 bits, so the memory has a limit of its own. It is enough for three photos of 12 million
+    pixels, or for one PNG of 16 million pixels with alpha.
 
     llama.cpp then scales each image to the size that the model reads, or cuts it into tiles.
     prepared_bytes: the largest image in this form. min_pixels: smaller images are enlarged to this
@@ -108,11 +110,11 @@ class ImageLimits:
     request in this form.
     """
 
-    file_bytes: int = 18 << 20
+    file_bytes: int = 12 << 20
     pixels: int = 1 << 25
     count: int = 32
     shape: int = 64
-    decode_bytes: int = 257 << 20
+    decode_bytes: int = 129 << 20
     prepared_bytes: int = 0
     min_pixels: int = 0
     held_bytes: int = 0
@@ -470,31 +472,69 @@ def _markers(data: bytes, name: str) -> Iterator[tuple[int, int, int]]:
 
 
 def _jpeg(data: bytes, limits: ImageLimits, name: str) -> Image:
-    what, image, n_scans = "JPEG file", None, 0
+    what, frame, n_scans, missing = "JPEG file", None, 0, set[int]()
+    is_progressive = False
     for marker, start, end in _markers(data, name):
+        segment = data[start:end]
         if marker in _REFUSED_FRAMES:
             kind = _REFUSED_FRAMES[marker]
             raise ConfigError(f"{name}: this is {kind} JPEG, which is not supported: {_AGAIN}")
         if marker in (_BASELINE, _EXTENDED, _PROGRESSIVE):
-            if image is not None:
+            if frame is not None:
                 _damaged(name, what, "it has two headers")
-            frame = _frame(data[start:end], marker == _PROGRESSIVE, limits, name)
-            image = Image(JPEG, *frame[:2], len(data), frame[2])
+            is_progressive = marker == _PROGRESSIVE
+            frame, missing = _frame(segment, is_progressive, limits, name), {*segment[6::3]}
         elif marker == _SOS:
             n_scans += 1
-            if image is None:
+            if frame is None:
                 _damaged(name, what, "its pixels come before its header")
             if n_scans > _MOST_SCANS:
                 _damaged(name, what, f"it has more than {_MOST_SCANS} scans")
+            missing -= _begun(segment, is_progressive, name)
         elif marker not in _TABLES:
             _damaged(name, what, f"it has an unknown mark {marker:02X}")
-        elif marker == _DRI and end - start != 2:
-            _damaged(name, what, "its restart interval is wrong")
-    if image is None:
+        elif not _are_tables(marker, segment):
+            _damaged(name, what, "its tables are wrong")
+    if frame is None:
         _damaged(name, what, "it has no header")
-    if not n_scans:
-        _cut(name, what, "it has no pixels")
-    return image
+    if missing:
+        # stb_image would show what was in memory before.
+        _cut(name, what, "it has no pixels" if not n_scans else "it has not all its colours")
+    width, height, stb_bytes = frame
+    return Image(JPEG, width, height, len(data), stb_bytes)
+
+
+def _begun(header: bytes, is_progressive: bool, name: str) -> set[int]:
+    """Return the components whose pixels begin in the scan of a JPEG with this header (SOS)."""
+    n_components = header[0] if header else 0
+    if not 1 <= n_components <= 4 or len(header) != 4 + 2 * n_components:
+        _damaged(name, "JPEG file", "the header of a scan is wrong")
+    first, _, bits = header[-3:]
+    if is_progressive and (first or bits >> 4):  # it refines earlier scans
+        return set()
+    return {*header[1:-3:2]}
+
+
+def _are_tables(marker: int, segment: bytes) -> bool:
+    """Return whether stb_image accepts a segment of a JPEG that is neither a frame nor a scan.
+
+    After a wrong segment it would return the pixels that it has so far as the image.
+    """
+    if marker == _DRI:
+        return len(segment) == 2
+    at = 0
+    while marker in (_QUANTIZERS, _CODES) and at < len(segment):
+        kind, number = segment[at] >> 4, segment[at] & 15
+        if kind > 1 or number > 3:
+            return False
+        counts = segment[at + 1 : at + 17] if marker == _CODES else b""
+        n_codes = 0
+        for length, count in enumerate(counts, 1):
+            n_codes = 2 * n_codes + count
+            if n_codes > 1 << length:
+                return False
+        at += 17 + sum(counts) if marker == _CODES else 65 + 64 * kind
+    return marker not in (_QUANTIZERS, _CODES) or at == len(segment)
 
 
 def _frame(

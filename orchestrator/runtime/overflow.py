@@ -16,6 +16,8 @@ from enum import Enum
 from itertools import groupby, takewhile
 from typing import Any, NamedTuple
 
+from orchestrator.runtime.images import has_images
+
 Message = dict[str, Any]
 
 # Returns the number of tokens of a prompt with these messages, or None if the chat template refuses
@@ -165,14 +167,16 @@ def shortened(
     """Return a conversation without the oldest exchanges if they do not fit in the context.
 
     An exchange is a question and everything up to the next one. n_bytes: length of the request as
-    JSON, an upper limit for its tokens. If it is small, nothing is counted. count: returns the
-    number of tokens of messages. n_ctx: length of the context in tokens. n_answer: maximum length
-    of the answer in tokens. If the chat template refuses a part, all messages are returned.
+    JSON, an upper limit for its tokens if it has no images. If it is small, nothing is counted.
+    count: returns the number of tokens of messages. n_ctx: length of the context in tokens.
+    n_answer: maximum length of the answer in tokens. If the chat template refuses a part, all
+    messages are returned.
     """
     said = list(messages)
     head = list(takewhile(_is_system, said))
     parts = parts_of(said[len(head) :])
-    if n_bytes <= n_ctx // 2 or sum(part.type is PartType.QUESTION for part in parts) < 2:
+    is_short = n_bytes <= n_ctx // 2 and not has_images(said)
+    if is_short or sum(part.type is PartType.QUESTION for part in parts) < 2:
         return said
     lengths = [count([*head, FILLER], True), *(part.length(count) for part in parts)]
     known = [each for each in lengths if each is not None]

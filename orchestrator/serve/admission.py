@@ -67,6 +67,10 @@ BODY_FACTOR, WHOLE_FACTOR = 64, 92
 # KEPT: how many bodies of the longest length may arrive or wait at the same time. The bodies of one
 # client may take up to CLIENT_SHARE times as many bytes as they leave free for other clients.
 KEPT, CLIENT_SHARE = 8, 3
+# The same for the images in bodies: how many bodies with the longest images, and the memory for
+# reading images, in bytes for each character of their base64 text. The text is copied when JSON is
+# parsed and written, by Python and by llama.cpp, and when it is decoded.
+KEPT_IMAGES, IMAGE_FACTOR = 2, 8
 # Key in a request's scope state: the endpoint sets its own time limits for a slow client.
 PACES_ITSELF = "paces_itself"
 # Key in a request's scope state: the name of its client, a digest of its key or an address.
@@ -394,14 +398,16 @@ async def finish_despite_cancel(
             work.exception()  # marks it as retrieved, in case this coroutine was cancelled
 
 
-def bodies_bytes(longest_bytes: int, parallel: int, factor: int) -> int:
+def bodies_bytes(longest_bytes: int, parallel: int, factor: int, image_bytes: int = 0) -> int:
     """Return the memory to reserve for all request bodies together, in bytes.
 
     It is enough for bodies that are being received or wait, one body that is being parsed, and the
-    bodies of `parallel` running answers. `longest_bytes` is the length of the longest allowed body.
-    `factor` is the memory for parsing and tokenizing a body, in bytes for each byte of the body.
+    bodies of `parallel` running answers. `longest_bytes` is the length of the longest allowed body
+    without its images, and `image_bytes` the largest allowed length of its images. `factor` is the
+    memory for parsing and tokenizing text, in bytes for each byte of the body.
     """
-    return longest_bytes * (KEPT + factor * (1 + parallel))
+    images_bytes = image_bytes * (KEPT_IMAGES + IMAGE_FACTOR * (1 + parallel))
+    return longest_bytes * (KEPT + factor * (1 + parallel)) + images_bytes
 
 
 class Bodies:
@@ -471,16 +477,20 @@ class Body:
     which frees the memory.
     """
 
-    def __init__(self, bodies: Bodies, longest_bytes: int, client: str = "") -> None:
+    def __init__(
+        self, bodies: Bodies, longest_bytes: int, client: str = "", image_bytes: int = 0
+    ) -> None:
         """Create the empty body of one request.
 
-        longest_bytes is the longest allowed body. `client` names the sender: a digest of its API
-        key, or its address.
+        longest_bytes is the longest allowed body without its images, and image_bytes the largest
+        allowed length of its images. `client` names the sender: a digest of its API key, or its
+        address.
         """
         self.data = b""
         self._asking: NativeQuery | None = None  # the query that a thread waits for
         self._is_given_up, self._lock = False, threading.Lock()
-        self._bodies, self._most_bytes, self._client = bodies, KEPT * longest_bytes, client
+        self._bodies, self._client = bodies, client
+        self._most_bytes = KEPT * longest_bytes + KEPT_IMAGES * image_bytes
         self._n_bytes = 0
 
     def count(self, n_bytes: int) -> None:

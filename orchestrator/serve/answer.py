@@ -197,9 +197,10 @@ class Exchange:
         """
         gate = self.state.gate
         try:
-            # llama.cpp keeps its own copy, so the body can be freed.
-            body = self.body.take()
-            answer = self.served.runtime.submit(body, self.route, sequences, self.settings, stale)
+            # llama.cpp keeps its own copy, so the body is freed after the call.
+            answer = self.served.runtime.submit(
+                self.body.take(), self.route, sequences, self.settings, stale
+            )
         except OSError as error:
             raise Refusal(
                 503, f"the server cannot start this request ({error.strerror}): try again later"

@@ -20,7 +20,15 @@ from orchestrator.errors import ConfigError, MoeEdgeError
 from orchestrator.serve.admission import CLIENT, Body, client_left, conversations_of
 from orchestrator.serve.answer import Exchange, until_left
 from orchestrator.serve.door import Door, error_response
-from orchestrator.serve.ollama import VERSION, Lines, OllamaRequest, listed, running, shown
+from orchestrator.serve.ollama import (
+    VERSION,
+    Lines,
+    OllamaRequest,
+    capabilities,
+    listed,
+    running,
+    shown,
+)
 from orchestrator.serve.overflow import drop_oldest
 from orchestrator.serve.requests import settle_length, settle_probs, settle_request
 from orchestrator.serve.schemas import (
@@ -44,6 +52,8 @@ from orchestrator.serve.wire import (
     STOPPING,
     Refusal,
     anthropic_error,
+    check_text,
+    length_of,
     mapped,
     read_body,
     read_object,
@@ -100,13 +110,14 @@ class Endpoints:
         request that cannot be served.
         """
         state, parallel = self._state, self._state.settings.parallel
-        data, of_ollama = read_object(body.data), None
+        data, n_bytes = _parsed(served, body)
+        of_ollama = None
         if route in (OLLAMA_CHAT, OLLAMA_GENERATE):
             of_ollama = OllamaRequest(route, data, served.about.n_ctx)
             if not of_ollama.has_prompt:
                 return JSONResponse(of_ollama.loaded())
             route, data = of_ollama.route, of_ollama.data
-        changes = settle_request(route, data, len(body.data), served)
+        changes = settle_request(route, data, n_bytes, served)
         exchange = Exchange(state, served, route, body, data.get("stream") is True)
         exchange.settings = served.settings_for(changes)
         n_dropped = drop_oldest(route, data, served, body, state.settings.overflow)
@@ -139,14 +150,13 @@ class Endpoints:
         """
 
         def work(served: Served, body: Body) -> ASGIApp:
-            data = read_object(body.data)
-            settle_request(route, data, len(body.data), served)
+            data, n_bytes = _parsed(served, body)
+            settle_request(route, data, n_bytes, served)
             status, text = body.ask(served.runtime, route, written(data))
             if self._state.stopping and status != 200:
                 raise STOPPING
             if COUNTING.get(route) == ANTHROPIC and status >= 400:
                 text = mapped(text, False, anthropic_error)
-            body.data = b""
             return Response(text, status, media_type="application/json")
 
         return await self._of_body(request, work)
@@ -154,6 +164,8 @@ class Endpoints:
     async def read(self, route: str, _request: Request) -> Response:
         """Return the answer of llama.cpp's server to a GET request."""
         status, text = await _read_of(self._state, route)
+        if route == "/v1/models":
+            return JSONResponse(self._with_capabilities(json.loads(text)), status)
         return Response(text, status, media_type="application/json")
 
     async def model(self, request: Request) -> Response:
@@ -169,8 +181,14 @@ class Endpoints:
     async def _model(self) -> dict[str, Any]:
         """Return the loaded model as an entry of OpenAI's model list."""
         _, text = await _read_of(self._state, "/v1/models")
-        (found,) = json.loads(text)["data"]
+        (found,) = self._with_capabilities(json.loads(text))["data"]
         return dict(found)
+
+    def _with_capabilities(self, models: dict[str, Any]) -> dict[str, Any]:
+        """Return OpenAI's model list with what the model can do, in Ollama's words."""
+        served = self._state.ready()
+        data = [{**each, "capabilities": capabilities(served)} for each in models.get("data", ())]
+        return {**models, "data": data}
 
     async def ollama_models(self, _request: Request) -> Response:
         """Return the loaded model as Ollama's list of models (`/api/tags`)."""
@@ -228,10 +246,11 @@ class Endpoints:
         """
         state, settings, served = self._state, self._state.settings, self._state.ready()
         client = request.scope.get("state", {}).get(CLIENT, "")
-        body = Body(state.bodies, served.most_body_bytes, client)
+        body = Body(state.bodies, served.most_body_bytes, client, served.most_image_bytes)
         try:
-            useful = settings.most_body_bytes(served.about.n_ctx)
-            read = read_body(request, served.most_body_bytes, useful, body.count)
+            useful = settings.most_body_bytes(served.about.n_ctx) + 2 * served.most_image_bytes
+            most = served.most_body_bytes + served.most_image_bytes
+            read = read_body(request, most, useful, body.count)
             try:
                 body.data = await asyncio.wait_for(read, settings.patience)
             except asyncio.TimeoutError:
@@ -261,6 +280,17 @@ class Endpoints:
                 body.take()
 
         return answered
+
+
+def _parsed(served: Served, body: Body) -> tuple[dict[str, Any], int]:
+    """Parse a body and free its bytes. Return the request, and the length of the body.
+
+    Raises Refusal (an error response) for a body that is not a JSON object, or is too long.
+    """
+    check_text(body.data, served.most_body_bytes)
+    data, n_bytes = read_object(body.data), length_of(body.data)
+    body.data = b""
+    return data, n_bytes
 
 
 async def _read_of(state: State, route: str) -> tuple[int, bytes]:

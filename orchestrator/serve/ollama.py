@@ -13,6 +13,7 @@ from typing import Any
 
 from starlette.types import Send
 
+from orchestrator.runtime.images import image_part
 from orchestrator.serve.answer import STREAM, Outlet
 from orchestrator.serve.requests import settle_fields
 from orchestrator.serve.schemas import JSON, LINES, OLLAMA
@@ -51,6 +52,9 @@ class OllamaRequest:
         self._is_chat, self._model = route == OLLAMA_CHAT, data.get("model", "")
         self.route = COMPLETIONS if data.get("raw") else CHAT
         self.has_prompt = bool(data.get("messages" if self._is_chat else "prompt"))
+        images = [] if self._is_chat else data.get("images", [])
+        if images and self.route == COMPLETIONS:
+            raise Refusal(400, "images need the chat template: leave out raw")
         self.data = {"model": self._model, "stream": data.get("stream", True)}
         for name in ("tools", "moe_edge"):
             if name in data:
@@ -61,7 +65,8 @@ class OllamaRequest:
             said, system = data.get("messages", []), data.get("system")
             if not self._is_chat:
                 said = [{"role": "system", "content": system}] if system else []
-                said.append({"role": "user", "content": data.get("prompt", "")})
+                user = {"role": "user", "content": data.get("prompt", ""), "images": images}
+                said.append(user)
             self.data["messages"] = list(_translated(said))
             self.data["overflow"] = DROP if data.get("truncate", True) else REFUSE
             think = data.get("think")
@@ -112,13 +117,14 @@ def _translated(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
     A result belongs to the call with its `tool_call_id`. A result without an id belongs to the
     first unanswered call of its function (`tool_name`), otherwise to the first unanswered call.
-    Raises Refusal (an error response) for images.
+    Images come before the text of their message, as in Ollama.
     """
     n_calls, waiting = 0, dict[str, str]()  # unanswered calls: {id: function name}
     for each in messages:
-        if each.get("images"):
-            raise Refusal(400, "images are not supported: the model reads text only")
         made = {"role": each["role"], "content": each.get("content") or ""}
+        if each.get("images"):
+            text = [{"type": "text", "text": made["content"]}] if made["content"] else []
+            made["content"] = [*map(image_part, each["images"]), *text]
         if each.get("thinking"):
             made["reasoning_content"] = each["thinking"]
         if each.get("tool_calls"):
@@ -299,6 +305,11 @@ def _named(model: dict[str, Any], served: Served) -> dict[str, Any]:
     }
 
 
+def capabilities(served: Served) -> list[str]:
+    """Return what the loaded model can do, in Ollama's words."""
+    return ["completion", "tools", *(["vision"] if served.images is not None else [])]
+
+
 def listed(model: dict[str, Any], served: Served) -> dict[str, Any]:
     """Return the loaded model as an entry of Ollama's `/api/tags`.
 
@@ -335,5 +346,5 @@ def shown(model: dict[str, Any], served: Served, template: str) -> dict[str, Any
             "general.parameter_count": model["meta"]["n_params"],
             f"{architecture}.context_length": served.about.n_ctx,
         },
-        "capabilities": ["completion", "tools"],
+        "capabilities": capabilities(served),
     }

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from gguf_tools.units import format_size
+from orchestrator.runtime.images import settle_images
 from orchestrator.serve.admission import PROBS_BYTES, Body
 from orchestrator.serve.constraints import rewritten, rewritten_arguments
 from orchestrator.serve.messages import settle_messages
@@ -39,6 +40,7 @@ from orchestrator.serve.wire import (
     levels,
     limit_of,
     message_of,
+    too_long_text,
     written,
 )
 
@@ -115,7 +117,6 @@ _FIELDS = {
         "template": _TEMPLATE,
         "suffix": "use /infill, if the model supports filling a gap",
         "context": "use /api/chat to continue a conversation",
-        "images": "the model reads text only",
         "logprobs": "/v1/completions has them",
     },
 }
@@ -157,14 +158,36 @@ def settle_request(
     form = COUNTING.get(route, route)
     _settle_format(form, data)
     settle_fields(form, data, served.about.n_ctx, served.about.n_vocab)
+    images = _settle_images(form, data, served)
+    n_bytes -= sum(map(len, images))
+    if n_bytes > served.most_body_bytes:
+        raise too_long_text(served.most_body_bytes)
     settle_tool_choice(form, data)
     settle_reasoning(form, data)
     settle_messages(form, data)
     _check_bounds(data)
     _check_biased_tokens(data.get("logit_bias"), served.about.n_vocab)
-    _check_cost(route, data, n_bytes, served)
+    _check_cost(route, data, n_bytes, served, images)
     _settle_schemas(form, data, served)
     return changes
+
+
+def _settle_images(route: str, data: dict[str, Any], served: Served) -> list[str]:
+    """Check the images of a request, and rewrite them as llama.cpp reads them, in place.
+
+    Returns the texts of the images, as they are in the request now. Raises Refusal (an error
+    response) for images in a prompt without messages. Raises ConfigError for other images that the
+    server cannot give to the model.
+    """
+    prompt = data.get("prompt")
+    for each in prompt if isinstance(prompt, list) else [prompt]:
+        if isinstance(each, dict) and each.get("multimodal_data"):
+            raise Refusal(400, f"multimodal_data is not supported: send images to {CHAT}")
+    field = "input" if route == RESPONSES else "messages"
+    messages = data.get(field)
+    if not isinstance(messages, list):
+        return []
+    return settle_images(messages, served.images, field)
 
 
 def _check_values(data: dict[str, Any], n_bytes: int, longest_bytes: int) -> None:
@@ -191,18 +214,22 @@ def _check_values(data: dict[str, Any], n_bytes: int, longest_bytes: int) -> Non
             )
 
 
-def _check_cost(route: str, data: dict[str, Any], n_bytes: int, served: Served) -> None:
+def _check_cost(
+    route: str, data: dict[str, Any], n_bytes: int, served: Served, images: Sequence[str]
+) -> None:
     """Raise Refusal (an error response) if tokenizing a request would take too much memory.
 
     The limit is the memory that is reserved for one body. A request exceeds it if its text has many
-    tokens for its length, or a very long word.
+    tokens for its length, or a very long word. n_bytes is the length of the body without its
+    `images`, which are objects in `data`. An equal text elsewhere counts, because it is tokenized.
     """
+    skipped = frozenset(map(id, images))
     most = served.body_factor * served.most_body_bytes
     if n_bytes * (BYTE_COST + TOKEN_COST + WORD_COST) <= most:
         return
     n_tokens = n_prompt = longest_word = 0
     for name, value in data.items():
-        n_more, n_long = (0, 0) if name == "grammar" else _counted(value, served)
+        n_more, n_long = (0, 0) if name == "grammar" else _counted(value, served, skipped)
         n_tokens, longest_word = n_tokens + n_more, max(longest_word, n_long)
         n_prompt += n_more if name in _PROMPT else 0
     cost = BYTE_COST * n_bytes + TOKEN_COST * n_tokens + WORD_COST * longest_word
@@ -221,15 +248,17 @@ def _check_cost(route: str, data: dict[str, Any], n_bytes: int, served: Served) 
     )
 
 
-def _counted(value: Any, served: Served) -> tuple[int, int]:
+def _counted(value: Any, served: Served, skipped: Collection[int]) -> tuple[int, int]:
     """Return (number of tokens, length of the longest word) of all texts in a JSON value.
 
-    Names of properties count too, because chat templates write them.
+    Names of properties count too, because chat templates write them. Texts whose identity (id) is
+    in `skipped` do not count.
     """
     n_tokens = longest_word = 0
     for level in levels([value]):
         names = [name for each in level if isinstance(each, dict) for name in each]
-        for text in [*(each for each in level if isinstance(each, str)), *names]:
+        texts = [each for each in level if isinstance(each, str) and id(each) not in skipped]
+        for text in [*texts, *names]:
             n_more, n_long = served.count_tokens(text)
             n_tokens, longest_word = n_tokens + n_more, max(longest_word, n_long)
     return n_tokens, longest_word
@@ -459,7 +488,9 @@ def _refuse_unsupported(route: str, data: dict[str, Any]) -> None:
     if route == ANTHROPIC:
         for kind in _blocks(data.get("messages")):
             if kind not in _BLOCKS:
-                raise Refusal(400, f"content of type '{kind[:80]}' is not supported: send text")
+                raise Refusal(
+                    400, f"content of type '{kind[:80]}' is not supported: send text or images"
+                )
     tools = data.get("tools")
     if route not in (RESPONSES, ANTHROPIC) or not isinstance(tools, list):
         return
@@ -853,7 +884,7 @@ def check_length(route: str, body: bytes, served: Served, asker: Body) -> int | 
     context or the chat template fails.
     """
     counting = COUNTED_BY.get(route)
-    prompt = json.loads(body).get("prompt")
+    prompt = json.loads(body).get("prompt") if counting is None else None
     n_tokens: int | None = None
     if counting is not None:
         status, answer = asker.ask(served.runtime, counting, body)

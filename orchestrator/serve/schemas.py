@@ -88,9 +88,10 @@ SHARE = number(0, 1)
 # -1: no limit but the context.
 LIMIT = either({"const": -1}, FROM_1)
 PARTS = listed(record("type", type=STRING, text=STRING))
-# Parts with images or audio are accepted here and refused later, because this server reads text
-# only. An empty list is an empty text.
+# Images and audio in parts are accepted here, and checked or refused later
+# (orchestrator/runtime/images.py). An empty list is an empty text.
 CONTENT = either(STRING, PARTS)
+IMAGES: Schema = {**listed(STRING), "description": "PNG or JPEG files in base64."}
 LAST_N = integer(
     -1, description="Number of latest tokens that the penalty considers; -1 for all tokens."
 )
@@ -337,6 +338,7 @@ REQUESTS: dict[str, Schema] = {
                 "role",
                 role=STRING,
                 content=STRING,
+                images=IMAGES,
                 thinking=STRING,
                 tool_name=STRING,
                 tool_call_id=STRING,
@@ -353,7 +355,9 @@ REQUESTS: dict[str, Schema] = {
         tools=TEMPLATE["tools"],
         truncate=flag("Ollama's form of overflow: true means drop.", default=True),
     ),
-    "OllamaGenerateRequest": record("", OLLAMA, prompt=STRING, system=STRING, raw=FLAG),
+    "OllamaGenerateRequest": record(
+        "", OLLAMA, prompt=STRING, images=IMAGES, system=STRING, raw=FLAG
+    ),
     "TokenizeRequest": record(
         "content",
         content=either(STRING, listed(either(COUNT, STRING))),

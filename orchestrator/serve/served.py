@@ -10,6 +10,8 @@ from orchestrator.config import Config
 from orchestrator.errors import ConfigError
 from orchestrator.policy import policy_settings
 from orchestrator.runtime.answering import Answering
+from orchestrator.runtime.encoder import encoder_of
+from orchestrator.runtime.image_files import ImageLimits
 from orchestrator.runtime.overflow import PromptLengths
 from orchestrator.runtime.runtime import Runtime
 from orchestrator.serve.admission import PROBS_BYTES, UNREAD_BYTES, bodies_bytes
@@ -45,17 +47,14 @@ def answering(config: Config, settings: ServeSettings, words: Words, threads: st
 
     They reserve memory for the HTTP server, the bodies of requests, and unread answers. `threads`
     is the prefix of the names of the runtime's threads. Raises ConfigError or TextFileError if the
-    file of --chat-template cannot be used.
+    file of --chat-template or --mmproj cannot be used.
     """
-    parallel = settings.parallel
-    longest_bytes = settings.most_body_bytes(config.ctx)
+    encoder = encoder_of(config)
     return Answering(
-        parallel=parallel,
-        front_bytes=PROCESS_BYTES
-        + bodies_bytes(longest_bytes, parallel, words.body_factor)
-        + UNREAD_BYTES
-        + PROBS_BYTES * parallel
-        + SCORE_BYTES * most_scored(config),
+        parallel=settings.parallel,
+        front_bytes=front_bytes(
+            config, settings, words, encoder.limits if encoder is not None else None
+        ),
         scored=SCORED_TOKENS,
         grammars=True,
         images=True,
@@ -65,13 +64,47 @@ def answering(config: Config, settings: ServeSettings, words: Words, threads: st
     )
 
 
+def front_bytes(
+    config: Config, settings: ServeSettings, words: Words, images: ImageLimits | None
+) -> int:
+    """Return the memory of the HTTP server, the bodies of requests, and unread answers.
+
+    `images` are the limits of the model for images, or None if it takes none. While an answer runs,
+    the tokens of another request with images may be counted.
+    """
+    parallel = settings.parallel
+    longest_bytes, image_bytes = body_limits(config, settings, images)
+    return (
+        PROCESS_BYTES
+        + bodies_bytes(longest_bytes, parallel, words.body_factor, image_bytes)
+        + UNREAD_BYTES
+        + PROBS_BYTES * parallel
+        + SCORE_BYTES * most_scored(config)
+        + (images.request_bytes if images is not None else 0)
+    )
+
+
+def body_limits(
+    config: Config, settings: ServeSettings, images: ImageLimits | None
+) -> tuple[int, int]:
+    """Return the maximum length of a body without its images, and of its images, in bytes.
+
+    `images` are the limits of the model for images, or None if it takes none.
+    """
+    if images is None:
+        return settings.most_body_bytes(config.ctx), 0
+    return settings.most_with_images(config.ctx)
+
+
 class Served:
     """The loaded model of a server, and the limits for requests to it.
 
     `runtime` computes the answers, and `about` describes the model. `max_tokens` is the maximum
-    length of an answer if the request sets no limit. `most_body_bytes` is the longest allowed body.
-    `most_scored` limits the prompt tokens whose log-probabilities a request may ask for. `lengths`
-    remembers the numbers of tokens of recent prompts.
+    length of an answer if the request sets no limit. `most_body_bytes` is the longest allowed body
+    without its images, and `most_image_bytes` the largest allowed length of its images. `images`
+    are the limits for images, or None if the model takes none. `most_scored` limits the prompt
+    tokens whose log-probabilities a request may ask for. `lengths` remembers the numbers of tokens
+    of recent prompts.
     """
 
     def __init__(
@@ -80,12 +113,24 @@ class Served:
         settings: ServeSettings,
         words: Words,
         note: Callable[[str], None],
+        trusted_bytes: int = 0,
     ) -> None:
-        """Derive the limits for requests. `note` gets messages for the log."""
+        """Derive the limits for requests.
+
+        `note` gets messages for the log. `trusted_bytes` is the length of the longest request if it
+        comes from the program itself, which needs no protection from its clients.
+        """
         config = runtime.config
         self.runtime, self.about = runtime, runtime.about
         self.parallel, self.max_tokens = settings.parallel, config.max_tokens
-        self.most_body_bytes = settings.most_body_bytes(config.ctx)
+        self.images = runtime.images
+        limits = body_limits(config, settings, self.images)
+        self.most_body_bytes, self.most_image_bytes = (
+            (trusted_bytes, 0) if trusted_bytes else limits
+        )
+        if self.images is not None and not trusted_bytes:
+            most = 3 * self.most_image_bytes // 4  # base64 has four characters for three bytes
+            self.images = replace(self.images, file_bytes=min(self.images.file_bytes, most))
         self.body_factor = words.body_factor
         self.most_scored = most_scored(config)
         self.lengths = PromptLengths()

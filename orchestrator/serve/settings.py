@@ -18,6 +18,8 @@ from orchestrator.settings import FROM_0, FROM_1, MORE, SIZE, Setting, Settings,
 # The default limit of a request's body: bytes for each token of the context, and a minimum. Prose
 # has four to five bytes per token. BODY_FACTOR is the memory for reading a body.
 BODY_BYTES, LEAST_BODY_BYTES = 16, 2**17
+# The default limit of the images in a request's body: the length of their base64 text.
+IMAGE_BYTES = 16 << 20
 
 # Values of --overflow.
 DROP, REFUSE = "drop", "refuse"
@@ -96,7 +98,7 @@ class ServeSettings(Settings):
         None,
         "Maximum size of a request.",
         unit=SIZE,
-        shown="128KiB, or 16 bytes for each token of --ctx",
+        shown="128KiB, or 16 bytes for each token of --ctx; 16MiB more for images",
         group=MORE,
     )
     overflow: str | None = setting(
@@ -142,6 +144,17 @@ class ServeSettings(Settings):
         n_ctx is the value of --ctx, or None if the option was not given.
         """
         return self.body_limit or max(LEAST_BODY_BYTES, BODY_BYTES * (n_ctx or 0))
+
+    def most_with_images(self, n_ctx: int | None) -> tuple[int, int]:
+        """Return the maximum length of a body without its images, and of its images, in bytes.
+
+        This is for a model that takes images. What --body-limit adds to the default length of a
+        body is for images. n_ctx is the value of --ctx, or None if the option was not given.
+        """
+        usual = max(LEAST_BODY_BYTES, BODY_BYTES * (n_ctx or 0))
+        if self.body_limit is None:
+            return usual, IMAGE_BYTES
+        return min(usual, self.body_limit), max(0, self.body_limit - usual)
 
     def chat_template_text(self) -> str | None:
         """Return the text in the file of --chat-template, or None if the option was not given.

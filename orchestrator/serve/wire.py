@@ -35,6 +35,9 @@ NOT_SUPPORTED = 501
 # The deepest nesting of a request. _HALVES finds escapes of surrogates.
 MOST_DEPTH = 100
 _HALVES = re.compile(rb"\\u[dD][89a-fA-F]")
+# A run of characters that is as long as an image in base64. Images are limited apart from the rest
+# of a body, which takes many times its length in memory.
+_LONG_RUN = re.compile(rb"[A-Za-z0-9+/=\\]{1024,}")
 _LONE_SURROGATE = "a text of the body has a lone surrogate (half a character)"
 ERROR_EVENTS = (b'data: {"error"', b"event: error")
 EVENT_END = b"\n\n"
@@ -140,6 +143,26 @@ async def read_body(
     return bytes(body)
 
 
+def check_text(body: bytes, most_bytes: int) -> None:
+    """Raise Refusal (an error response) if a body is too long even without images in base64.
+
+    Call this before the body is parsed. most_bytes is the longest body without images.
+    """
+    if len(body) > most_bytes:
+        n_runs = sum(found.end() - found.start() for found in _LONG_RUN.finditer(body))
+        if len(body) - n_runs > most_bytes:
+            raise too_long_text(most_bytes)
+
+
+def too_long_text(most_bytes: int) -> Refusal:
+    """Return the error response to a body that is longer than most_bytes without its images."""
+    return Refusal(
+        413,
+        f"the request is longer than {format_size(most_bytes)} without its images, which is the "
+        f"limit for the context: send less text, or start the server with a larger --ctx",
+    )
+
+
 def _too_long(most_bytes: int, useful_bytes: int) -> Refusal:
     fault = f"the request is longer than {format_size(most_bytes)} (--body-limit)"
     if useful_bytes <= most_bytes:
@@ -185,6 +208,11 @@ def written(data: dict[str, Any]) -> bytes:
         raise Refusal(400, _LONE_SURROGATE) from None
     except ValueError:
         raise Refusal(400, "a number in the body is too large for JSON") from None
+
+
+def length_of(body: bytes) -> int:
+    """Return the length of a body in bytes. An escaped slash, as in base64 of PHP, counts once."""
+    return len(body) - body.count(b"\\/")
 
 
 def levels(values: list[Any]) -> Iterator[list[Any]]:

@@ -20,6 +20,7 @@ if __name__ == "__main__":
 
 from orchestrator.errors import GGUFError, PolicyError  # noqa: E402
 from orchestrator.events import GenerationStats  # noqa: E402
+from orchestrator.runtime.image_files import ImageLimits  # noqa: E402
 
 HOSTILE = "red\x1b[31m \x1b]0;title\x07bell\x07 \u202eback\x9b2J\rend\ttab"
 TIMES = {"ttft_ms": 12.3, "tpot_ms_p50": 20.0, "tpot_ms_p99": 31.0, "tokens_per_s": 48.9}
@@ -53,9 +54,17 @@ def mark(event):
             file.write(event + "\n")
 
 
+def text_of(content):
+    """The text of a message, without its images."""
+    if isinstance(content, str):
+        return content
+    return " ".join(part["text"] for part in content if part["type"] == "text")
+
+
 def n_tokens(message):
-    """Count two tokens for a message and one for each of its words."""
-    return 2 + len(message["content"].split())
+    """Count two tokens for a message, one for each of its words, and 20 for each image."""
+    n_images = str(message["content"]).count("data:image")
+    return 2 + len(text_of(message["content"]).split()) + 20 * n_images
 
 
 class FakeAnswer:
@@ -77,7 +86,7 @@ class FakeAnswer:
         return self._read
 
     def __iter__(self):
-        for event in self._events(self._messages[-1]["content"]):
+        for event in self._events(text_of(self._messages[-1]["content"])):
             if self._cancelled:
                 return
             if isinstance(event, str):
@@ -116,6 +125,9 @@ class FakeAnswer:
         elif prompt == "asked":
             asked = self._runtime.asked[-1]
             yield json.dumps({name: asked[name] for name in SHOWN if name in asked})
+        elif prompt == "shown":
+            images = str(self._messages).count("data:image/png;base64,iVBOR")
+            yield f"I see {images} images"
         elif prompt == "words":
             yield from WORDS
         elif prompt == "silence":
@@ -150,8 +162,8 @@ class FakeRuntime:
     """Answers "hello", "loud", "think", "long", "fail", "silence", "slow" and others from a script,
     and echoes all other prompts.
 
-    An endless model, answer or prompt continues until it is cancelled. asked: the requests. seen:
-    their messages.
+    An endless model, answer or prompt continues until it is cancelled. A blind model takes no
+    images. asked: the requests. seen: their messages.
     """
 
     note = None
@@ -167,6 +179,7 @@ class FakeRuntime:
     def _load(self, config):
         self.config = config
         self.about = types.SimpleNamespace(n_ctx=config.ctx or 4096)
+        self.images = None if config.model.name == "blind.gguf" else ImageLimits()
         if config.model.name == "odd.gguf":
             self.note = "The expert usage of earlier runs is not used"
         self.model = types.SimpleNamespace(

@@ -8,6 +8,7 @@ from pathlib import Path
 import fake_runtime
 import pytest
 from command_line import python, run
+from pictures import black
 from tables import cases
 
 from gguf_tools.experts import ExpertModel
@@ -82,6 +83,22 @@ def test_one_answer(opened, args, stdin, status, stdout, stderr):
     else:
         assert result.stderr == ""
     assert all(each.closed for each in opened)
+
+
+def test_a_prompt_with_images(opened, tmp_path):
+    for name in ("a.png", "b.png"):
+        (tmp_path / name).write_bytes(black())
+    both = ("--image", tmp_path / "a.png", "--image", tmp_path / "b.png")
+    result = run("chat", "-m", "x.gguf", "-p", "shown", *map(str, both))
+    assert (result.exit_code, result.stdout) == (0, "I see 2 images\n")
+    result = run("chat", "-m", "blind.gguf", "-p", "shown", *map(str, both))
+    assert result.exit_code == 1 and "this model reads text only" in result.stderr
+    n_opened = len(opened)
+    (tmp_path / "a.gif").write_bytes(b"GIF89a")
+    for name, says in (("a.gif", "this is a GIF image"), ("gone.png", "No such file")):
+        result = run("chat", "-m", "x.gguf", "-p", "shown", "--image", str(tmp_path / name))
+        assert result.exit_code == 1 and says in result.stderr
+    assert len(opened) == n_opened  # they are found before the model is loaded
 
 
 ON_ONE_MODEL = {

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from fake_runtime import STATS, FakeRuntime, n_tokens
+from pictures import black, grey, url
 from tables import cases
 
 from gguf_tools import interrupts
@@ -24,6 +25,7 @@ from orchestrator.chat.session import (
 )
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError, GGUFError
+from orchestrator.runtime.images import ImageLimits, image_part
 
 
 def make(**settings):
@@ -194,6 +196,8 @@ def test_the_statistics_line_of_other_answers(changes, first):
 
 TURNS = turns("wö bist du\n?", "here \u2028 there", "two", "")
 SYSTEM = {"role": "system", "content": "Be short."}
+SEEN = [image_part(url(black())), {"type": "text", "text": "wö ist das?"}]
+SHOWN = [{"role": "user", "content": SEEN}, {"role": "assistant", "content": "Black."}]
 
 
 @cases(
@@ -201,6 +205,7 @@ SYSTEM = {"role": "system", "content": "Be short."}
     (TURNS, TURNS),
     ([SYSTEM, *TURNS[:2]], [SYSTEM, *TURNS[:2]]),
     (TURNS[:3], TURNS[:2]),  # a question without an answer is left out
+    (SHOWN, SHOWN),
 )
 def test_a_written_conversation_is_read_back(tmp_path, written, read):
     path = tmp_path / "saved.jsonl"
@@ -218,6 +223,10 @@ WRONG = {
     "a list": b"[1]\n",
     "a number": b'{"role": "user", "content": 1}\n',
     "more": b'{"role": "user", "content": "a", "name": "b"}\n',
+    "an unknown part": b'{"role": "user", "content": [{"type": "audio"}]}\n',
+    "a part of two kinds": b'{"role": "user", "content": [{"type": "text", "text": 1}]}\n',
+    "an image of the model": json.dumps({**SHOWN[0], "role": "assistant"}).encode(),
+    "an image without data": b'{"role": "user", "content": [{"type": "image_url"}]}\n',
     "a system prompt alone": json.dumps(SYSTEM).encode(),
     "two in a row": b'{"role": "user", "content": "a"}\n' * 2,
     "deep": b"[" * 100_000,
@@ -274,3 +283,47 @@ def test_the_oldest_conversations_go(tmp_path):
     write_conversation(made, TURNS)
     assert latest_conversation(tmp_path) == made
     assert latest_conversation(tmp_path / "none") is None
+
+
+def test_images_stay_in_the_conversation(tmp_path):
+    talk = make()
+    talk.kept = tmp_path / "last.jsonl"
+    assert said(talk.answer("shown", images=[url(black()), url(black())])) == ["I see 2 images"]
+    assert said(talk.answer("shown")) == ["I see 2 images"]
+    parts = [image_part(url(black()))] * 2
+    assert talk.messages[0]["content"] == [*parts, {"type": "text", "text": "shown"}]
+    assert read_conversation(talk.kept) == talk.messages
+    del talk.messages[2:]
+    talk.messages[-1]["content"] = "wrong"
+    assert said(talk.answer_again()) == ["I see 2 images"]
+    assert len(talk.messages) == 2 and talk.messages[0]["content"][:2] == parts
+    again = make()
+    again.load(read_conversation(talk.kept)[:2])
+    assert said(again.answer("shown")) == ["I see 2 images"]
+
+
+def test_images_that_the_model_cannot_read_are_refused(tmp_path):
+    talk = make()
+    list(talk.answer("shown", images=[url(black())]))
+    talk.change_model(Path("blind.gguf"))
+    with pytest.raises(ConfigError, match="--mmproj"):
+        list(talk.answer("what was it?"))
+    assert len(talk.messages) == 2
+    with pytest.raises(ConfigError, match="--mmproj"):
+        talk.load(SHOWN)
+    talk.reset()
+    assert said(talk.answer("hello")) == ["Hi", " there", "!"]
+    few = make()
+    few.runtime.images = ImageLimits(count=1)
+    few.check_images([url(grey())])
+    list(few.answer("a", images=[url(grey())]))
+    with pytest.raises(ConfigError, match="2 images, and the limit is 1"):
+        few.check_images([url(grey())])
+
+
+def test_images_count_when_exchanges_are_left_out():
+    talk = make(ctx=160, max_tokens=40)
+    for _ in range(8):
+        list(talk.answer("shown", images=[url(black())]))
+        assert sum(map(n_tokens, talk.runtime.seen[-1])) <= 120
+    assert talk.left_out > 0 and len(talk.messages) == 16

@@ -6,6 +6,7 @@ import subprocess
 
 import fake_runtime
 import pytest
+from pictures import black
 from pseudo_terminal import CTRL_C, CTRL_D, ESCAPES, FAKE, PROMPT, UP, Terminal
 from tables import cases
 
@@ -144,8 +145,8 @@ def test_the_history_may_be_unwritable(start, tmp_path):
     assert "Hi there!" in terminal.ask("hello")
 
 
-LISTED = "/help|/regen|/read FILE|/reset|/system TEXT|/stats|/memory|/set NAME VALUE|/temp T"
-LISTED += '|/model NAME|/policy NAME|/retention R|/save FILE|/quit|"""|Ctrl-C'
+LISTED = "/help|/regen|/read FILE|/image FILE|/reset|/system TEXT|/stats|/memory|/temp T"
+LISTED += '|/set NAME VALUE|/model NAME|/policy NAME|/retention R|/save FILE|/quit|"""|Ctrl-C'
 COMMANDS = [
     ("/help", LISTED.split("|")),
     ("/?", ["/regen", "replace the last answer"]),
@@ -189,6 +190,11 @@ COMMANDS = [
     ("/read", ["Error: /read needs a file name"]),
     ("/read /nowhere", ["Error: /nowhere: No such file or directory"]),
     ("/read /dev/null", ["Error: /dev/null: not a regular file"]),
+    ("/image", ["Error: /image needs a file name"]),
+    ("/image /nowhere", ["Error: /nowhere: No such file or directory"]),
+    ("/image /dev/null", ["Error: /dev/null: not a regular file"]),
+    ("/image /etc/passwd", ["Error: /etc/passwd: this is neither PNG nor JPEG: convert it to PNG"]),
+    ("/image -", ["Your next message will have no images."]),
     ('"""one line"""', ["<one line>"]),
     ('"""/reset"""', ["</reset>"]),
     ("/save", ["Error: /save needs a file name"]),
@@ -234,6 +240,46 @@ def test_read_adds_a_file_to_the_next_message(start, tmp_path):
     text.write_text("x" * 10**6)
     assert f"Error: {text}: the file is too long for the context" in terminal.ask(f"/read {text}")
     assert "<nothing was added>" in terminal.ask("nothing was added")
+
+
+def test_an_image_is_sent_with_the_next_message(start, tmp_path):
+    terminal = start(columns=400)
+    image = tmp_path / "a (first) photo.png"
+    image.write_bytes(black())
+    assert "[image: a (first) photo.png, 4x3]" in terminal.ask(f"/image {image}")
+    assert "I see 1 images" in terminal.ask("shown")
+    assert "I see 1 images" in terminal.ask("shown")
+    # Terminals write the name of a dropped file in these ways.
+    escaped = re.sub(r"([ ()])", r"\\\1", str(image))
+    for line in (f"{image}", f"'{image}'", f'"{image}"', escaped, f"  {image} ", image.as_uri()):
+        assert terminal.ask(line).count("[image: a (first) photo.png, 4x3]") == 1
+    assert terminal.ask(f"'{image}' {escaped}").count("[image: ") == 2
+    assert "I see 9 images" in terminal.ask("shown")
+    assert "I see 9 images" in terminal.ask("/regen")
+    other = tmp_path / "a.gif"
+    other.write_bytes(b"GIF89a" + bytes(20))
+    assert "Error: " in (said := terminal.ask(str(other)))
+    assert "a.gif: this is a GIF image: convert it to PNG or JPEG" in said
+    assert f"<look at {image}>" in terminal.ask(f"look at {image}")
+    terminal.ask(f"/image {image}")
+    assert "no images" in terminal.ask("/image -")
+    saved = tmp_path / "talk.jsonl"
+    terminal.ask(f"/save {saved}")
+    terminal.ask("/reset")
+    assert "I see 0 images" in terminal.ask("shown")
+    terminal.ask(f"/load {saved}")
+    assert "I see 9 images" in terminal.ask("shown")
+    terminal.send(CTRL_D)
+    assert terminal.finish() == 0
+    resumed = start("-m", "x.gguf", "--resume", columns=400)
+    assert "I see 9 images" in resumed.ask("shown")
+
+
+def test_images_of_the_command_belong_to_the_first_message(start, tmp_path):
+    (tmp_path / "a.png").write_bytes(black())
+    terminal = start("-m", "x.gguf", "--image", str(tmp_path / "a.png"))
+    assert "[image: a.png, 4x3]" in terminal.greeting
+    assert "I see 1 images" in terminal.ask("shown")
 
 
 def test_save_replaces_only_its_own_file(start, tmp_path):

@@ -99,6 +99,7 @@ class FakeServed:
 
     max_tokens, parallel, most_scored = None, 1, 16384
     most_body_bytes, body_factor = 2**17, BODY_FACTOR
+    images, most_image_bytes = None, 0
 
     def __init__(self, *requests):
         self.runtime = self

@@ -218,7 +218,7 @@ def test_ollama(served):
     ]
     assert client.chat("any", said, tools=[CAPITAL]).message.content
     for wrong, why in (
-        ({"messages": [{"role": "user", "content": "?", "images": ["aGk="]}]}, "images"),
+        ({"messages": [{"role": "user", "content": "?", "images": ["aGk="]}]}, "--mmproj"),
         ({"messages": MESSAGES, "options": {"top_p": 2}}, "options.top_p must be a number from 0"),
     ):
         with pytest.raises(ollama.ResponseError, match=why) as refused:
