@@ -20,7 +20,8 @@ class Model:
 
     Set `pieces` to the parts of the next answers: a text, a dict (OpenAI's `delta`), HOLD (wait
     until `go` is set) or BREAK (close the connection). `requests` has the requests so far. Requests
-    with more than `most_messages` messages are refused as too long.
+    with more than `most_messages` messages are refused as too long. `images` has the limits of
+    images, as in /experts; None if the model takes no images.
     """
 
     def __init__(self):
@@ -28,6 +29,7 @@ class Model:
         self.reason = "stop"
         self.usage = {}
         self.most_messages = 1000
+        self.images = None
         self.requests = []
         self.go = threading.Event()
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
@@ -54,6 +56,7 @@ class Handler(BaseHTTPRequestHandler):
             self._send(page.body, **page.headers)
         elif self.path == "/experts":
             state = {"model": "m", "mode": "all fits", "layers": 0, "memory": {}}
+            state["images"] = self.server.model.images
             self._send(json.dumps(state).encode())
         else:
             self.send_error(404)
