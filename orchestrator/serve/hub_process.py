@@ -67,7 +67,7 @@ def pull(model: str) -> None:
     report("Asking the Hub", None)
     owner, _, rest = model.removeprefix(hub.PREFIX).partition("/")
     name, _, file = rest.partition("/")
-    found = hub.prepare(f"{owner}/{name}", (glob.escape(file),) if file else ())
+    found = hub.prepare(f"{owner}/{name}" if rest else owner, (glob.escape(file),) if file else ())
     if not found.models:
         raise MoeEdgeError(f"{model}: this is not a GGUF model: name one as OWNER/NAME/FILE")
     hub.fetch(found, lambda done: report("Downloading", done))

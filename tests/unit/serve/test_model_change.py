@@ -3,6 +3,8 @@
 import json
 import sys
 import threading
+import time
+from http.client import HTTPResponse
 from pathlib import Path
 from urllib.error import HTTPError
 
@@ -45,6 +47,16 @@ def served(hub, tmp_path_factory, library):
             yield running
 
 
+def until(is_so):
+    """Wait until a task of the server is so far. Ask rarely, because the server has to work."""
+
+    def asked():
+        time.sleep(0.1)
+        return is_so()
+
+    wait_until(asked)
+
+
 def models(served):
     return json.loads(served.get("/local-models"))
 
@@ -52,7 +64,7 @@ def models(served):
 def done(served, action, model="", state="done"):
     """Run a task to its end and return the answer of /local-models."""
     served.post(TASK, {"action": action, "model": model})
-    wait_until(lambda: models(served)["task"]["state"] != "running")
+    until(lambda: models(served)["task"]["state"] != "running")
     found = models(served)
     assert found["task"]["state"] == state, found["task"]
     return found
@@ -103,13 +115,15 @@ def test_a_model_that_cannot_be_loaded_leaves_the_former_one(served, hub):
     assert done(served, "compare", "o/none", "failed")["task"]["error"]
 
 
-def test_running_answers_end_first(served, hub):
+def test_requests_in_progress_are_answered_first(served, hub):
     done(served, "pull", "o/n/n-Q8_0.gguf")
-    data = {"messages": SAID, "max_tokens": 200, "ignore_eos": True}
-    running = served.asked(CHAT, data)
-    served.until_running(1)
+    body = json.dumps({"messages": SAID, "max_tokens": 200, "ignore_eos": True}).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    slow = served.connected()
+    slow.sendall(head.encode() + body[:9])
+    served.get("/health")  # the server has seen the earlier request
     served.post(TASK, {"action": "load", "model": "n-Q8_0"})
-    wait_until(lambda: models(served)["task"]["doing"] == "Waiting for running requests")
+    until(lambda: models(served)["task"]["doing"] == "Waiting for running requests")
     with pytest.raises(HTTPError) as refused:
         answer(served)
     assert refused.value.code == 503 and refused.value.headers["retry-after"] == "1"
@@ -120,13 +134,17 @@ def test_running_answers_end_first(served, hub):
         served.post(TASK, {"action": "list"})
     assert refused.value.code == 409
     served.post(TASK, {"action": "stop"})
-    wait_until(lambda: models(served)["task"]["state"] == "stopped")
+    until(lambda: models(served)["task"]["state"] == "stopped")
     assert loaded(served)[0] != "n-Q8_0"
     served.post(TASK, {"action": "load", "model": "n-Q8_0"})
-    reply = running.getresponse()
-    assert reply.status == 200
-    assert json.loads(reply.read())["usage"]["completion_tokens"] == 200
-    wait_until(lambda: models(served)["task"]["state"] == "done")
+    until(lambda: models(served)["task"]["doing"] == "Waiting for running requests")
+    slow.sendall(body[9:])
+    with HTTPResponse(slow) as reply:
+        reply.begin()
+        assert reply.status == 200
+        assert json.loads(reply.read())["usage"]["completion_tokens"] == 200
+    slow.close()
+    until(lambda: models(served)["task"]["state"] == "done")
     assert loaded(served) == ("n-Q8_0", "n-Q8_0") and answer(served)
 
 
@@ -134,11 +152,11 @@ def test_a_download_can_be_stopped_and_continued(served, hub):
     hub.slow = threading.Event()
     try:
         served.post(TASK, {"action": "pull", "model": "o/other"})
-        wait_until(lambda: (models(served)["task"]["done"] or 0) > 0)
+        until(lambda: (models(served)["task"]["done"] or 0) > 0)
         task = models(served)["task"]
         assert task["doing"] == "Downloading" and 0 < task["done"] < 1
         served.post(TASK, {"action": "stop"})
-        wait_until(lambda: models(served)["task"]["state"] == "stopped")
+        until(lambda: models(served)["task"]["state"] == "stopped")
         assert answer(served)  # the server works on
     finally:
         hub.slow.set()
@@ -157,7 +175,7 @@ def test_a_server_that_downloads_can_be_stopped(hub, tmp_path, library, monkeypa
         options = ("--ram", "160MiB", "--policy", "lru", "--ctx", "512", "--allow-model-change")
         with serving(tmp_path, *options) as running:
             running.post(TASK, {"action": "pull", "model": "o/other"})
-            wait_until(lambda: (models(running)["task"]["done"] or 0) > 0)
+            until(lambda: (models(running)["task"]["done"] or 0) > 0)
             status, said = running.end()
     finally:
         hub.slow.set()
