@@ -133,6 +133,7 @@ class ModelChanges:
                 self._compared = self._ask(task, COMPARE, repo=task.model, **self._options())
             elif task.action == PULL:
                 self._ask(task, PULL, model=task.model)
+                self._mark_downloaded(task.model)
                 self._list(task)
             else:
                 self._list(task)
@@ -155,6 +156,13 @@ class ModelChanges:
         first = self._first.path.resolve()
         is_listed = any(each.path.resolve() == first for each in found)
         self._models = found if is_listed else [self._first, *found]
+
+    def _mark_downloaded(self, model: str) -> None:
+        """Record in the latest comparison that a model (OWNER/NAME/FILE) was downloaded."""
+        if self._compared is not None:
+            for row in self._compared["rows"]:
+                if model.endswith(f"{self._compared['repo']}/{row['file']}"):
+                    row["missing_bytes"] = 0
 
     def _load(self, task: Task) -> None:
         paths = [each.path for each in self._models if each.name == task.model]

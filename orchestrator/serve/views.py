@@ -20,7 +20,7 @@ from orchestrator.serve.state import State
 
 PAGE = Path(__file__).with_name("page")
 # All scripts of the page are one script element, so that they share their constants.
-SCRIPTS = ("base.js", "markdown.js", "store.js", "images.js", "chat.js", "experts.js")
+SCRIPTS = ("base.js", "markdown.js", "store.js", "images.js", "chat.js", "models.js", "experts.js")
 PREFIX = "moe_edge_"
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? ", re.MULTILINE)
 Labels = Mapping[str, str]

@@ -492,7 +492,7 @@ $("form").addEventListener("submit", (event) => {
 });
 $("text").addEventListener("keydown", (event) => sends(event, $("form")));
 document.addEventListener("keydown", (event) => {
-  if (event.key !== "Escape" || $("tuning").open) return;
+  if (event.key !== "Escape" || document.querySelector("dialog[open]")) return;
   if (document.body.classList.contains("listing") && !isWide()) fold(false);
   else if (running) running.abort();
 });
