@@ -94,18 +94,20 @@ class ModelChanges:
     def begin(self, action: str, model: str) -> None:
         """Start a task, or stop the running one.
 
-        Raises Refusal (an error response) if another task is running or `model` is missing.
+        A task begins after the end of a running LIST, which takes less than a second. Raises
+        Refusal (an error response) if any other task is running, or if `model` is missing.
         """
         if action == STOP:
             self.stop()
             return
-        if self._thread is not None and self._thread.is_alive():
+        before, task = self._thread, self._task
+        if before is not None and before.is_alive() and task is not None and task.action != LIST:
             raise Refusal(409, "another task is running: wait for its end, or stop it")
         if action != LIST and not model:
             raise Refusal(400, f"the field 'model' is missing: name a model to {action}")
         self._task, self._is_stopped = Task(action, model), False
         self._thread = threading.Thread(
-            target=self._run, args=(self._task,), name=f"{self._threads}change"
+            target=self._run, args=(self._task, before), name=f"{self._threads}change"
         )
         self._thread.start()
 
@@ -126,8 +128,13 @@ class ModelChanges:
             return not self._thread.is_alive()
         return True
 
-    def _run(self, task: Task) -> None:
-        """Carry out a task, and record its result. This runs on the task's thread."""
+    def _run(self, task: Task, before: threading.Thread | None) -> None:
+        """Carry out a task, and record its result. This runs on the task's thread.
+
+        `before` is the thread of the previous task.
+        """
+        if before is not None:
+            before.join()
         try:
             if task.action == COMPARE:
                 self._compared = self._ask(task, COMPARE, repo=task.model, **self._options())

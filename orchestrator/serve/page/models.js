@@ -27,7 +27,9 @@ async function poll() {
       isBusy = showTask(latest.task);
       showPulled(latest.models);
       showCompared(latest.compared);
-      for (const each of $("models").querySelectorAll("li button, td button, #search button")) each.disabled = isBusy;
+      for (const each of $("models").querySelectorAll("li button, td button, #search button")) {
+        each.disabled = isBusy && latest.task.action !== "list"; // the server begins a task after a list
+      }
       if (document.activeElement === document.body) $(isBusy ? "halt" : "repo").focus();
     } catch (error) {
       $("failed").textContent = error instanceof TypeError ? "The server cannot be reached." : error.message;

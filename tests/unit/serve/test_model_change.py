@@ -1,6 +1,7 @@
 """A server that lists, compares, downloads and changes models, with a local Hub."""
 
 import json
+import shutil
 import sys
 import threading
 import time
@@ -10,9 +11,13 @@ from urllib.error import HTTPError
 
 import pytest
 from asgi import ask
+from browser import browsing
 from fake_served import FakeServed, app_for, served_by
+from page import asked, opened
 from served import DEMO, serving
 from waiting import wait_until
+
+from gguf_tools import synthetic
 
 sys.path.append(str(Path(__file__).parents[1] / "hub"))
 from hub_server import Hub, Repo
@@ -181,6 +186,60 @@ def test_a_server_that_downloads_can_be_stopped(hub, tmp_path, library, monkeypa
         hub.slow.set()
         hub.slow = None
     assert status == 0 and "Traceback" not in said
+
+
+def test_the_page_compares_downloads_and_loads(served, hub, tmp_path):
+    name = "<b>page.gguf"
+    hub.repos["o/page"] = Repo({name: DEMO.read_bytes() + bytes(64)})
+    with browsing(tmp_path) as browser:
+        tab = opened(browser, served.url)
+        tab.value("$('list').click()")
+        tab.value("$('choose').click()")
+        tab.until("$('pulled').children.length > 0")
+        tab.value("$('repo').focus()")
+        tab.type("o/page")
+        tab.press("Enter")
+        tab.until("$('doing').innerText === 'Compared o/page' && $('rows').children.length === 1")
+        assert "best here" in tab.value("$('rows').innerText")
+        tab.value("$('rows').querySelector('button').click()")
+        tab.until("$('doing').innerText.startsWith('Downloaded ') && $('halt').hidden")
+        tab.until("$('rows').innerText.includes('downloaded')")
+        tab.value(
+            "[...$('pulled').querySelectorAll('button')].find((each) => "
+            "each.ariaLabel === 'Use <b>page').click()"
+        )
+        tab.until("$('doing').innerText === 'Now in use: <b>page'")
+        tab.until("$('mode').innerText.startsWith('<b>page: ')")
+        tab.value("$('models').close()")
+        asked(tab, "What is the capital of Norway?")
+        tab.until("!running && messages.length === 2 && !messages[1].end")
+        assert not tab.events("Runtime.exceptionThrown")
+
+
+def test_a_server_without_any_model_can_load_one(hub, tmp_path, library, monkeypatch):
+    """A change that fails after the former model was freed, and the former file is gone."""
+    monkeypatch.setenv("HF_ENDPOINT", hub.url)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    path = tmp_path / "former.gguf"
+    shutil.copy(DEMO, path)
+    one_tier = synthetic.write(tmp_path / "one.gguf", "tiny-qwen3moe", tiers=("q8_0",))
+    hub.repos["o/one"] = Repo({"one.gguf": Path(one_tier).read_bytes()})
+    options = ("-m", str(path), "--ram", "160MiB", "--policy", "dymoe", "--low-tier", "q2_k")
+    with serving(tmp_path, *options, "--ctx", "512", "--allow-model-change") as running:
+        done(running, "pull", "o/one")
+        done(running, "pull", "o/n/n-Q8_0.gguf")
+        why = done(running, "load", "one", "failed")["task"]["error"]
+        assert "q2_k" in why and answer(running)
+        path.unlink()
+        assert done(running, "load", "one", "failed")["task"]["error"]
+        with pytest.raises(HTTPError) as refused:
+            answer(running)
+        said = json.load(refused.value)["error"]["message"]
+        assert refused.value.code == 503 and said.startswith("no model is loaded: ")
+        done(running, "load", "n-Q8_0")
+        assert answer(running)
+        status, text = running.end()
+    assert status == 0 and "Traceback" not in text
 
 
 def test_without_the_option_nothing_is_offered():
