@@ -16,7 +16,7 @@ from orchestrator.native.llama import Bindings
 from orchestrator.runtime.answering import Answering
 from orchestrator.runtime.load import Progress
 from orchestrator.runtime.runtime import Runtime
-from orchestrator.serve.admission import SlotManager, return_memory
+from orchestrator.serve.admission import SlotManager, return_memory, trim_memory
 from orchestrator.serve.app import application
 from orchestrator.serve.bodies import Words
 from orchestrator.serve.changes import ModelChanges
@@ -120,6 +120,8 @@ class Service:
                 served.runtime.stop()  # `close` frees it
                 return
             served.runtime.close()
+            del served
+            trim_memory()
         self._has_failed, self._wanted = False, wanted
         try:
             self.load(progress)
