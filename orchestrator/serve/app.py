@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from orchestrator.errors import ConfigError, MoeEdgeError
 from orchestrator.serve.admission import CLIENT, Body, client_left, conversations_of
 from orchestrator.serve.answer import Exchange, until_left
+from orchestrator.serve.changes import ModelChanges
 from orchestrator.serve.door import Door, error_response
 from orchestrator.serve.ollama import (
     VERSION,
@@ -30,14 +31,21 @@ from orchestrator.serve.ollama import (
     shown,
 )
 from orchestrator.serve.overflow import drop_oldest
-from orchestrator.serve.requests import settle_length, settle_probs, settle_request
+from orchestrator.serve.requests import (
+    settle_fields,
+    settle_length,
+    settle_probs,
+    settle_request,
+)
 from orchestrator.serve.schemas import (
     COUNTING,
     GENERATING,
+    MODELS,
     PATHS,
     QUICK,
     READ,
     SHOW,
+    TASKS,
     document,
     paths,
 )
@@ -60,6 +68,11 @@ from orchestrator.serve.wire import (
     written,
 )
 
+# Paths whose answers do not need the loaded model.
+WITHOUT_MODEL = ("/", "/openapi.json", "/api/version", MODELS, TASKS)
+# Longest body of a request for a task.
+TASK_BYTES = 4096
+
 
 def application(state: State, log: Callable[[str], None]) -> Starlette:
     """Return the HTTP application with all routes. `log` gets one line for each request.
@@ -76,6 +89,8 @@ def application(state: State, log: Callable[[str], None]) -> Starlette:
         "/experts": endpoints.experts,
         "/openapi.json": endpoints.description,
         "/": endpoints.page,
+        MODELS: endpoints.local_models,
+        TASKS: endpoints.begin_task,
         "/api/tags": endpoints.ollama_models,
         "/api/ps": endpoints.ollama_running,
         "/api/version": endpoints.ollama_version,
@@ -84,13 +99,35 @@ def application(state: State, log: Callable[[str], None]) -> Starlette:
     }
     return Starlette(
         routes=[
-            Route(each.replace("{id}", "{id:path}"), answer, methods=[*PATHS[each]])
+            Route(
+                each.replace("{id}", "{id:path}"),
+                answer,
+                methods=[*PATHS[each]],
+                middleware=[] if path in WITHOUT_MODEL else [Middleware(Using, state)],
+            )
             for path, answer in answers.items()
             for each in paths(path)
         ],
         middleware=[Middleware(Door, state, log)],
         exception_handlers=dict.fromkeys((Refusal, MoeEdgeError, HTTPException), _failed),
     )
+
+
+class Using:
+    """ASGI middleware that counts the requests which may be using the model.
+
+    A model is freed only while there is none.
+    """
+
+    def __init__(self, app: ASGIApp, state: State) -> None:
+        self._app, self._state = app, state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._state.users += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._state.users -= 1
 
 
 class Endpoints:
@@ -222,7 +259,38 @@ class Endpoints:
 
     async def page(self, _request: Request) -> Response:
         """Return the web page with which users can chat."""
-        return page_response()
+        return page_response(self._state.changes is not None)
+
+    async def local_models(self, _request: Request) -> Response:
+        """Return the models on this machine, and the latest task."""
+        return JSONResponse(self._changes().as_dict())
+
+    async def begin_task(self, request: Request) -> Response:
+        """Start or stop a task that lists, compares, downloads or loads models."""
+        changes, patience = self._changes(), self._state.settings.patience
+        read = read_body(request, TASK_BYTES, TASK_BYTES, lambda _n_bytes: None)
+        try:
+            data = read_object(await asyncio.wait_for(read, patience))
+        except asyncio.TimeoutError:
+            raise late_body(patience) from None
+        settle_fields(TASKS, data, 0)
+        changes.begin(data["action"], data.get("model", ""))
+        return JSONResponse(changes.as_dict())
+
+    def _changes(self) -> ModelChanges:
+        """Return the object that changes the model.
+
+        Raises Refusal (an error response) without --allow-model-change and during shutdown.
+        """
+        if self._state.stopping:
+            raise STOPPING
+        if self._state.changes is None:
+            raise Refusal(
+                403,
+                "clients may not change the model: start the server with --allow-model-change to "
+                "allow it",
+            )
+        return self._state.changes
 
     async def description(self, _request: Request) -> Response:
         """Return the OpenAPI description of the server."""
@@ -254,8 +322,7 @@ class Endpoints:
             try:
                 body.data = await asyncio.wait_for(read, settings.patience)
             except asyncio.TimeoutError:
-                late = f"the request did not arrive within {settings.patience} s (--patience)"
-                raise Refusal(408, late) from None
+                raise late_body(settings.patience) from None
             look = asyncio.create_task(body.run(partial(work, served, body)))
             left = asyncio.create_task(until_left(request.receive))
             try:
@@ -291,6 +358,11 @@ def _parsed(served: Served, body: Body) -> tuple[dict[str, Any], int]:
     data, n_bytes = read_object(body.data), length_of(body.data)
     body.data = b""
     return data, n_bytes
+
+
+def late_body(patience_s: int) -> Refusal:
+    """Return the error response to a request whose body did not arrive in time."""
+    return Refusal(408, f"the request did not arrive within {patience_s} s (--patience)")
 
 
 async def _read_of(state: State, route: str) -> tuple[int, bytes]:

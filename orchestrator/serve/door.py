@@ -17,12 +17,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from orchestrator.serve.admission import CLIENT, PACES_ITSELF
-from orchestrator.serve.schemas import paths
+from orchestrator.serve.schemas import MODELS, paths
 from orchestrator.serve.state import State
 from orchestrator.serve.wire import STOPPING, Refusal, is_ollama, ollama_error
 
 OPEN = (*paths("/health"), "/")  # paths that need no key
-PICTURE = "/experts"  # the page polls it, so the log leaves out successful requests
+POLLED = ("/experts", MODELS)  # by the page, so the log leaves out successful requests
 # A name or an address, and a port.
 _HOST = re.compile(r"([\w.-]+|\[[0-9A-Fa-f:.]+\])(?::\d+)?", re.ASCII)
 # Characters of a path that the log does not escape.
@@ -68,7 +68,7 @@ class Door:
             self._state.unread.leave(client)
             # Escaped as in a URL, so that a line feed or a colour code cannot forge log lines.
             path = quote(scope["path"][:80], safe=PLAIN)
-            if (path, client.status) != (PICTURE, 200):
+            if path not in POLLED or client.status != 200:
                 took_s = monotonic() - begin_s
                 self._log(f"{scope['method']} {path} {client.status} {took_s:.1f} s")
 

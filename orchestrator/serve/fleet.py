@@ -34,6 +34,8 @@ def app(args: dict[str, Any]) -> serve.Application:
             raise ConfigError(f"leave out {name}: Ray listens at the address in its http_options")
     args = {**args, **_place()}
     config, settings = options_of(args)
+    if settings.allow_model_change:
+        raise ConfigError("leave out allow-model-change: all replicas have the same model")
     if config.ram is None:
         raise ConfigError("ram is missing: give ram=SIZE, the memory that Ray reserves per replica")
     settings.keys()

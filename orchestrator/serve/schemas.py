@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from orchestrator.serve.changes import ACTIONS
 from orchestrator.serve.settings import DROP, REFUSE
 from orchestrator.serve.wire import (
     ANTHROPIC,
@@ -22,6 +23,8 @@ from orchestrator.serve.wire import (
 
 Schema = dict[str, Any]
 
+# Paths of --allow-model-change.
+MODELS, TASKS = "/local-models", "/local-models/task"
 MOST_INT = 2**31 - 1
 # Each of these costs time or memory, for every token or before the first one. 50,000 biases took
 # half a minute, 1,024 take 0.17 s, and 64 sequence breakers took three seconds.
@@ -367,6 +370,11 @@ REQUESTS: dict[str, Schema] = {
     ),
     "DetokenizeRequest": record("tokens", tokens=TOKENS),
     "TemplateRequest": record("messages", TEMPLATE),
+    "TaskRequest": record(
+        "action",
+        action={"enum": [*ACTIONS]},
+        model=text("The repository to compare, or the model to pull or to load.", maxLength=512),
+    ),
 }
 
 # Fields that llama.cpp's server derives itself: {name: why a request may not set it}.
@@ -428,6 +436,18 @@ SCHEMAS: dict[str, Schema] = {
     ),
     "OllamaError": record("error", error=STRING),
     "OllamaAnswer": record("model done", model=STRING, done=FLAG, timings=named("Timings")),
+    "LocalModels": record(
+        "models task compared",
+        models=listed(record("name bytes loaded", name=STRING, bytes=COUNT, loaded=FLAG)),
+        task={
+            "type": ["object", "null"],
+            "description": "The latest task: action, model, state, doing, done and error.",
+        },
+        compared={
+            "type": ["object", "null"],
+            "description": "The latest comparison, as of `moe-edge plan hf:OWNER/NAME --json`.",
+        },
+    ),
     "OllamaModels": record("models", models=listed(record("model", model=STRING))),
     "Event": {
         **record("data", data=STRING),
@@ -616,6 +636,10 @@ OURS: dict[str, Schema] = {
         "The precision of each expert in memory, and how often tokens used each expert.",
         named("Experts"),
     ),
+    MODELS: operation(
+        "The models on this machine, and the latest task. Requires --allow-model-change.",
+        named("LocalModels"),
+    ),
     "/openapi.json": operation("This description.", OBJECT),
     "/": operation(
         "A web page to chat with the model. Needs no API key.", STRING, kind="text/html"
@@ -624,6 +648,11 @@ OURS: dict[str, Schema] = {
 # Takes the name of a model in its body; any name means the loaded model.
 SHOW = "/api/show"
 _SHOW = operation("Details of the loaded model.", OBJECT)
+_TASK = operation(
+    "List, compare, download or load models, one task at a time. Requires --allow-model-change.",
+    named("LocalModels"),
+    "TaskRequest",
+)
 # A second name for a path.
 ALIASES = {
     CHAT: "/chat/completions",
@@ -657,7 +686,10 @@ def _fault(path: str) -> Schema:
 
 PATHS: dict[str, Schema] = {
     each: {method: made | {"responses": made["responses"] | {"default": _fault(path)}}}
-    for method, operations in (("post", GENERATING | QUICK | {SHOW: _SHOW}), ("get", READ | OURS))
+    for method, operations in (
+        ("post", GENERATING | QUICK | {SHOW: _SHOW, TASKS: _TASK}),
+        ("get", READ | OURS),
+    )
     for path, made in operations.items()
     for each in paths(path)
 }

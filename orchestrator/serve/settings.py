@@ -101,6 +101,11 @@ class ServeSettings(Settings):
         shown="128KiB, or 16 bytes for each token of --ctx; 16MiB more for images",
         group=MORE,
     )
+    allow_model_change: bool = setting(
+        False,
+        "Let clients download models and change the loaded one, as the page can do.",
+        group=MORE,
+    )
     overflow: str | None = setting(
         None,
         "Treatment of a conversation that outgrows the context: drop (its oldest exchanges leave "

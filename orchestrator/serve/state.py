@@ -9,6 +9,7 @@ from itertools import count
 from time import time
 
 from orchestrator.serve.admission import UNREAD_BYTES, Bodies, Gate, SlotManager, UnreadAnswers
+from orchestrator.serve.changes import ModelChanges
 from orchestrator.serve.served import Served
 from orchestrator.serve.settings import ServeSettings
 from orchestrator.serve.wire import STOPPING, Refusal
@@ -23,7 +24,9 @@ class Stopped(Exception):
 class State:
     """Everything that the requests of one server share: the model, keys, queues and threads.
 
-    `served` is the model, or None until it is loaded. `threads` is the prefix of the names of the
+    `served` is the model, or None while no model is loaded. `absence` then says why. `users` is the
+    number of requests that may be using the model. `changes` exists with --allow-model-change:
+    it downloads models and changes the loaded one. `threads` is the prefix of the names of the
     server's threads. `all_metrics` returns the metrics of all replicas if the server is part of a
     fleet. `began_s` is the Unix time of the start.
     """
@@ -38,6 +41,9 @@ class State:
         self.unread = UnreadAnswers(UNREAD_BYTES)
         self.slots = SlotManager(settings.parallel)
         self.served: Served | None = None
+        self.absence = "the model is loading"
+        self.users = 0
+        self.changes: ModelChanges | None = None
         self.began_s = int(time())
         self.stopping = False
         self.all_metrics: Callable[[], Awaitable[str]] | None = None
@@ -54,7 +60,7 @@ class State:
         if self.stopping:
             raise STOPPING
         if self.served is None:
-            raise Refusal(503, "the model is loading")
+            raise Refusal(503, self.absence)
         self.check()
         return self.served
 

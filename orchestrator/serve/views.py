@@ -20,19 +20,23 @@ from orchestrator.serve.state import State
 
 PAGE = Path(__file__).with_name("page")
 # All scripts of the page are one script element, so that they share their constants.
-SCRIPTS = ("base.js", "markdown.js", "store.js", "chat.js", "experts.js")
+SCRIPTS = ("base.js", "markdown.js", "store.js", "images.js", "chat.js", "models.js", "experts.js")
 PREFIX = "moe_edge_"
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? ", re.MULTILINE)
 Labels = Mapping[str, str]
 
 
-def page_response() -> Response:
+def page_response(changes_model: bool = False) -> Response:
     """Return the server's web page, with a Content Security Policy against foreign scripts.
+
+    `changes_model` tells whether the page offers to download models and to change the loaded one.
 
     The policy allows only the page's own script and style, and connections to this server. HTML in
     an answer therefore cannot run scripts. The page is a single text that loads nothing else.
     """
     text = _page()
+    if changes_model:
+        text = text.replace("<body>", '<body class="may-change">')
     may = (
         "default-src 'none'",
         f"style-src '{_digest(text, 'style')}'",

@@ -20,14 +20,21 @@ class Model:
 
     Set `pieces` to the parts of the next answers: a text, a dict (OpenAI's `delta`), HOLD (wait
     until `go` is set) or BREAK (close the connection). `requests` has the requests so far. Requests
-    with more than `most_messages` messages are refused as too long.
+    with more than `most_messages` messages are refused as too long. `images` has the limits of
+    images, as in /experts; None if the model takes no images. With `changes_model`, the page offers
+    to change the model. `local` is then the answer of /local-models, and `tasks` has the tasks that
+    the page has begun.
     """
 
-    def __init__(self):
+    def __init__(self, changes_model=False):
+        self.changes_model = changes_model
+        self.local = {"models": [], "task": None, "compared": None}
+        self.tasks = []
         self.pieces = ["Yes."]
         self.reason = "stop"
         self.usage = {}
         self.most_messages = 1000
+        self.images = None
         self.requests = []
         self.go = threading.Event()
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
@@ -50,17 +57,25 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self):
         if self.path == "/":
-            page = page_response()
+            page = page_response(self.server.model.changes_model)
             self._send(page.body, **page.headers)
         elif self.path == "/experts":
             state = {"model": "m", "mode": "all fits", "layers": 0, "memory": {}}
+            state["images"] = self.server.model.images
             self._send(json.dumps(state).encode())
+        elif self.path == "/local-models":
+            self._send(json.dumps(self.server.model.local).encode())
         else:
             self.send_error(404)
 
     def do_POST(self):
         model = self.server.model
-        model.requests.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+        data = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if self.path == "/local-models/task":
+            model.tasks.append((data["action"], data["model"]))
+            self._send(json.dumps(model.local).encode())
+            return
+        model.requests.append(data)
         if len(model.requests[-1]["messages"]) > model.most_messages:
             self.send_error(413)
             return

@@ -40,8 +40,9 @@ function rename(message) {
   if (leaf === before) leaf = message.id;
 }
 
-function add(role, content, parent) {
+function add(role, content, parent, images = []) {
   const message = { id: unique(), of: conversation.id, parent, role, content, reasoning: "", costs: "", end: "", writer: unique() };
+  if (images.length) message.images = images;
   message.at = Math.max(Date.now(), ...versions(message).map((each) => each.at + 1));
   return message;
 }
@@ -96,6 +97,10 @@ function update(line) {
     line.setAttribute("aria-label", isAnswer ? "Answer" : "You");
     line.parts = { text: made(isAnswer ? "div" : "p", "text"), costs: made("p", "costs"), acts: made("div", "acts") };
     line.append(line.parts.text, ...(isAnswer ? [line.parts.costs] : []), line.parts.acts);
+    if (message.images) {
+      line.prepend(made("ul", "images"));
+      showImages(line.firstChild, message.images);
+    }
   }
   const { parts } = line;
   if (isAnswer) {
@@ -143,26 +148,29 @@ function showThoughts(line, message, isOpen) {
 // Replace a question by a field with its text.
 function edit(line) {
   if (running) return;
-  const { message, parts } = line, form = made("form", "editing"), field = made("textarea");
+  const { message, parts } = line, form = made("form", "editing"), field = made("textarea"), list = made("ul", "images");
+  const shown = line.querySelector(".images");
   field.value = message.content;
   field.rows = Math.min(10, message.content.split("\n").length + 1);
   field.setAttribute("aria-label", "Edit the question");
-  const close = () => { form.replaceWith(parts.text); parts.acts.hidden = false; $("text").focus(); };
+  form.attached = new Attached(list, message.images);
+  const hide = (isHidden) => [parts.acts, shown].forEach((each) => each && (each.hidden = isHidden));
+  const close = () => { form.replaceWith(parts.text); hide(false); $("text").focus(); };
   const go = made("button", "", "Ask");
-  form.append(field, go, button("Cancel", close));
+  form.append(list, field, go, button("Cancel", close));
   form.addEventListener("submit", (event) => {
     event.preventDefault();
-    const text = field.value.trim();
-    if (!text || running) return;
+    const text = field.value.trim(), { urls, reading } = form.attached;
+    if (!(text || urls.length) || reading || running) return;
     close();
-    put(text, message.parent);
+    put(text, message.parent, urls);
   });
   field.addEventListener("keydown", (event) => {
     if (event.key === "Escape") close();
     else sends(event, form);
   });
   parts.text.replaceWith(form);
-  parts.acts.hidden = true;
+  hide(true);
   field.focus();
 }
 
@@ -193,13 +201,19 @@ function busy(abort, message) {
 }
 
 // Put a question after a message, and answer it.
-function put(text, parent) {
-  if (!conversation.title) conversation.title = text.split("\n", 1)[0].slice(0, 80);
-  const question = add("user", text, parent);
+async function put(text, parent, images) {
+  if (!conversation.title) conversation.title = text.split("\n", 1)[0].slice(0, 80) || "Image";
+  const question = add("user", text, parent, images), owner = conversation;
   known.set(question.id, question);
   leaf = question.id;
-  kept(conversation, { at: Date.now() }, question).then(listed);
+  const saved = kept(conversation, { at: Date.now() }, question);
+  saved.then(listed);
   showAddress();
+  if (images.length) {
+    render();
+    await saved; // if the page is left, images are too large for takeLeft
+    if (conversation !== owner || leaf !== question.id) return;
+  }
   answer(question);
   toEnd();
 }
@@ -231,7 +245,7 @@ function shorten(owner, path) {
 // Return the request for an answer that follows a path, or that continues its last message.
 function request(owner, path) {
   const { settings } = owner, tail = path[path.length - 1];
-  const said = path.slice(firstSent(owner, path)).map(({ role, content }) => ({ role, content }));
+  const { said } = withImages(path.slice(firstSent(owner, path)));
   const body = { messages: said, stream: true, return_progress: true, stream_options: { include_usage: true }, overflow: "drop" };
   if (tail.role === "assistant" && tail.reasoning) {
     said[said.length - 1].reasoning_content = tail.reasoning;
@@ -310,6 +324,8 @@ async function run(message, last) {
   }
   dropped += firstSent(owner, path);
   if (dropped) message.costs += " · the model did not get the oldest " + dropped + " messages";
+  const { lost } = withImages(path.slice(firstSent(owner, path)));
+  if (lost) message.costs += " · the model did not get " + lost + (lost > 1 ? " images" : " image");
   if (hasMore || (last === message.id && wrong === null)) kept(owner, { at: Date.now() }, message).then(listed);
   else if (last === message.id) Object.assign(message, { end, writer: message.was });
   if (writing === message) busy(null, null);
@@ -467,15 +483,16 @@ $("cancel").addEventListener("click", () => $("tuning").close());
 
 $("form").addEventListener("submit", (event) => {
   event.preventDefault();
-  const text = $("text").value.trim(), last = messages[messages.length - 1];
-  if (!text || running || !conversation) return;
+  const text = $("text").value.trim(), last = messages[messages.length - 1], { urls, reading } = attached;
+  if (!(text || urls.length) || reading || running || !conversation) return;
   $("text").value = "";
+  attached.set([]);
   // A question without an answer is not sent along: the new one is another version of it.
-  put(text, !last ? null : last.role === "user" ? last.parent : last.id);
+  put(text, !last ? null : last.role === "user" ? last.parent : last.id, urls);
 });
 $("text").addEventListener("keydown", (event) => sends(event, $("form")));
 document.addEventListener("keydown", (event) => {
-  if (event.key !== "Escape" || $("tuning").open) return;
+  if (event.key !== "Escape" || document.querySelector("dialog[open]")) return;
   if (document.body.classList.contains("listing") && !isWide()) fold(false);
   else if (running) running.abort();
 });
@@ -494,7 +511,7 @@ addEventListener("pagehide", () => {
   sessionStorage.setItem("draft", $("text").value);
   if (!writing) return;
   // The database does not finish what it writes while the page is left.
-  const latest = [known.get(writing.parent), writing].filter((each) => each.content || each.reasoning);
+  const latest = [known.get(writing.parent), writing].filter((each) => (each.content || each.reasoning) && !each.images);
   localStorage.setItem("left " + writing.id, JSON.stringify([conversation, latest]));
 });
 addEventListener("resize", redraw);

@@ -183,6 +183,7 @@ async function look() {
     if (!document.hidden) {
       const latest = await (await ask("/experts")).json();
       $("mode").textContent = latest.model + ": " + latest.mode;
+      takeLimits(latest.images || null);
       if (latest.streams_below) $("less").textContent = Math.floor(latest.streams_below / 2 ** 20) + "MiB";
       $("managed").hidden = !latest.layers;
       $("plain").hidden = latest.layers > 0;

@@ -4,8 +4,8 @@
 //
 // conversation: id, title, at (time of the latest change), leaf (the message shown last), settings,
 //   from (the first message that is sent, if the server accepts no more)
-// message: id, of (conversation), parent, role, content, reasoning, costs, at, writer (the run that
-//   wrote it), end ("running", "stopped", "cut", "length", or "" for a complete one)
+// message: id, of (conversation), parent, role, content, images (data URLs; absent without any),
+//   reasoning, costs, at, writer (the run that wrote it), end ("running", "stopped", "cut", "length", or "" for a complete one)
 const news = new BroadcastChannel("moe-edge");
 let database = null, opening = null;
 

@@ -122,7 +122,7 @@ HOSTILE = {
         framed(1, 65535, (0x44, 0x11, 0x11), marker=0xC2)[:-2],
         "at most 64 times as long",
     ),
-    "file above the limit": (bytes(LIMITS.file_bytes + 1), "18.1 MiB, and the limit is 18 MiB"),
+    "file above the limit": (bytes(LIMITS.file_bytes + 1), "12.1 MiB, and the limit is 12 MiB"),
     # Bombs.
     "1 x 1 with 64 MiB": (bombed(1, 1, 1 << 26), "it has more data than 1x1 pixels"),
     "one row too many": (bombed(4, 3, 52), "it has more data than 4x3 pixels"),
@@ -341,7 +341,7 @@ CODED = base64.b64encode(BLACK).decode()
     (f"data:image/png;base64,{CODED[:8]}-_{CODED[10:]}", "it has other characters"),
     (f"data:image/png;base64,{CODED[:8]}%2B{CODED[11:]}", "it has other characters"),
     (f"data:image/png;base64,{CODED[:8]}é{CODED[9:]}", "it has other characters"),
-    (f"data:image/png;base64,{'A' * (4 * LIMITS.file_bytes // 3 + 8)}", "the limit is 18 MiB"),
+    (f"data:image/png;base64,{'A' * (4 * LIMITS.file_bytes // 3 + 8)}", "the limit is 12 MiB"),
     ("/etc/passwd", "is not valid base64"),
     (None, "has no image"),
     (7, "has no image"),

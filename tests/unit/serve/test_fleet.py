@@ -75,6 +75,8 @@ def test_a_replica_is_placed_by_its_memory_and_its_cores():
         app({"model": "model.gguf"})
     with pytest.raises(MoeEdgeError, match="leave out port"):
         app({**GIVEN, "port": 8080})
+    with pytest.raises(MoeEdgeError, match="leave out allow-model-change"):
+        app({**GIVEN, "allow-model-change": True})
     made = app({**GIVEN, "threads": 3, "queue": 5, "timeout": 60})._bound_deployment
     assert made.ray_actor_options == {"memory": 2**30, "num_cpus": 3}
     assert made.max_ongoing_requests == 7
