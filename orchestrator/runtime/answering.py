@@ -29,6 +29,10 @@ CANDIDATE_BYTES = 12
 # of the token in the lists of candidates (llama_grammar_apply_impl).
 GRAMMAR_TOKEN_BYTES = 256
 
+# Memory for reading the images of a request, in bytes for each byte of their files: base64 text has
+# four characters for three bytes, and Python and llama.cpp copy it eight times.
+IMAGE_TEXT_FACTOR = 11
+
 _LIBRARY = "libmoe-edge-server.so"
 _PLAIN_TEMPLATE = "{{ messages[0].content }}"
 
@@ -75,6 +79,8 @@ class Answering:
         encoder, encoder_bytes, image_tokens = self.encoder(config), 0, 0
         if encoder is not None:
             each += encoder.limits.request_bytes
+            # Servers reserve the memory of bodies themselves, in front_bytes.
+            each += 0 if self.front_bytes else IMAGE_TEXT_FACTOR * encoder.limits.file_bytes
             encoder_bytes, image_tokens = encoder.n_bytes, encoder.whole_tokens
         needs = Needs(
             sequences=self.parallel - 1,
