@@ -49,7 +49,8 @@ _LONGEST_CONSTRAINT = 1 << 20
 )
 @option(
     "--image FILE",
-    "Image for the prompt, or for the first message: PNG or JPEG. Repeat the option for several.",
+    "Add a PNG or JPEG image to the prompt. Without -p, it is added to the first message. Repeat "
+    "the option for several images.",
     type=FILE,
     multiple=True,
 )
@@ -72,8 +73,8 @@ _LONGEST_CONSTRAINT = 1 << 20
 @conversation_options
 @option(
     "--resume",
-    "Continue the latest conversation in the folder of --prompt-cache. Without --prompt-cache, "
-    "continue the last chat on a terminal.",
+    "Continue the latest conversation. With --prompt-cache, it is the latest in that folder, "
+    "otherwise the last chat on a terminal.",
 )
 def chat(
     prompt: str | None,
