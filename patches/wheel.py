@@ -74,6 +74,8 @@ def licences(root: Path, upstream: Upstream) -> dict[str, bytes]:
     source = root / upstream.source
     files = {"LICENSE.md": root / "LICENSE.md", "LICENSE.llama.cpp": source / "LICENSE"}
     files |= {file.name: file for file in sorted((source / "licenses").glob("*"))}
+    hashes = sorted((source / "vendor" / "hash").glob("*/LICENSE*"))
+    files |= {f"LICENSE.{file.parent.name}": file for file in hashes}
     return {f"licenses/{name}": file.read_bytes() for name, file in files.items()}
 
 

@@ -129,6 +129,7 @@ def test_files_and_size_of_the_wheel(wheel):
     }
     texts = {each.removeprefix(f"{info}/licenses/") for each in names if "/licenses/" in each}
     assert {"LICENSE", "LICENSE.llama.cpp", "LICENSE.md", "LICENSE-jsonhpp"} <= texts
+    assert {"LICENSE.sha256", "LICENSE.xxhash"} <= texts
     assert sum("gcc-runtime" in each for each in texts) == 2
 
 
