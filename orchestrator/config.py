@@ -278,7 +278,7 @@ class Config(Settings):
     mmproj: Path | None = setting(
         None,
         "File of the model's image encoder (mmproj), for images in messages; none: text only.",
-        shown="the file mmproj*.gguf beside the model",
+        shown="mmproj*.gguf in the model's folder",
         conversation=True,
         group=MORE,
     )

@@ -188,7 +188,7 @@ def active(ids: Sequence[npt.NDArray[np.int64]], used: Values) -> dict[str, Figu
     def distinct(each: npt.NDArray[np.int64]) -> float:
         layers = range(n_layers)
         n_used = sum(len(np.unique(each[:4, layer])) for layer in layers)
-        return n_used / (n_layers * n_expert)
+        return float(n_used / (n_layers * n_expert))
 
     found = {f"experts in a decode step of {batch}": decode(batch) for batch in (1, 2, 4, 8)}
     return found | {"experts in a prompt of 4": mean_of(np.array([distinct(each) for each in ids]))}
@@ -216,7 +216,7 @@ def votes(totals: Sequence[Mapping[str, tuple[int, int]]], k: int) -> dict[str, 
 
     Each strategy is compared with the nearest layer alone, if that names as many experts.
 
-    - totals: for each context, what `Voted.totals` returns.
+    - totals: for each context, the result of `Voted.totals`.
     - k: number of experts per token.
     """
     named, right = (

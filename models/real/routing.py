@@ -1,7 +1,7 @@
 """Intervals of routing figures: `python -m models.real.routing MODEL --data DIR`.
 
 The figures are those of `moe-edge paper` that follow from the router: skew, hot sets, reuse,
-similarity and votes of neighbouring layers, and what a prompt says about its answer. Every context
+similarity and votes of neighbouring layers, and how well a prompt predicts its answer. Every context
 is the beginning of another document. Each 95 % interval is a bootstrap over the documents, within
 each kind of text and each half of it.
 """
@@ -72,7 +72,7 @@ LEAST = 4
 
 @dataclass(slots=True)
 class Contexts:
-    """What the contexts of a text show about the routing, one entry for each context.
+    """Figures of the routing in the contexts of a text, one entry for each context.
 
     - kept: share of a token's experts that the next token uses too.
     - similar: cosine of each pair of neighbouring layers, [pairs].

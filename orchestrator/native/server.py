@@ -56,7 +56,7 @@ class CServerConfig(ctypes.Structure):
 
 
 class CImages(ctypes.Structure):
-    """What the images of a model need (C struct moe_edge_images). Sizes are in bytes.
+    """The needs of a model's images (C struct moe_edge_images). Sizes are in bytes.
 
     weights, scratch: weights and temporary buffers of the image encoder. prepared: the largest
     image after scaling. min_pixels: smaller images are enlarged to this size; 0 if the sizes are

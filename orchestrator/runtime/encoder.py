@@ -40,14 +40,14 @@ class Encoder:
 
 
 def encoder_of(config: Config) -> Encoder | None:
-    """Return the image encoder that a configuration names, or the one beside the model's file.
+    """Return the image encoder that a configuration names, or the one in the folder of the model.
 
     The result is None without an image encoder. Raises ConfigError if the named file is not an
     image encoder of the model.
     """
     if config.mmproj == NONE:
         return None
-    path = config.mmproj or _beside(config.model)
+    path = config.mmproj or _near(config.model)
     if path is None:
         return None
     found = _measured(path, config.image_max_tokens, _stamp(path))
@@ -83,7 +83,7 @@ def _input_width(model: Path, _stamp: tuple[int, ...]) -> int:
         return int(width * (1 + metadata_value(file, f"{arch}.n_deepstack_layers", int, 0)))
 
 
-def _beside(model: Path) -> Path | None:
+def _near(model: Path) -> Path | None:
     """Return the image encoder in the folder of a model: a file mmproj*.gguf.
 
     If there are several, it is the one whose name has the most in common with the model's name.

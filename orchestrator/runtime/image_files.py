@@ -291,7 +291,7 @@ def _cut(name: str, what: str, why: str) -> NoReturn:
 
 
 class _Chunk(NamedTuple):
-    """A chunk of a PNG file: its type, and where its data begins and ends."""
+    """A chunk of a PNG file: its type, and the places in the file where the data begins and ends."""
 
     type: bytes
     start: int
@@ -518,7 +518,7 @@ def _begun(header: bytes, is_progressive: bool, name: str) -> set[int]:
 def _are_tables(marker: int, segment: bytes) -> bool:
     """Return whether stb_image accepts a segment of a JPEG that is neither a frame nor a scan.
 
-    After a wrong segment it would return the pixels that it has so far as the image.
+    After a wrong segment it would return an image with the pixels before it.
     """
     if marker == _DRI:
         return len(segment) == 2

@@ -222,7 +222,7 @@ class Endpoints:
         return dict(found)
 
     def _with_capabilities(self, models: dict[str, Any]) -> dict[str, Any]:
-        """Return OpenAI's model list with what the model can do, in Ollama's words."""
+        """Return OpenAI's model list with the capabilities of the model, in Ollama's words."""
         served = self._state.ready()
         data = [{**each, "capabilities": capabilities(served)} for each in models.get("data", ())]
         return {**models, "data": data}

@@ -1,4 +1,4 @@
-"""Conversations with images: what is read again, what a cancel leaves, and what is refused."""
+"""Conversations with images: reuse of prompts, cancels, and refusals."""
 
 import base64
 import io

@@ -25,7 +25,7 @@ SEEN = {"type": "image_url", "image_url": {"url": url(IMAGE)}}
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """The files of a model and of its image encoder, which is found beside the model."""
+    """The files of a model and of its image encoder, which is found in the model's folder."""
     return image_models.write_model(next(iter(FAMILIES)), tmp_path_factory.mktemp("model"))
 
 

@@ -75,7 +75,7 @@ def usage(*experts):
     [
         ((0, 0, 1, 1), 1.0, 0.0, (0.5, 1 / 6)),
         ((2, 2, 2, 2), 1.0, 1.0, (0.5, 0.5)),
-        ((0, 1, 1, 0), 0.0, 1.0, (1 / 6, 0.5)),  # what differs within a kind is chance
+        ((0, 1, 1, 0), 0.0, 1.0, (1 / 6, 0.5)),  # differences within a kind are chance
     ],
 )
 def test_hot_sets_of_the_same_and_of_other_kinds(experts, same, other, covers):

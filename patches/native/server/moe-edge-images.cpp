@@ -102,7 +102,7 @@ server_tokens moe_edge_process_images(
         const mtmd_helper_init_opt & options, bool is_placeholder) {
     server_tokens tokens = process_mtmd_prompt(encoder, prompt, files, options, is_placeholder);
     if (!tokens.empty() && tokens[tokens.size() - 1] == LLAMA_TOKEN_NULL) {
-        throw std::invalid_argument("the prompt ends with an image, but a model can only continue text: add text behind it");
+        throw std::invalid_argument("the prompt ends with an image, but a model can only continue text: add text after it");
     }
     const size_t most = moe_edge_largest_step();
     for (size_t i = 0; mtmd_decode_use_non_causal(encoder, nullptr) && i < tokens.size();) {

@@ -1,5 +1,5 @@
 // Images in requests. In upstream's lists of tokens, each token of an image is LLAMA_TOKEN_NULL, and the image's data is
-// stored beside the list.
+// stored elsewhere.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// Compiles upstream's multimodal library, and adds the measurement of what images need.
+// Compiles upstream's multimodal library, and adds a measurement of the needs of images.
 
 #include "mtmd.cpp"
 

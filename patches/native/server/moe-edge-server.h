@@ -54,7 +54,7 @@ typedef struct moe_edge_server_config {
     int32_t      image_max_tokens;
 } moe_edge_server_config;
 
-// What the images of a model need.
+// The needs of the images of a model.
 typedef struct moe_edge_images {
     uint64_t weights;      // size of the image encoder's weights, in bytes
     uint64_t scratch;      // size of the encoder's temporary buffers for the largest image, in bytes
@@ -66,7 +66,7 @@ typedef struct moe_edge_images {
     int32_t  n_embd;       // width of the embedding of an image token
 } moe_edge_images;
 
-// Measures what images of up to most_pixels pixels need, without loading the encoder's weights. path: file of the
+// Measures the needs of images of up to most_pixels pixels, without loading the encoder's weights. path: file of the
 // image encoder. min_tokens, max_tokens: as in the configuration of a server. Returns 0, or -1 on failure and writes the
 // reason to `error`.
 MOE_EDGE_SERVER_API int moe_edge_measure_images(

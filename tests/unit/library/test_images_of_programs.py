@@ -17,7 +17,7 @@ QUESTION = [{"role": "user", "content": "a"}]
 
 
 class Pillow:
-    """An image that has the interface of Pillow's images, as far as it is used."""
+    """An image that has the part of the interface of Pillow's images that is used."""
 
     def __init__(self, mode="RGB", size=(4, 3)):
         self.mode, self.size = mode, size

@@ -263,7 +263,7 @@ def test_a_model_without_images_gets_none(browser, model):
 
 
 def test_pasted_text_stays_text(tab):
-    """Office programs put a picture of a text beside the text."""
+    """Office programs put a picture of a text next to the text."""
     office = "{ 'text/plain': 'a', 'text/html': '<b>a</b>' }"
     tab.value(
         f"(async () => given('paste', [await drawn(5, 5, 'image/png')], $('text'), {office}))()"

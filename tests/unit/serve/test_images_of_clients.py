@@ -1,4 +1,4 @@
-"""Images in the requests of each API: what llama.cpp gets, and what is refused."""
+"""Images in the requests of each API: the form that llama.cpp gets, and refusals."""
 
 import base64
 import json
