@@ -1,9 +1,9 @@
 """Intervals of routing figures: `python -m models.real.routing MODEL --data DIR`.
 
 The figures are those of `moe-edge paper` that follow from the router: skew, hot sets, reuse,
-similarity and votes of neighbouring layers, and how well a prompt predicts its answer. Every context
-is the beginning of another document. Each 95 % interval is a bootstrap over the documents, within
-each kind of text and each half of it.
+similarity and votes of neighbouring layers, and how well a prompt predicts its answer. Every
+context is the beginning of another document. Each 95 % interval is a bootstrap over the documents,
+within each kind of text and each half of it.
 """
 
 from __future__ import annotations

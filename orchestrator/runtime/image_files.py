@@ -291,7 +291,7 @@ def _cut(name: str, what: str, why: str) -> NoReturn:
 
 
 class _Chunk(NamedTuple):
-    """A chunk of a PNG file: its type, and the places in the file where the data begins and ends."""
+    """A chunk of a PNG file: its type, and the offsets of the start and end of its data."""
 
     type: bytes
     start: int
