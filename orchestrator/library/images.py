@@ -35,6 +35,8 @@ def with_images(
     Raises ConfigError for an image that the model cannot read, and TextFileError for a file that
     cannot be read.
     """
+    if not all(isinstance(each, Mapping) for each in messages):
+        raise ConfigError("messages: each message must be an object with a role and a content")
     made = [dict(each) for each in messages]
     for number, message in enumerate(made):
         content = message.get("content")

@@ -235,6 +235,7 @@ class LLM(Closing):
         """
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
+        self._check()
         data: dict[str, Any] = {"messages": with_images(messages, images, self._served.images)}
         if tools is not None:
             data["tools"] = list(tools)

@@ -95,10 +95,10 @@ def test_the_architectures_are_a_command():
 
 
 def test_a_process_without_an_answer_gives_no_result(packed, monkeypatch):
-    monkeypatch.setattr(support, "_ask", lambda *_: time.sleep(60))
+    monkeypatch.setattr(support, "_found", lambda *_: time.sleep(60))
     monkeypatch.setattr(support, "_TIMEOUT_S", 0.05)
     assert support_of(packed) is None
-    monkeypatch.setattr(support, "_ask", lambda *_: sys.exit(1))
+    monkeypatch.setattr(support, "_found", lambda *_: sys.exit(1))
     monkeypatch.setattr(support, "_TIMEOUT_S", 300)
     assert support_of(packed) is None
 

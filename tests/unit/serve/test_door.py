@@ -203,7 +203,8 @@ def test_a_model_is_found_by_its_name():
     found = {"id": "org/demo", "object": "model"}
     text = json.dumps({"data": [found], "models": []}).encode()
     app = app_for(FakeServed(*(whole(text) for _ in range(3))))
-    assert ask(app, "/v1/models/org/demo").json() == found
+    expected = found | {"capabilities": ["completion", "tools"]}
+    assert ask(app, "/v1/models/org/demo").json() == expected
     assert ask(app, "/models/org/demo").status == 200
     other = ask(app, "/v1/models/gpt-5")
     assert other.status == 404 and "'gpt-5'" in other.json()["error"]["message"]
