@@ -30,6 +30,8 @@ _LEAST_HELD_BYTES = 64 << 20
 _MOST_SECTIONS = 1 << 16
 # stb_image visits all pixels once for each scan. An ordinary progressive JPEG has ten.
 _MOST_SCANS = 100
+# Tables of stb_image, such as those of codes.
+_TABLE_BYTES = 1 << 16
 # Compressed pixels are checked in pieces of this many bytes.
 _PIECE_BYTES = 1 << 16
 
@@ -368,6 +370,8 @@ def _png(data: bytes, limits: ImageLimits, name: str) -> Image:
         2 * n_compressed + rows_bytes,
         _png_memory(width * height, depth, color, has_key, rows_bytes, bool(interlace)),
     )
+    # stb_image also has two rows of its own.
+    stb_bytes += 2 * ((width * depth * _CHANNELS[color] + 7) // 8) + _TABLE_BYTES
     limits.check_memory(stb_bytes, name)
     _check_pixels(data, pixels, n_raw, f"{width}x{height}", name)
     return Image(PNG, width, height, len(data), stb_bytes)
@@ -561,7 +565,8 @@ def _frame(
         _damaged(name, what, "its header has unknown values")
     blocks = -(-width // (8 * most_x)) * -(-height // (8 * most_y))
     samples = sum(64 * blocks * x * y for x, y in sampling)
-    # A progressive image also has coefficients of two bytes each.
-    memory_bytes = samples * (3 if is_progressive else 1) + _RGB_BYTES * width * height
+    # A progressive image also has coefficients of two bytes each. Each colour has a line buffer.
+    memory_bytes = samples * (3 if is_progressive else 1) + n_components * (width + 3)
+    memory_bytes += _RGB_BYTES * width * height + _TABLE_BYTES
     limits.check_memory(memory_bytes, name)
     return width, height, memory_bytes

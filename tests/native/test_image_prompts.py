@@ -5,6 +5,7 @@ import io
 import json
 
 import pytest
+from command_line import python
 from image_models import FAMILIES
 from PIL import Image
 
@@ -126,3 +127,40 @@ def test_a_model_without_encoder_takes_no_image(models):
 
 def posted_whole(runtime, *messages):
     return list(posted(runtime, CHAT, messages=list(messages), max_tokens=4))
+
+
+_ANSWER = """
+import json, sys
+from pathlib import Path
+from orchestrator.config import Config
+from orchestrator.runtime.answering import Answering
+from orchestrator.runtime.runtime import Runtime
+model, mmproj, body = sys.argv[1:]
+config = Config.build(model=Path(model), mmproj=Path(mmproj), ctx=512, threads=1)
+with Runtime.open(config, answering=Answering(images=True)) as runtime:
+    (answer,) = runtime.submit(body.encode())
+    print([each["logprob"] for each in answer["choices"][0]["logprobs"]["content"]])
+"""
+
+
+def test_a_damaged_image_shows_no_memory(models, monkeypatch):
+    """stb_image returns this JPEG before all its pixels are written. The rest must not be memory of
+    other requests, so an answer about it does not depend on the contents of new memory."""
+    out = io.BytesIO()
+    Image.new("RGB", (64, 64), (200, 30, 90)).save(out, "JPEG")
+    data = out.getvalue()
+    scan = data.index(b"\xff\xda")
+    begun = scan + 2 + int.from_bytes(data[scan + 2 : scan + 4], "big")
+    restarts = b"\xff\xdd\x00\x04\x00\x01"  # after each block, but no block follows
+    cut = data[:scan] + restarts + data[scan:begun] + b"\xff\xd9"
+    url = f"data:image/jpeg;base64,{base64.b64encode(cut).decode()}"
+    image = {"type": "image_url", "image_url": {"url": url}}
+    asked = {"messages": [says("user", image, "What is it?")], "max_tokens": 4, "temperature": 0}
+    qwen, answers = models("qwen3-vl-moe"), set()
+    for filling in ("85", "170"):
+        monkeypatch.setenv("MALLOC_PERTURB_", filling)
+        body = json.dumps(asked | {"logprobs": True})
+        done = python("-c", _ANSWER, qwen.path, qwen.mmproj, body)
+        assert done.returncode == 0, done.stderr
+        answers.add(done.stdout)
+    assert len(answers) == 1
