@@ -19,10 +19,12 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -65,15 +67,19 @@ def intervals(found: Scores) -> Table:
         (
             score
             for case, score in found.scored
-            if case.row.get("tier") == on.high or case.row.get("demoted") == 0
+            if on.high in (case.label, case.row.get("tier")) or case.row.get("demoted") == 0
         ),
         None,
     )
     rows: list[Row] = []
-    for case, score in found.scored:
-        row: Row = {"case": case.label, "r": case.row.get("retention")}
+    keys = [(case.label, *case.row.values()) for case, _ in found.scored]
+    n_same = Counter(keys)
+    for key, (case, score) in zip(keys, found.scored, strict=True):
+        row: Row = {"case": f"{case.label}, {case.group}" if n_same[key] > 1 else case.label}
+        row["r"] = case.row.get("retention")
         row["demoted"] = case.row.get("demoted")
         row["kl"] = interval(score.text.kl, contexts)
+        row["same"] = interval(score.text.agrees, contexts)
         if base is not None:
             change = interval(score.text.nll - base.text.nll, contexts)
             row["ratio"] = [float(np.exp(each)) for each in change]
@@ -85,6 +91,7 @@ def intervals(found: Scores) -> Table:
         Column("demoted", "demoted"),
         Column(f"KL from {on.best} (95 %)", "kl", shown),
         Column(f"perplexity over {on.high} (95 %)", "ratio", shown),
+        Column("same top token (95 %)", "same", shown),
     )
     return Table(f"Intervals over {len(on.windows)} contexts: {on.basis}", columns, rows)
 
@@ -125,14 +132,23 @@ def depth_figures(kl: Values, contexts: npt.NDArray[np.int64]) -> list[Row]:
 
 
 class Shown(ScoredStudy):
-    """A study that adds tables of intervals."""
+    """A study that adds tables of intervals.
+
+    `one_random_choice` is True if the study has one random choice instead of several. The footnotes
+    of its tables, which describe several, are then left out.
+    """
+
+    one_random_choice: ClassVar[bool] = False
 
     def show(self, found: Scores, on: Subject) -> Findings:
         """Return the tables of the study, and tables of intervals."""
         made = super().show(found, on)  # type: ignore[safe-super]
+        if self.one_random_choice:
+            for table in made.tables:
+                table.footnotes.clear()
         rows = self.contrasts(found)
         columns = Column("", "what", left=True), Column("95 %", "found", partial(shown, digits=4))
-        contrasts = [Table(f"Compared: {on.basis}", columns, rows)] if rows else []
+        contrasts = [Table(f"Compared: {found.on.basis}", columns, rows)] if rows else []
         return replace(made, tables=[*made.tables, intervals(found), *contrasts])
 
     def contrasts(self, found: Scores) -> list[Row]:
@@ -170,6 +186,8 @@ class Hitters(Shown, Critical):
     one random choice.
     """
 
+    one_random_choice = True
+
     def cases(self, on: Subject) -> list[Case]:
         """Return the cases of the study Critical that are measured for prompts.
 
@@ -205,6 +223,8 @@ class Hitters(Shown, Critical):
 
 class Demoted(Shown, Demotion):
     """A part of the study Demotion for prompts: a quarter, half and three quarters are demoted."""
+
+    one_random_choice = True
 
     def cases(self, on: Subject) -> list[Case]:
         """Return the cases of the study Demotion that are measured here, with one random order."""
