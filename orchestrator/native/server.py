@@ -51,7 +51,7 @@ class CServerConfig(ctypes.Structure):
         *fields_of(ctypes.c_float, "temp", "top_p", "min_p"),
         *fields_of(ctypes.c_int32, "verbosity", "most_ahead"),
         ("mmproj", ctypes.c_char_p),
-        *fields_of(ctypes.c_int32, "image_min_tokens", "image_max_tokens"),
+        ("image_max_tokens", ctypes.c_int32),
     ]
 
 
@@ -60,13 +60,13 @@ class CImages(ctypes.Structure):
 
     weights, scratch: weights and temporary buffers of the image encoder. prepared: the largest
     image after scaling. min_pixels: smaller images are enlarged to this size; 0 if the sizes are
-    fixed. n_tokens, part_tokens: most tokens of an image, and of a tile of it. is_whole: all tokens
-    of a tile must be computed in one micro-batch. n_embd: width of an image token.
+    fixed. part_tokens: most tokens of a tile, or of an image that is not cut into tiles. is_whole:
+    these must be computed in one micro-batch. n_embd: width of an image token.
     """
 
     _fields_ = [
         *fields_of(ctypes.c_uint64, "weights", "scratch", "prepared", "min_pixels"),
-        *fields_of(ctypes.c_int32, "n_tokens", "part_tokens", "is_whole", "n_embd"),
+        *fields_of(ctypes.c_int32, "part_tokens", "is_whole", "n_embd", "reserved"),
     ]
 
 
@@ -172,15 +172,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "moe_edge_server_route": (_TEXT, [ctypes.c_int]),
     "moe_edge_measure_images": (
         ctypes.c_int,
-        [
-            _TEXT,
-            ctypes.c_int32,
-            ctypes.c_int32,
-            ctypes.c_int64,
-            ctypes.POINTER(CImages),
-            _TEXT,
-            _SIZE,
-        ],
+        [_TEXT, ctypes.c_int32, ctypes.c_int64, ctypes.POINTER(CImages), _TEXT, _SIZE],
     ),
     "moe_edge_server_try_template": (_TEXT, [_TEXT]),
     "moe_edge_request_create": (
@@ -230,7 +222,6 @@ def native_config(
         seed=_NO_SEED if seed is None else seed,
         verbosity=4 if loud else -1,
         mmproj=None if mmproj is None else os.fsencode(mmproj),
-        image_min_tokens=_OWN_LIMIT,
         image_max_tokens=image_max_tokens or _OWN_LIMIT,
         **others,
     )
@@ -275,7 +266,7 @@ class ServerLibrary:
         NativeError if llama.cpp cannot use the file.
         """
         found, message = CImages(), ctypes.create_string_buffer(_ERROR_BYTES)
-        limits = _OWN_LIMIT, max_tokens or _OWN_LIMIT, most_pixels
+        limits = max_tokens or _OWN_LIMIT, most_pixels
         status = self.lib.moe_edge_measure_images(
             os.fsencode(path), *limits, ctypes.byref(found), message, _ERROR_BYTES
         )

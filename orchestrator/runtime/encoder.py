@@ -118,7 +118,7 @@ def _measured(path: Path, max_tokens: int | None, _stamp: tuple[int, ...]) -> En
             f"{path}: llama.cpp cannot use this image encoder: {found or 'no reason given'}; "
             "choose another --mmproj, or --mmproj none"
         )
-    weights, scratch, prepared, min_pixels, _, part_tokens, is_whole, n_embd = found
+    weights, scratch, prepared, min_pixels, part_tokens, is_whole, n_embd = found
     embeddings = _EMBEDDINGS * _FLOAT_BYTES * n_embd * part_tokens
     return Encoder(
         path,
@@ -130,11 +130,11 @@ def _measured(path: Path, max_tokens: int | None, _stamp: tuple[int, ...]) -> En
 
 
 def _measure(path: Path, max_tokens: int | None, most_pixels: int) -> tuple[int, ...] | str:
-    """Measure an image encoder. Return the fields of CImages, or the reason of a failure."""
+    """Measure an image encoder. Return the figures in CImages, or the reason of a failure."""
     from orchestrator.runtime.answering import server_library
 
     try:
         found = server_library(Bindings.load()).measure_images(path, max_tokens, most_pixels)
     except NativeError as error:
         return str(error)
-    return tuple(getattr(found, name) for name, *_ in found._fields_)
+    return tuple(getattr(found, name) for name, *_ in found._fields_ if name != "reserved")

@@ -17,4 +17,4 @@ size_t moe_edge_encoder_scratch(clip_ctx * encoder, int width, int height);
 bool moe_edge_encoding_ends(void *);
 
 // See moe_edge_measure_images. Throws std::runtime_error if the file cannot be used.
-moe_edge_images moe_edge_images_of(const std::string & path, int min_tokens, int max_tokens, int64_t most_pixels);
+moe_edge_images moe_edge_images_of(const std::string & path, int max_tokens, int64_t most_pixels);

@@ -18,9 +18,10 @@ namespace {
 // The place of the number of tokens in upstream's serialized form. The tokens follow it.
 const size_t COUNT_AT = 2;
 
-llama_token key_of(const std::string & image, size_t place) {
-    const uint64_t hash = std::hash<std::string>()(image + ":" + std::to_string(place));
-    const llama_token key = llama_token(hash | 0x80000000u);
+// The number that stands for a token of an image. hash: of the image. place: of the token in the image.
+llama_token key_of(uint64_t hash, uint64_t place) {
+    const uint64_t mixed = (hash + place) * 0x9e3779b97f4a7c15u;  // spreads consecutive places
+    const llama_token key = llama_token(uint32_t(mixed >> 32) | 0x80000000u);
     return key == LLAMA_TOKEN_NULL ? std::numeric_limits<llama_token>::min() : key;
 }
 
@@ -36,9 +37,10 @@ llama_tokens moe_edge_keys(const server_tokens & tokens) {
         }
         const mtmd_input_chunk * image = tokens.find_chunk(i).get();
         const char * id = mtmd_input_chunk_get_id(image);
+        const uint64_t hash = std::hash<std::string>()(id ? id : "");
         const size_t n = mtmd_input_chunk_get_n_tokens(image);
         for (size_t place = 0; place < n; place++) {
-            out[i + place] = key_of(id ? id : "", place);
+            out[i + place] = key_of(hash, place);
         }
         i += n;
     }
@@ -120,10 +122,9 @@ server_tokens moe_edge_process_images(
 extern "C" {
 
 int moe_edge_measure_images(
-        const char * path, int32_t min_tokens, int32_t max_tokens, int64_t most_pixels, moe_edge_images * out,
-        char * error, size_t error_size) {
+        const char * path, int32_t max_tokens, int64_t most_pixels, moe_edge_images * out, char * error, size_t error_size) {
     try {
-        *out = moe_edge_images_of(path, min_tokens, max_tokens, most_pixels);
+        *out = moe_edge_images_of(path, max_tokens, most_pixels);
         return 0;
     } catch (const std::exception & failure) {
         snprintf(error, error_size, "%s", failure.what());

@@ -23,11 +23,10 @@ static std::vector<clip_image_size> sizes_to_measure(double most_pixels) {
     return out;
 }
 
-moe_edge_images moe_edge_images_of(const std::string & path, int min_tokens, int max_tokens, int64_t most_pixels) {
+moe_edge_images moe_edge_images_of(const std::string & path, int max_tokens, int64_t most_pixels) {
     mtmd_context_params params = mtmd_context_params_default();
     params.use_gpu          = false;
     params.warmup           = false;
-    params.image_min_tokens = min_tokens;
     params.image_max_tokens = max_tokens;
     mtmd_context context(path.c_str(), nullptr, params, true);
     moe_edge_images out = {};
@@ -46,19 +45,15 @@ moe_edge_images moe_edge_images_of(const std::string & path, int min_tokens, int
             parts.push_back(prepared.overview);
         }
         int64_t n_pixels = 0;
-        int32_t n_tokens = 0;
         for (const auto & part : parts) {
             const int64_t n_part = int64_t(part.nx()) * part.ny();
-            const int32_t n_part_tokens = clip_n_output_tokens(context.ctx_v, &part);
             n_pixels += n_part;
-            n_tokens += n_part_tokens;
-            out.part_tokens = std::max(out.part_tokens, n_part_tokens);
+            out.part_tokens = std::max(out.part_tokens, clip_n_output_tokens(context.ctx_v, &part));
             if (n_part > largest) {
                 largest = n_part;
                 worst   = part.get_size();
             }
         }
-        out.n_tokens = std::max(out.n_tokens, n_tokens);
         out.prepared = std::max(out.prepared, uint64_t(n_pixels) * 3 * sizeof(float));
     }
     const clip_hparams & hparams = *clip_get_hparams(context.ctx_v);
@@ -67,7 +62,7 @@ moe_edge_images moe_edge_images_of(const std::string & path, int min_tokens, int
         const int side = hparams.patch_size * hparams.n_merge;
         out.part_tokens = std::max(out.part_tokens, hparams.image_max_pixels / (side * side));
     }
-    out.scratch    = moe_edge_encoder_scratch(context.ctx_v, worst.width, worst.height);
+    out.scratch  = moe_edge_encoder_scratch(context.ctx_v, worst.width, worst.height);
     out.is_whole = mtmd_decode_use_non_causal(&context, nullptr);
     return out;
 }

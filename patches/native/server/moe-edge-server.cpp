@@ -130,7 +130,6 @@ common_params params_of(const moe_edge_server_config & config) {
     params.ui = false;
     params.mmproj.path = config.mmproj ? config.mmproj : "";
     params.mmproj_use_gpu = false;
-    params.image_min_tokens = config.image_min_tokens;
     params.image_max_tokens = config.image_max_tokens;
     params.mtmd_batch_max_tokens = 1;  // one image at a time, whose memory is planned
     params.sampling.seed = config.seed;

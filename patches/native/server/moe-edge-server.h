@@ -50,8 +50,7 @@ typedef struct moe_edge_server_config {
     int32_t      verbosity;      // verbosity of upstream's log on stderr; -1: no log
     int32_t      most_ahead;     // maximum size of the part of a stream that was not taken yet, in bytes
     const char * mmproj;         // file of the image encoder; NULL: images are refused
-    int32_t      image_min_tokens;  // limits of the tokens of an image, if the model can scale images; -1: the model's
-    int32_t      image_max_tokens;
+    int32_t      image_max_tokens;  // maximum number of tokens of an image, if the model can scale images; -1: the model's
 } moe_edge_server_config;
 
 // The needs of the images of a model.
@@ -60,18 +59,17 @@ typedef struct moe_edge_images {
     uint64_t scratch;      // size of the encoder's temporary buffers for the largest image, in bytes
     uint64_t prepared;     // size of the largest image after it was scaled or cut into tiles, in bytes
     uint64_t min_pixels;   // smaller images are enlarged to this many pixels; 0: the model's tiles have a fixed size
-    int32_t  n_tokens;     // maximum number of tokens of an image
     int32_t  part_tokens;  // maximum number of tokens of a tile, or of the image if it is not cut
     int32_t  is_whole;     // 1 if all tokens of a tile must be computed in one micro-batch
     int32_t  n_embd;       // width of the embedding of an image token
+    int32_t  reserved;
 } moe_edge_images;
 
 // Measures the needs of images of up to most_pixels pixels, without loading the encoder's weights. path: file of the
-// image encoder. min_tokens, max_tokens: as in the configuration of a server. Returns 0, or -1 on failure and writes the
-// reason to `error`.
+// image encoder. max_tokens: image_max_tokens of the configuration. Returns 0, or -1 on failure and writes the reason to
+// `error`.
 MOE_EDGE_SERVER_API int moe_edge_measure_images(
-    const char * path, int32_t min_tokens, int32_t max_tokens, int64_t most_pixels, moe_edge_images * out,
-    char * error, size_t error_size);
+    const char * path, int32_t max_tokens, int64_t most_pixels, moe_edge_images * out, char * error, size_t error_size);
 
 // Returns the MOE_EDGE_SERVER_ABI_VERSION with which the library was compiled.
 MOE_EDGE_SERVER_API int moe_edge_server_abi_version(void);
