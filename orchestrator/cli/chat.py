@@ -224,8 +224,9 @@ def constraint_of(schema: Path | None, grammar: Path | None) -> dict[str, Any]:
         return {}
     if schema is not None and grammar is not None:
         raise click.UsageError("--schema and --grammar exclude each other: give only one")
+    from orchestrator.native import server_library
     from orchestrator.native.llama import Bindings
-    from orchestrator.runtime.answering import fault_of_constraint, server_library
+    from orchestrator.runtime.answering import fault_of_constraint
     from orchestrator.serve.constraints import rewritten
 
     if schema is not None:

@@ -31,6 +31,7 @@ from orchestrator.native.server import (
     NativeServer,
     ServerLibrary,
     native_config,
+    server_library,
 )
 from orchestrator.native.spec import Misses, Slices, StoreSpec
 from orchestrator.native.store import Store

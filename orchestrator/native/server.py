@@ -10,14 +10,18 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count, takewhile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gguf_tools import interrupts
 from orchestrator.errors import NativeError
 from orchestrator.native.abi import fields_of
 
+if TYPE_CHECKING:
+    from orchestrator.native.llama import Bindings
+
 ABI_VERSION = 11
 _ERROR_BYTES = 512
+_LIBRARY = "libmoe-edge-server.so"
 _NO_SEED = 0xFFFFFFFF
 _OWN_LIMIT = -1  # the limit of the model
 # An upper limit of the marks of a sequence.
@@ -66,7 +70,7 @@ class CImages(ctypes.Structure):
 
     _fields_ = [
         *fields_of(ctypes.c_uint64, "weights", "scratch", "prepared", "min_pixels"),
-        *fields_of(ctypes.c_int32, "part_tokens", "is_whole", "n_embd", "reserved"),
+        *fields_of(ctypes.c_int32, "part_tokens", "is_whole", "n_embd"),
     ]
 
 
@@ -289,6 +293,17 @@ class ServerLibrary:
         if isinstance(reply, dict):
             raise NativeError(reply["error"])
         return list(reply)
+
+
+def server_library(bindings: Bindings) -> ServerLibrary:
+    """Load llama.cpp's server core, a library next to the loaded libllama.
+
+    Raises NativeError if the library is missing or was built for another version of moe-edge.
+    """
+    path = Path(bindings.api.__file__).parent / "lib" / _LIBRARY
+    if not path.is_file():
+        raise NativeError(f"{path} is missing: run `make build`, or install moe-edge's wheel again")
+    return ServerLibrary(path)
 
 
 class NativeServer:

@@ -149,12 +149,17 @@ def default_context(request: PlanRequest, model: ExpertModel) -> int:
     return min(asked, own_context(request, model) or asked)
 
 
+def usual_batch(request: PlanRequest) -> int:
+    """Return the smallest micro-batch size of a plan without --ubatch, in tokens."""
+    return max(SIZES[0], request.needs.image_tokens)
+
+
 def smallest_batch(request: PlanRequest) -> int:
     """Return the smallest micro-batch size that a plan may use, in tokens.
 
-    It is --ubatch if the user set it. Images may need a larger one than usual.
+    It is --ubatch if the user set it.
     """
-    return request.config.ubatch or max(SIZES[0], request.needs.image_tokens)
+    return request.config.ubatch or usual_batch(request)
 
 
 def micro_batches(request: PlanRequest, most: int) -> list[int]:
@@ -430,7 +435,7 @@ class _Layout:
         once = config.policy == PLAIN or config.expert_ram or self.machine.device
         if once or not self.request.needs.conversations or usual.fits_whole:
             return None
-        least = min(max(SIZES[0], self.request.needs.image_tokens), usual.n_ubatch)
+        least = min(usual_batch(self.request), usual.n_ubatch)
         room = self.room(max(CELL_STEP, least), least)
         plan = self.try_in((room, self._prompt_bytes(usual)), (room, config.cache_ram or 0))
         if isinstance(plan, Refusal):

@@ -1,16 +1,13 @@
-"""Needs of a runtime that answers requests: memory, and llama.cpp's server core."""
+"""Memory that a runtime needs to answer requests, and a check of grammars and schemas."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from orchestrator.config import Config
-from orchestrator.errors import NativeError
 from orchestrator.native import ServerLibrary
-from orchestrator.native.llama import Bindings
 from orchestrator.plan.footprint import PROMPT_MARKS
 from orchestrator.plan.records import Needs, PlanRequest
 from orchestrator.runtime.encoder import Encoder, encoder_of
@@ -29,11 +26,12 @@ CANDIDATE_BYTES = 12
 # of the token in the lists of candidates (llama_grammar_apply_impl).
 GRAMMAR_TOKEN_BYTES = 256
 
-# Memory for reading the images of a request, in bytes for each byte of their files: base64 text has
-# four characters for three bytes, and Python and llama.cpp copy it eight times.
-IMAGE_TEXT_FACTOR = 11
+# Memory for reading the images of a request, in bytes for each character of their base64 text.
+# Python and llama.cpp copy the text when they parse JSON, write it, and decode the images. The
+# second number is for each byte of the files, because three bytes have four characters.
+IMAGE_FACTOR = 8
+IMAGE_FILE_FACTOR = -(-4 * IMAGE_FACTOR // 3)
 
-_LIBRARY = "libmoe-edge-server.so"
 _PLAIN_TEMPLATE = "{{ messages[0].content }}"
 
 
@@ -80,7 +78,7 @@ class Answering:
         if encoder is not None:
             each += encoder.limits.request_bytes
             # Servers reserve the memory of bodies themselves, in front_bytes.
-            each += 0 if self.front_bytes else IMAGE_TEXT_FACTOR * encoder.limits.file_bytes
+            each += 0 if self.front_bytes else IMAGE_FILE_FACTOR * encoder.limits.file_bytes
             encoder_bytes, image_tokens = encoder.n_bytes, encoder.whole_tokens
         needs = Needs(
             sequences=self.parallel - 1,
@@ -105,17 +103,6 @@ def kept_prompts(n_bytes: int, checkpoint_bytes: int, parallel: int) -> tuple[in
     each = checkpoint_bytes * parallel
     n_checkpoints = min(PROMPT_MARKS, n_bytes // 2 // each) if each else 0
     return (n_bytes - n_checkpoints * each) >> 20, n_checkpoints
-
-
-def server_library(bindings: Bindings) -> ServerLibrary:
-    """Load llama.cpp's server core, a library next to the loaded libllama.
-
-    Raises NativeError if the library is missing or was built for another version of moe-edge.
-    """
-    path = Path(bindings.api.__file__).parent / "lib" / _LIBRARY
-    if not path.is_file():
-        raise NativeError(f"{path} is missing: run `make build`, or install moe-edge's wheel again")
-    return ServerLibrary(path)
 
 
 def fault_of_constraint(library: ServerLibrary, fields: Mapping[str, Any]) -> str:

@@ -11,6 +11,7 @@ from gguf_tools.hub.selection import is_encoder
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError, NativeError
 from orchestrator.native.llama import Bindings
+from orchestrator.native.server import server_library
 from orchestrator.runtime.image_files import ImageLimits
 from orchestrator.runtime.prompt_copies import common_prefix
 from orchestrator.runtime.support import ChildAborted, ask_child
@@ -130,11 +131,9 @@ def _measured(path: Path, max_tokens: int | None, _stamp: tuple[int, ...]) -> En
 
 
 def _measure(path: Path, max_tokens: int | None, most_pixels: int) -> tuple[int, ...] | str:
-    """Measure an image encoder. Return the figures in CImages, or the reason of a failure."""
-    from orchestrator.runtime.answering import server_library
-
+    """Measure an image encoder. Return the fields of CImages, or the reason of a failure."""
     try:
         found = server_library(Bindings.load()).measure_images(path, max_tokens, most_pixels)
     except NativeError as error:
         return str(error)
-    return tuple(getattr(found, name) for name, *_ in found._fields_ if name != "reserved")
+    return tuple(getattr(found, name) for name, *_ in found._fields_)

@@ -34,6 +34,7 @@ from orchestrator.native import (
     NativeServer,
     context_memory,
     native_config,
+    server_library,
 )
 from orchestrator.native.llama import Bindings, Model
 from orchestrator.plan.footprint import part_bytes
@@ -41,7 +42,7 @@ from orchestrator.plan.records import PlanRequest
 from orchestrator.policy import PLAIN, policy_settings
 from orchestrator.runtime import threads
 from orchestrator.runtime.answer import Answer
-from orchestrator.runtime.answering import AHEAD_BYTES, Answering, kept_prompts, server_library
+from orchestrator.runtime.answering import AHEAD_BYTES, Answering, kept_prompts
 from orchestrator.runtime.encoder import Encoder
 from orchestrator.runtime.evaluator import Evaluator, Inside
 from orchestrator.runtime.image_files import ImageLimits

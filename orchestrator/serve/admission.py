@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from orchestrator.runtime.answering import IMAGE_FACTOR
 from orchestrator.serve.wire import STOPPING, Refusal
 
 T = TypeVar("T")
@@ -68,10 +69,8 @@ BODY_FACTOR, WHOLE_FACTOR = 64, 92
 # KEPT: how many bodies of the longest length may arrive or wait at the same time. The bodies of one
 # client may take up to CLIENT_SHARE times as many bytes as they leave free for other clients.
 KEPT, CLIENT_SHARE = 8, 3
-# The same for the images in bodies: how many bodies with the longest images, and the memory for
-# reading images, in bytes for each character of their base64 text. The text is copied when JSON is
-# parsed and written, by Python and by llama.cpp, and when it is decoded.
-KEPT_IMAGES, IMAGE_FACTOR = 2, 8
+# The same for the images in bodies: how many bodies with the longest images.
+KEPT_IMAGES = 2
 # Key in a request's scope state: the endpoint sets its own time limits for a slow client.
 PACES_ITSELF = "paces_itself"
 # Key in a request's scope state: the name of its client, a digest of its key or an address.

@@ -12,13 +12,12 @@ from PIL import Image
 from orchestrator.errors import ConfigError, MoeEdgeError
 
 from .servers import posted, whole
-from .test_images import CHAT, model, models, part
+from .test_images import CHAT, answer_to, counts, model, models, part
 
 __all__ = ["model", "models"]  # fixtures
 
 # Llama 4's chunks of attention cannot be cut, and its answers are no valid text here.
 CONTINUED = [name for name in FAMILIES if name != "llama4"]
-LARGE_TOKENS = 1000
 
 
 def says(role, *content):
@@ -28,13 +27,9 @@ def says(role, *content):
 
 def ask(runtime, *messages, n=8):
     """Return (answer, tokens of the prompt, tokens of it that were not read again)."""
-    asked = {"messages": list(messages), "max_tokens": n, "temperature": 0}
-    status, text = whole(posted(runtime, CHAT, sequences=(0,), **asked))
-    body = json.loads(text)
-    assert status == 200, body
-    usage = body["usage"]
-    cached = usage["prompt_tokens_details"]["cached_tokens"]
-    return body["choices"][0]["message"]["content"], usage["prompt_tokens"], cached
+    body = answer_to(runtime, list(messages), max_tokens=n, cache_prompt=True)
+    n_reused, n_read = counts(body)
+    return body["choices"][0]["message"]["content"], n_reused + n_read, n_reused
 
 
 def drawn(color, width=64, height=64):
@@ -122,11 +117,7 @@ def test_a_model_without_encoder_takes_no_image(models):
     with models("qwen3-vl-moe").serving(mmproj="none") as runtime:
         assert runtime.images is None
         with pytest.raises(ConfigError, match="image"):
-            posted_whole(runtime, FIRST)
-
-
-def posted_whole(runtime, *messages):
-    return list(posted(runtime, CHAT, messages=list(messages), max_tokens=4))
+            list(posted(runtime, CHAT, messages=[FIRST], max_tokens=4))
 
 
 _ANSWER = """

@@ -149,7 +149,7 @@ def test_readmes_lines_of_python_print_only_the_answer(run):
 def test_the_server_needs_no_compiler(run, tmp_path):
     code = """
 from orchestrator.native.llama import Bindings
-from orchestrator.runtime.answering import server_library
+from orchestrator.native import server_library
 server_library(Bindings.load())
 """
     done = run("-c", code)

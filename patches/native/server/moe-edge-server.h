@@ -62,7 +62,6 @@ typedef struct moe_edge_images {
     int32_t  part_tokens;  // maximum number of tokens of a tile, or of the image if it is not cut
     int32_t  is_whole;     // 1 if all tokens of a tile must be computed in one micro-batch
     int32_t  n_embd;       // width of the embedding of an image token
-    int32_t  reserved;
 } moe_edge_images;
 
 // Measures the needs of images of up to most_pixels pixels, without loading the encoder's weights. path: file of the

@@ -4,7 +4,6 @@ import base64
 import json
 
 import pytest
-from browser import browsing
 from page import BREAK, Model, all_have_names, asked, complaints, opened
 from tables import cases
 
@@ -37,12 +36,6 @@ function given(kind, files, target = document.activeElement, texts = {}) {
 }
 const isRead = () => attached.reading === 0;
 """
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    with browsing(tmp_path_factory.mktemp("browser")) as running:
-        yield running
 
 
 @pytest.fixture

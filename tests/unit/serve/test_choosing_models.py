@@ -1,7 +1,6 @@
 """The page's dialog for choosing, comparing and downloading models, with a scripted server."""
 
 import pytest
-from browser import browsing
 from page import Model, all_have_names, complaints, opened
 from waiting import wait_until
 
@@ -34,12 +33,6 @@ COMPARED |= {"ram_bytes": 12 * GIB, "free_bytes": 44 * GIB}
 def task(action, model, state="running", doing="", done=None, error=""):
     of = {"action": action, "model": model, "state": state}
     return {**of, "doing": doing, "done": done, "error": error}
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    with browsing(tmp_path_factory.mktemp("browser")) as running:
-        yield running
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Conversations of the page: kept in the browser, continued, changed, and shared by tabs."""
 
 import pytest
-from browser import Browser, Tab, browsing, chromium
+from browser import Browser, Tab, chromium
 from page import BREAK, HOLD, Model, all_have_names, asked, complaints, opened
 
 ROLES = "messages.map((each) => each.role).join()"
@@ -14,12 +14,6 @@ transact("readonly", (conversations, messages, done) => {
   messages.count().onsuccess = ({ target }) => done(target.result);
 })
 """
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    with browsing(tmp_path_factory.mktemp("browser")) as running:
-        yield running
 
 
 @pytest.fixture

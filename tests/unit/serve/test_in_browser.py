@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from browser import Tab, browsing
+from browser import Tab
 from page import all_have_names, asked, complaints
 from served import serving
 
@@ -65,12 +65,6 @@ if (isChat(path) && window.none) return Promise.reject(new TypeError("Failed to 
 if (isChat(path) && !window.whole) return streamed("Half", true);
 """
 LAST = "[...document.querySelectorAll('%s')].pop().innerText"
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    with browsing(tmp_path_factory.mktemp("browser")) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
