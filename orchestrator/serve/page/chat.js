@@ -323,9 +323,12 @@ async function run(message, last) {
     message.costs = count + " pieces · " + rate.toFixed(1) + " a second";
   }
   dropped += firstSent(owner, path);
-  if (dropped) message.costs += " · the model did not get the oldest " + dropped + " messages";
   const { lost } = withImages(path.slice(firstSent(owner, path)));
-  if (lost) message.costs += " · the model did not get " + lost + (lost > 1 ? " images" : " image");
+  message.costs = [
+    message.costs,
+    dropped && "the model did not get the oldest " + dropped + " messages",
+    lost && "the model did not get " + lost + (lost > 1 ? " images" : " image"),
+  ].filter(Boolean).join(" · ");
   if (hasMore || (last === message.id && wrong === null)) kept(owner, { at: Date.now() }, message).then(listed);
   else if (last === message.id) Object.assign(message, { end, writer: message.was });
   if (writing === message) busy(null, null);
