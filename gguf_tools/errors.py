@@ -38,7 +38,10 @@ class CountError(GGUFError):
 
 
 class TextError(GGUFError):
-    """A string is not valid UTF-8, or a name is empty or too long."""
+    """A string is not valid UTF-8, or a name of a tensor or metadata key is not allowed.
+
+    Such a name must not be empty or too long, and must not have control characters.
+    """
 
 
 class MetadataError(GGUFError):

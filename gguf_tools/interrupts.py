@@ -91,9 +91,11 @@ _state = _State()
 
 
 def called_from_c(function: F) -> F:
-    """Decorate a function that C code calls, so that no interrupt is raised while it runs.
+    """Decorate a function that C code calls, so that Ctrl-C raises no exception while it runs.
 
-    The function should call `asked` and report failure to the C code if `asked` returns True.
+    An exception cannot propagate through C code. The decorated function should therefore call
+    `asked`, a function of this module that returns whether an interrupt was requested. If `asked`
+    returns True, the decorated function should report a failure to the C code.
     """
     assert isinstance(function, FunctionType)
     _called_from_c.add(function.__code__)
@@ -133,8 +135,9 @@ def check() -> None:
 def hand_over(error: BaseException) -> None:
     """Store an exception of a Python function that C code called, to raise it after the C call.
 
-    An exception cannot propagate through C code. This thread raises it at the end of the outermost
-    `held` block around the C call.
+    The exception cannot propagate through C code, so this function does not raise it. The C call
+    must be inside a `held` block, a context manager of this module. The end of the calling thread's
+    outermost `held` block raises the stored exception.
     """
     _thread.raised = error
 
@@ -152,12 +155,11 @@ class held:
     """A `with` block that delays interrupts, such as Ctrl-C, until its end.
 
     Use it around C calls that call Python functions, and around changes that must not stop halfway.
-    If blocks are nested, interrupts are delayed until the end of the outermost block. The end of
-    this block also raises the errors of Python functions that C code called. An interrupt takes
-    precedence over these errors.
+    Only the end of the outermost of several nested blocks raises the interrupt. Without an
+    interrupt, it raises an exception that `hand_over` stored, if any.
 
-    stop: function that makes the C call return soon. It is called from another thread as soon as a
-        signal arrives. Only the outermost block of the main thread uses it.
+    stop: function that makes a C call in the block return soon. Another thread calls it as soon as
+        a signal arrives. Only the outermost block of the main thread uses it.
     """
 
     def __init__(self, stop: Callable[[], None] | None = None) -> None:
@@ -188,10 +190,13 @@ class held:
 
 @contextmanager
 def cancellable(cancelled: Callable[[], bool]) -> Iterator[None]:
-    """Raise KeyboardInterrupt in the `with` block after `cancelled` returns True.
+    """Let other threads stop the work of the calling thread in a `with` block.
 
-    The exception is raised once, by `check` or at the end of a `held` block. Only the calling
-    thread is affected. Use this to stop work on threads that receive no signals.
+    The work is stopped by one KeyboardInterrupt in the calling thread, after `cancelled` returns
+    True. Two places raise it: the function `check` of this module, and the end of a `held` block.
+    Code that uses neither is not interrupted. This works on threads that receive no signals.
+
+    cancelled: function that returns whether the work must stop.
     """
     _thread.cancelled = cancelled
     try:
@@ -277,13 +282,13 @@ _watch = _Watch()
 
 @contextmanager
 def leaving(last_work: Callable[[], None]) -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end the process in the `with` block even if a C call does not return.
+    """Let SIGTERM and SIGHUP end the process in a `with` block even if a C call does not return.
 
-    If the C call still runs LEAVE_AFTER_S seconds after the signal, another thread calls
-    `last_work` and then ends the process.
+    If the C call returns within LEAVE_AFTER_S seconds of the signal, the signal is handled as
+    usual. Otherwise another thread calls `last_work` and then exits the process.
 
-    last_work: function that must return soon. If blocks are nested, the function of the innermost
-        block is called first.
+    last_work: function with the work that must be done before the exit. It must return soon. If
+        blocks are nested, the functions of all blocks are called, the innermost first.
     """
     _state.last_work.append(last_work)
     try:
@@ -325,11 +330,14 @@ def leave_at_once() -> None:
 
 @contextmanager
 def listening() -> Iterator[None]:
-    """Raise KeyboardInterrupt on SIGINT and SystemExit on SIGTERM or SIGHUP in a `with` block.
+    """Raise KeyboardInterrupt on SIGINT, and SystemExit on SIGTERM or SIGHUP, in a `with` block.
 
-    A pending interrupt is raised at the end of the block at the latest. Signals that are ignored or
-    that have another handler keep their handling. After the block, the signals are ignored if the
-    process has called `leave_at_once` before.
+    A signal may arrive while no exception can be raised, such as in a function that C code called.
+    The exception is then raised later, at the latest at the end of the block. A signal that is
+    ignored or has another handler is not changed.
+
+    After the block, signals have their default handling again. They are ignored instead if the
+    command called `leave_at_once` at its start, because the process is about to exit.
     """
     before, hook = _install(), sys.unraisablehook
     ending = [number for number in _ENDING if _install_ending(number)]
@@ -360,8 +368,9 @@ def listening() -> Iterator[None]:
 def ends_with(path: Path) -> None:
     """Declare `path` as the last file that the running command writes.
 
-    After `rename` has given this file its name, the command's work is complete, and interrupts have
-    no effect. Does nothing outside of a `listening` block.
+    The function `rename` of this module gives the file its final name. The command is complete from
+    then on, and interrupts such as Ctrl-C have no effect. Outside of a `listening` block, in which
+    interrupts raise exceptions, this function does nothing.
     """
     if _state.listening:
         _state.last_file = os.path.abspath(path)
@@ -370,7 +379,11 @@ def ends_with(path: Path) -> None:
 def rename(part: Path, path: Path) -> None:
     """Rename a finished temporary file to its final name.
 
-    Raises OSError if that fails, or KeyboardInterrupt or SystemExit before the file is renamed.
+    If an interrupt, such as Ctrl-C, is pending, the file is not renamed, and KeyboardInterrupt or
+    SystemExit is raised. Raises OSError if the file cannot be renamed.
+
+    part: the temporary file.
+    path: its final name.
     """
     is_last = os.path.abspath(path) == _state.last_file
     with held():

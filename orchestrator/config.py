@@ -582,10 +582,10 @@ class Config(Settings):
         return getattr(self, name) if name in self.declared() else self.of_policies.get(name)
 
     def of_run(self) -> dict[str, Any]:
-        """Return the settings that can change how memory is planned, by name.
+        """Return the settings on which a memory plan can depend, by name.
 
-        The result does not have the files, the settings of answers and the size limit of the prompt
-        cache.
+        The result has the settings of the policies, too. It does not have the model's files, the
+        settings of answers (such as the temperature), and the size limit of the prompt cache.
         """
         apart = ("model", "mmproj", "prompt_cache_limit")
         kept = [name for name, each in self.declared().items() if not each.answer]
@@ -618,16 +618,16 @@ class Config(Settings):
     def asks_less(self, policy: type[Policy]) -> bool:
         """Return whether these settings let the policy compute experts below the best precision.
 
-        A policy may name settings and the values for which it is lossless, that is, computes every
-        expert in the best precision. The first rule that applies decides:
+        `policy.precisions.lossless` maps settings to the values that ensure the best precision. It
+        is None if no values ensure it. The first rule that applies decides:
 
-        - With the setting `exact`, the result is False.
-        - If experts may be skipped, the result is True.
-        - If the policy has no lossless form, the result says whether it can use several precisions.
-        - If one of the named settings has a value other than the lossless one, the result is True.
-        - If one of them has no value, the result says whether the user gave a low tier or a second
+        - If the setting `exact` is set: False.
+        - If experts may be skipped: True.
+        - If `lossless` is None: whether the policy supports several precisions.
+        - If a setting in `lossless` has another value: True.
+        - If a setting in `lossless` has no value: whether the user named a low tier or a second
           file.
-        - Otherwise, the result is False.
+        - Otherwise: False.
         """
         if self.exact:
             return False

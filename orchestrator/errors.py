@@ -70,9 +70,10 @@ class TiersError(PolicyError):
 
 
 class LossTableError(ConfigError):
-    """Raised for a loss table, a file made by `moe-edge calibrate`, that cannot be used.
+    """Raised if a loss table, a file made by `moe-edge calibrate`, cannot be used.
 
-    problem: the message without its advice.
+    The message consists of `problem`, which names the defect, and `remedy`, which tells the user
+    how to mend it. The attribute `problem` has the first part alone.
     """
 
     def __init__(self, problem: str, remedy: str) -> None:

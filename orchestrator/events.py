@@ -36,10 +36,15 @@ def served(asked: int, resident: int) -> int: ...
 @overload
 def served(asked: int | np.ndarray, resident: np.ndarray) -> np.ndarray: ...
 def served(asked: int | np.ndarray, resident: int | np.ndarray) -> int | np.ndarray:
-    """Return the tier in which an expert is computed if the policy requests the tier `asked`.
+    """Return the tier (precision) in which an expert is computed if a policy requests `asked`.
 
-    The result is the requested tier, or a better one if that is in memory. asked: a tier or SKIP.
-    resident: the best tier in memory, or ABSENT.
+    Tiers are numbers, 0 is the best. Both arguments may be arrays.
+
+    - asked: the requested tier, or SKIP. For SKIP, the result is SKIP.
+    - resident: the best tier in which the expert is in memory, or ABSENT.
+
+    The result is `resident` if it is better than the requested tier. Otherwise, it is the requested
+    tier, which is read if necessary.
     """
     if isinstance(asked, int) and isinstance(resident, int):
         return asked if asked == SKIP else min(asked, resident)
@@ -63,12 +68,13 @@ class RouteEvent:
     """The experts that the router of one MoE layer chose for the T tokens of a step.
 
     - layer: the index among the MoE layers.
-    - step, phase: the number of the step and its phase.
+    - step, phase, n_tokens: the number of the step, its phase (prefill or decode), and T.
     - k: the number of experts per token in this layer.
     - n_ahead: the number of following layers whose experts are predicted. Prediction p, counted
       from 0, is for the layer with index layer + 1 + p.
 
-    These read-only memoryviews have the values of the first token, for decode steps with one token:
+    These read-only memoryviews have only the values of the first token. They are a fast form for
+    steps with a single token:
 
         ids, weights     [k]  chosen experts and their routing weights
         ahead_ids[p]     [k]  experts that layer + 1 + p is predicted to choose, best first
@@ -262,21 +268,21 @@ class ComputedStep:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """The report that a policy gets after a finished step.
+    """The report that a policy gets after each step (one pass of tokens through all layers).
 
     - us: the time of the step in microseconds.
-    - counts: the number of tokens routed to each expert since the last report with counts.
-    - resident: the tier of each expert in memory, or ABSENT, uint8.
-    - target: the tier of each expert after its transition under way, uint8. Without a transition it
-      is equal to resident.
-    - starts: the sequences that began in this step.
-    - prompt_ends: the sequences whose prompt ended in this step.
+    - counts: the number of tokens routed to each expert since the previous report with counts.
+    - resident: the tier (precision) of each expert in memory, or ABSENT, uint8.
+    - target: the tier that each expert will have in memory when running changes of tiers are
+      complete, uint8.
+    - starts, prompt_ends: the sequences that began in this step, and those whose prompt ended in
+      it.
     - ends: the sequences that were dropped since the previous step.
-    - unusual: whether the latest text uses experts differently from the texts with which the loss
-      table was measured. None if this was not determined after this step.
+    - unusual: whether recent text uses experts differently from the texts of the loss table. None
+      if this was not checked after this step.
 
-    counts, resident and target are [n_layers, n_expert], or None if the policy did not request
-    them.
+    counts, resident and target are [n_layers, n_expert], or None in reports for which the policy
+    did not request them.
     """
 
     phase: Phase

@@ -60,16 +60,15 @@ class Setting:
     - kinds, optional: the Python types of the value, and whether None is allowed. None means that
       the user chose no value.
     - within, choices: the minimum and maximum (both allowed), or the allowed words.
-    - unit: SIZE for bytes that an option writes as 6GiB. RATE is the same but allows 0.
-    - notation: the text format of other values.
+    - unit: SIZE for a number of bytes above 0. RATE for bytes, or bytes per second, that may be 0.
+      Options write both as 6GiB.
+    - notation: the text format of other values, such as lists.
     - metavar, help: the placeholder and the description in the option's help.
     - shown: the text for the default in the help, if it is not the value itself.
-    - repeated: whether the value is a tuple of texts, so that the option may be given several
-      times.
+    - repeated: whether the option may be given several times. The value is then a tuple of texts.
     - option: whether the command line has an option for the setting.
-    - group: the heading in the help. --help shows the groups in COMMON with the first sentence of
-      each description. Only --help-all shows the group MORE. A setting without a group is shown
-      with the command's own options or with its policies.
+    - group: the heading in the help. Only --help-all shows the group MORE. A setting without a
+      group is shown with the command's own options or with its policies.
     - answer: whether the setting concerns an answer instead of the model. True for the group
       ANSWER.
     - conversation: whether the setting concerns programs that hold conversations.
@@ -227,7 +226,11 @@ class Settings:
         return cls(**{k: v for k, v in given.items() if k in known and v is not None})
 
     def with_usual(self: S) -> S:
-        """Return a copy in which settings that are None have the values in `usual`."""
+        """Return a copy in which settings that are None have their values from the dict `usual`.
+
+        `usual` is an attribute of the class. It maps names of settings to the values that a policy
+        uses if the user chose no value.
+        """
         missing = {name: v for name, v in self.usual.items() if getattr(self, name) is None}
         return replace(self, **missing) if missing else self
 

@@ -162,9 +162,9 @@ def _user_flags(text: str) -> list[str]:
 
 
 def cached_wheel(plan: Plan) -> Path | None:
-    """Return the path of the plan's wheel in the cache.
+    """Return the path of the cached wheel of llama.cpp that matches a build plan.
 
-    Return None if the wheel does not exist or is damaged.
+    Return None if the cache has no such wheel or the wheel is damaged.
     """
     path = plan.wheel_path
     try:

@@ -53,12 +53,12 @@ print(json.dumps(report))
 class Environment:
     """The Python environment into which moe-edge is installed.
 
-    created: whether this is the repository's `.venv`, which the setup creates if it does not exist.
-    python: path of the environment's Python.
+    is_own: whether this is the repository's `.venv`. The setup creates that environment if it does
+    not exist. python: path of the environment's Python.
     """
 
     root: Path
-    created: bool
+    is_own: bool
     python: Path
 
     @property
@@ -67,9 +67,10 @@ class Environment:
         return self.root / "moe-edge-setup.json"
 
     def read_note(self) -> dict[str, Any]:
-        """Return the choices that the last `make build` recorded.
+        """Return the record that the last `make build` stored in this environment, or {}.
 
-        The result is an empty dict if none are recorded.
+        The record has the choices for gpu and amx, the installed extras (optional parts) and
+        packages, and a hash of the declared requirements.
         """
         try:
             note = json.loads(self.note.read_text())
@@ -97,7 +98,7 @@ def ensure(env: Environment) -> None:
 
     Raises BuildError if that fails or the environment has no pip.
     """
-    if env.created and not _has_pip(env.python):
+    if env.is_own and not _has_pip(env.python):
         if sys.version_info < PYTHON_AT_LEAST:
             raise BuildError(_too_old(sys.version_info[:2]))
         if not all(map(importlib.util.find_spec, ("ensurepip", "venv"))):
@@ -222,7 +223,7 @@ def _pip(env: Environment, what: str, arguments: list[str]) -> None:
 
 def ready_line(env: Environment) -> str:
     """Return the line that tells the user how to run moe-edge from the current shell."""
-    if not env.created:
+    if not env.is_own:
         return "ready: moe-edge chat"
     here = Path.cwd()
     shown = env.root.relative_to(here) if env.root.is_relative_to(here) else env.root

@@ -276,12 +276,14 @@ def refresh(sdist: Sdist, upstream: Upstream, tree: Path | None, folder: Path = 
 def read_edited(
     sdist: Sdist, upstream: Upstream, tree: Path, owned: set[str]
 ) -> tuple[dict[str, bytes], dict[str, bytes]]:
-    """Compare an edited source tree with the release. Return the original and the edited contents.
+    """Return (original contents, edited contents) of the changed files in an edited source tree.
 
-    Both results map paths to contents. They have the changed files of the release, and the files in
-    `owned` even if these are unchanged. Raises BuildError if `tree` is not a copy of the source.
+    Both results map paths to contents. They have the files of llama.cpp that were edited in `tree`,
+    and all files in `owned`, edited or not. A file that exists on one side only is missing in the
+    other result. Raises BuildError if `tree` is not a copy of the source.
 
-    tree: an edited copy of the source distribution or of the llama.cpp in it.
+    sdist: the original source distribution.
+    tree: an edited copy of the source distribution, or of the llama.cpp in it.
     owned: paths of the files that belong to a patch.
     """
     prefix = upstream.source + "/"

@@ -32,7 +32,7 @@ KEEP = 4
 
 
 def library_path(upstream: Upstream, llama_cpp: Path, cache: Path) -> Path:
-    """Return the path in the cache of the server library for an installed llama_cpp package.
+    """Return where the cache stores the server library that fits an installed llama_cpp package.
 
     The file may not exist yet. Raises BuildError if moe-edge did not build the package.
 

@@ -174,7 +174,10 @@ def cmd_source(args: argparse.Namespace) -> int:
 
 
 def cmd_part(args: argparse.Namespace) -> int:
-    """Write an archive with the files that are needed for building, and print its path."""
+    """Write an archive with the source files that are needed to build llama.cpp. Print its path.
+
+    The files are a part of the source distribution of llama-cpp-python.
+    """
     upstream = read_upstream()
     target = args.folder / upstream.sdist_name
     write_part(fetch_sdist(upstream, args.sdist), upstream, target)

@@ -55,7 +55,10 @@ class Upstream:
 
     @property
     def local_version(self) -> str:
-        """The version of our build, which differs from that of the stock package (PEP 440)."""
+        """The version of moe-edge's build of llama-cpp-python, such as `0.3.36+moe.edge.1`.
+
+        The part after `+` (PEP 440) distinguishes the build from the original package.
+        """
         return f"{self.version}+moe.edge.{self.revision}"
 
 
@@ -301,9 +304,12 @@ def _in_part(name: str, upstream: Upstream) -> bool:
 
 
 def part_files(path: Path, upstream: Upstream) -> dict[str, bytes]:
-    """Return the contents of the files that are needed for building, sorted by path.
+    """Return the source files that are needed to build llama.cpp, as {path: contents}.
+
+    The paths are sorted.
 
     path: the source distribution, or an archive that `write_part` wrote.
+    upstream: describes the release to which `path` belongs.
     """
     files = Sdist(path, upstream).files()
     return dict(sorted((name, data) for name, data in files if _in_part(name, upstream)))

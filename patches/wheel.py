@@ -95,7 +95,7 @@ def converter(source: Path, package: str) -> dict[str, bytes]:
 
 
 def as_json(stamp: Mapping[str, Any]) -> bytes:
-    """Return the JSON text of a build record."""
+    """Return the JSON text of a stamp, the record in a wheel that says how the wheel was built."""
     return (json.dumps(stamp, indent=2, sort_keys=True) + "\n").encode()
 
 

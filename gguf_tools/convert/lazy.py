@@ -61,9 +61,13 @@ def compute(node: Any, cuts: Cuts = ()) -> Any:
 
 
 def divisible(node: Any) -> bool:
-    """Return whether a slice of the first dimension of a lazy tensor can be computed alone.
+    """Return whether some rows of a lazy tensor can be computed without the other rows.
 
-    Otherwise `compute` has to compute the whole tensor.
+    Rows are slices along the first dimension. If the result is False, the function `compute` of
+    this module computes all rows, even if only some of them are requested.
+
+    node: the lazy tensor, a graph of the operations that will compute its values. The result is
+        True for an ordinary array.
     """
     if not _is_lazy(node) or node._data is not None or _stacked(node) is not None:
         return True

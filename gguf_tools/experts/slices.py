@@ -18,10 +18,14 @@ class Tier(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """The place in a model's files of one kind of matrix, such as up, of all experts of a layer.
+    """The file position of all expert matrices with the same layer, kind and precision.
 
-    Each precision has its own place. The matrix of expert e starts at byte
-    `offset + e * expert_bytes` of the model's file number `file_index`.
+    A kind is, for example, up or down. The matrices of all experts are stored consecutively. The
+    matrix of expert e starts at byte `offset + e * expert_bytes` of the model's file number
+    `file_index`.
+
+    expert_bytes: size of one expert's matrix.
+    type: ggml type of the matrices.
     """
 
     file_index: int

@@ -97,9 +97,11 @@ def short_name(model: Pulled, among: Sequence[Pulled]) -> str:
 
 
 def find_pulled(text: str, gguf: bool = True) -> Pulled | None:
-    """Return the model in the cache that has the given name, or None if no model has this name.
+    """Return the model with the given name in huggingface_hub's cache, or None if no model has it.
 
-    gguf: whether to ignore checkpoints.
+    text: one of the model's names (`Pulled.names`), with or without `hf:`.
+    gguf: whether only GGUF models are searched. If it is False, checkpoints are searched too.
+
     Raises HubError if several models have this name.
     """
     name = text.removeprefix(PREFIX)

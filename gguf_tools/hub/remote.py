@@ -208,8 +208,14 @@ class _Budget:
         self._failures = 0
         self._lock = Lock()
 
-    def answered(self, answered: bool) -> None:
-        """Note whether the server answered a request."""
+    def record(self, answered: bool) -> None:
+        """Count successive requests that the server did not answer.
+
+        After several such requests in a row, `take` refuses further requests. An answer resets the
+        count.
+
+        answered: whether the server answered the latest request.
+        """
         with self._lock:
             self._failures = 0 if answered else self._failures + 1
 
@@ -356,12 +362,12 @@ class _Reader:
                             break
                     self.read_bytes += len(body)
                     if self._budget is not None:
-                        self._budget.answered(True)
+                        self._budget.record(True)
                     return bytes(body[:n]), int(said[3])
         except (HTTPError, OSError, ValueError) as error:
             why = (str(error) or type(error).__name__).splitlines()[0]
             if self._budget is not None:
-                self._budget.answered(False)
+                self._budget.record(False)
             raise HubUnreachableError(f"{url}: cannot be reached: {why}") from error
         if status == 200:
             raise HubError(

@@ -41,10 +41,11 @@ _DENSE_KEEP = (
 
 
 class Target(NamedTuple):
-    """A tensor to be written: one kind of matrix of all experts of a layer, in one precision.
+    """A tensor to be written. It holds the matrices of one kind, such as up, of a layer's experts.
 
-    copy_from: where the source file stores this tensor in the same type, to be copied. If it is
-        None, the tensor is quantized from the source's best precision.
+    type: the ggml type (precision) of the tensor to be written.
+    copy_from: the position in the source file of the same matrices in the type `type`, to be
+        copied. If it is None, they are quantized from the source's best precision.
     """
 
     name: str

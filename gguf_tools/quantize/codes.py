@@ -19,16 +19,17 @@ Decode = Callable[[Blocks], Floats]
 
 
 class Plane(NamedTuple):
-    """Describes where a quantization block stores some bits of its codes.
+    """The bytes of a quantization block that store certain bits of the block's codes.
 
-    A code is the integer that stands for a weight. For example, Plane(2, 4, 16) stores 4 bits of
-    each of 32 codes in the bytes 2 to 17: codes 0 to 15 in the low halves of the bytes, and codes
-    16 to 31 in the high halves.
+    A code is the integer that stands for a weight. For example, Plane(2, 4, 16) stores 4 bits of 32
+    codes in bytes 2 to 17: codes 0 to 15 in the low halves of the bytes, the others in the high
+    halves.
 
-    start: number of the plane's first byte in the block.
-    width: number of bits that the plane stores of each code.
-    group: distance between the numbers of two codes that are neighbors in the same byte.
-    low: number of the first of these bits in the code.
+    start: index of the first byte.
+    width: number of stored bits of each code.
+    group: number of successive codes in successive bytes. The next group uses the next bits of
+        these bytes.
+    low: index of the lowest stored bit in the code.
     """
 
     start: int
@@ -38,13 +39,14 @@ class Plane(NamedTuple):
 
 
 class Coding(NamedTuple):
-    """How a ggml type encodes each weight of a block as a small integer, its code.
+    """How a ggml type stores the weights of a quantization block as small integers, called codes.
 
-    planes: where the block stores the bits of the codes.
-    first, last: the range of codes in use.
-    scales: value of each code, as a multiple of the block's scale. Empty if the values of the codes
-        are equally spaced.
-    flip: value with which a code is XORed before it is stored.
+    planes: the bytes and bits of the block that store the codes.
+    first, last: the smallest and the largest code in use.
+    scales: scales[i] times the block's scale is the weight for code first + i. Empty if the weights
+        for successive codes are equally spaced.
+    flip: mask that is XORed with a code before the code is stored. The other fields refer to codes
+        before this XOR.
     """
 
     planes: tuple[Plane, ...]
@@ -98,15 +100,15 @@ def put_codes(ggml_type: GGMLType, blocks: Blocks, codes: Blocks) -> None:
 
 
 def code_values(ggml_type: GGMLType, blocks: Blocks, decode: Decode) -> Floats:
-    """Return the values that the weights of quantized blocks would have with certain codes.
+    """Return the weights that one or two codes stand for in quantized blocks.
 
-    A code is the integer that stands for a weight. Its value depends on the scales of the block.
-    If the code values of the type are equally spaced, the first and the last code are used.
-    Otherwise only the code is used whose value equals the block's scale. The values of all other
-    codes can be computed from the result.
+    A code is the integer that stands for a weight. If the weights for a type's codes are equally
+    spaced, the result is for the first and the last code. Otherwise it is for the code that stands
+    for the block's scale. Callers compute the weights for other codes from the result.
 
     blocks: uint8 [number of blocks, bytes per block].
-    decode: function that decodes the bytes of blocks to float32 values.
+    decode: decodes the bytes of blocks to float32.
+
     Returns float32 [2 or 1, number of blocks, weights per block].
     """
     coding = CODINGS[ggml_type]

@@ -100,16 +100,16 @@ def outer_sum(parts: Iterable[Floats], device: str) -> Square:
 
 
 def smoothed(own: Square, tokens: int, shared: Square | None = None) -> Square:
-    """Return an expert's Hessian [n, n] for GPTQ, regularized because it may have few tokens.
+    """Return an expert's Hessian for GPTQ, regularized because the expert may have few tokens.
 
-    The result is own + n * R, where n is the number of rows. R is the average of `shared` and of
-    the diagonal matrix of own / tokens. Without `shared`, R is the diagonal matrix alone. For an
-    expert without tokens, R is `shared`, or zero without `shared`.
+    The result is own + n * R, [n, n]. R is (D + shared) / 2, or D if `shared` is None. D is own /
+    tokens with zeros outside the diagonal. If `tokens` is 0, R is `shared`, or 0 if `shared` is
+    None.
 
-    own: sum of x x^T over the inputs x of the tokens routed to the expert.
+    own: sum of x x^T over the inputs x of the expert's tokens.
     tokens: number of these tokens.
-    shared: mean of x x^T over all tokens of the layer. None for down matrices, whose input columns
-        differ between experts.
+    shared: mean of x x^T over all tokens of the layer. None for down matrices, whose inputs differ
+        between experts.
     """
     n = len(own)
     if not tokens:
@@ -155,12 +155,16 @@ def factorize(hessian: Square, device: str | None = None) -> Factor | None:
 
 
 def quantize(ggml: Ggml, ggml_type: GGMLType, values: Floats, factor: Factor) -> Blocks:
-    """Quantize float32 rows [rows, n] by GPTQ and return the encoded bytes.
+    """Quantize rows of a weight matrix by GPTQ, and return the encoded bytes.
 
-    Rows are independent, so a matrix can be quantized in several calls. On the CPU the result is
-    deterministic. Raises QuantizeError if a value is not finite or the type does not support it.
+    The rows are independent, so a matrix can be quantized in several calls. On the CPU the result
+    is deterministic.
 
+    ggml_type: the type of the result. Float types are only converted, without GPTQ.
+    values: the rows, float32 [rows, n].
     factor: factorized Hessian of the inputs of the matrix.
+
+    Raises QuantizeError if a weight is not finite, or if ggml cannot encode the rows in this type.
     """
     if ggml_type in FLOAT_TYPES:
         return ggml.quantize(ggml_type, values)
@@ -185,13 +189,13 @@ class _Grid:
             self._inverse = (1 / self._step.masked_fill(zero, 1)).masked_fill(zero, 0)
 
     def nearest(self, column: int, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """Round a column: return the closest code of each row and the codes' values, both [rows].
+        """Round one column of a weight matrix to the nearest weights that the ggml type can store.
 
-        The closest code is the code whose value is closest to the wanted value. Codes are counted
-        from 0, which is the first code of the type.
+        Return (codes, weights) of the rounded column, both [rows]. A code is the integer that
+        stands for a weight. In the result, code 0 is the first code that the type uses.
 
         column: index of the column in the group of columns that this object describes.
-        wanted: [rows], the wanted value of each row.
+        wanted: the weights to round, one for each row of the matrix, [rows].
         """
         if self._scales is None:
             base, step = self._values[0, column], self._step[column]
@@ -226,7 +230,7 @@ class _Rounding:
         self._grids: dict[int, _Grid] = {}
 
     def blocks(self) -> Blocks:
-        """Quantize all columns and return the encoded bytes of the rows."""
+        """Quantize the matrix rows of this object, and return the encoded bytes of these rows."""
         coding = CODINGS.get(self._type)
         for start, stop in _spans(self._n):
             self._choose_scales(start, stop)

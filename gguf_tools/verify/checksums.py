@@ -73,9 +73,11 @@ class FileChecksums:
         return self.part.size
 
     def problems(self) -> Iterator[Problem]:
-        """Yield a problem for each stored checksum that differs from the data's.
+        """Yield a `Problem` for each stored checksum that differs from the checksum of the data.
 
-        All data must have been added before, and the functions from `jobs` must have been called.
+        Before this call, pass all tensor data to `add`, and call each function that `jobs` yields.
+        These functions compute the SHA-256 of the whole file. If the stored checksums are unusable,
+        a `Problem` says so.
         """
         part = self.part
         if self.refused is not None:

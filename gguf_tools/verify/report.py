@@ -58,9 +58,10 @@ class VerifyReport:
 
 
 def problem_at(part: GGUFFile, info: TensorInfo, text: str) -> Problem:
-    """Return a problem of a tensor. Its sentence names the file, the tensor and its offset.
+    """Return a `Problem` of a tensor. Its text starts with the names of the file and the tensor.
 
-    text: the rest of the sentence.
+    part: the file.
+    text: the end of the problem's text, which describes the problem.
     """
     where = f"{part.path}: tensor {info.name}: offset {info.offset}"
     return Problem(f"{where}: {text}", str(part.path), info.name, info.offset)

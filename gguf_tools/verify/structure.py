@@ -39,11 +39,11 @@ def layout_problems(part: GGUFFile) -> Iterator[Problem]:
 
 
 def foreign_problems(parts: list[GGUFFile]) -> Iterator[Problem]:
-    """Yield a problem for each file of a split model that comes from another quantization.
+    """Yield a problem for each file of a split model that seems to come from another quantization.
 
-    Such a file is recognized by the types of its expert matrices. For every kind of matrix and
-    every precision, the types in this file differ from those in all other files. Only one problem
-    is reported for a model of two files.
+    The check compares the ggml types of expert matrices, separately for each kind of matrix and
+    each precision. A file is reported if none of its types occurs in any other file. If a model has
+    two files with different types, only the second file is reported.
 
     parts: the files of the model.
     """

@@ -49,10 +49,13 @@ class Routing:
     high: float
 
     def holds(self, counts: np.ndarray) -> bool:
-        """Return whether a text uses experts about as often as the texts of the loss table.
+        """Return whether the loss table, which was measured on other texts, is valid for a text.
 
-        counts: the uses of each expert by about ROUTING_TOKENS tokens, [n_layers, n_expert]. The
-        result is True if all counts are 0.
+        The loss table gives the quality loss of each expert in lower precisions. It is valid if the
+        text uses experts about as often as the measured texts.
+
+        counts: how often each expert was used by about ROUTING_TOKENS tokens of the text,
+            [n_layers, n_expert]. If all counts are 0, the result is True.
         """
         n = counts.sum()
         return not n or self.low <= float((counts * self.surprise).sum() / n) <= self.high
@@ -60,19 +63,17 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class KlEstimate:
-    """An estimate of the KL divergence that lower tiers cause, relative to the best tier in use.
+    """An estimate of the quality loss if experts use tiers (precisions) below the best tier in use.
 
-    It was measured on windows of text. The costs in `nats` are upper estimates: in nine tenths of
-    the windows, the loss is less.
+    The loss is a KL divergence in nats, measured on windows of text. A token's loss is the sum over
+    its experts of squared gate weight times `nats`.
 
     - base: the name of the best tier.
-    - nats: the cost for one token if an expert with gate weight 1 is computed in each tier, float64
-      [n_layers, n_expert, n_tiers + 1]. The last column is the cost of skipping.
-    - gates: the mean squared gate weight of each expert when the router chose it, float64
-      [n_layers, n_expert].
-    - spread: `nats` times this factor gives lower estimates: in only a tenth of the windows, the
-      loss is less.
-    - routing: how often the measured texts use each expert; None if unknown.
+    - nats: the 90th percentile of each expert's loss for gate weight 1, by tier. The last column is
+      for skipping. float64 [n_layers, n_expert, n_tiers + 1].
+    - gates: each used expert's mean squared gate weight, float64 [n_layers, n_expert].
+    - spread: the 10th percentile divided by `nats`.
+    - routing: the usage of experts in these texts.
     """
 
     base: str
@@ -95,13 +96,15 @@ class KlEstimate:
         spread: float = 1.0,
         routing: Routing | None = None,
     ) -> KlEstimate:
-        """Make an estimate relative to the tier `base` from costs relative to full precision.
+        """Make an estimate of losses relative to the tier `base`.
 
-        The cost of a tier relative to `base` is its own cost plus the cost of `base`, because the
-        rounding errors of two tiers are independent. The cost of `base` itself is 0.
+        The argument `costs` has the losses relative to full precision. The rounding errors of two
+        tiers (precisions) are independent, so their losses add up. The loss of a tier relative to
+        `base` is therefore its own loss plus the loss of `base`. For `base` itself, it is 0.
 
-        costs: float64 [n_layers, n_expert, n_tiers + 2]. The last axis has the tiers `names`, then
-        `base`, then skipping. The other arguments are fields of the estimate.
+        costs: float64 [n_layers, n_expert, n_tiers + 2]. On the last axis are the tiers `names`,
+            then `base`, then skipping the expert.
+        gates, spread, routing: fields of the estimate.
         """
         nats = np.delete(costs, -2, axis=2) + costs[..., -2:-1]
         if base in names:
@@ -118,12 +121,13 @@ class KlEstimate:
     def of_choice(
         self, layer: int, ids: np.ndarray, weights: np.ndarray, tiers: np.ndarray
     ) -> np.ndarray:
-        """Return the estimated loss of each token in one layer, in nats, float64 [T].
+        """Return the estimated quality loss of each token in one layer, in nats, float64 [T].
 
-        The loss of a token is the sum over its k experts of the squared gate weight times the cost.
+        The loss of a token is a sum over its k experts: the squared gate weight of the expert,
+        times the expert's loss in its tier according to the field `nats`.
 
         - ids, weights: the experts of each token and their gate weights, [T, k].
-        - tiers: the tier in which each expert is computed, or SKIP, uint8 [n_expert].
+        - tiers: the tier (precision) in which each expert is computed, or SKIP, uint8 [n_expert].
         """
         squares = np.square(weights, dtype=np.float64)
         lost: np.ndarray = (squares * self._by_tier[layer, ids, tiers[ids]]).sum(axis=1)

@@ -18,12 +18,14 @@ import numpy as np
 
 
 class Hull:
-    """Chooses a tier for every expert so that the total loss is minimal within a memory budget.
+    """Chooses a precision (tier) for every expert, with the least quality loss in a memory budget.
 
-    The choice begins with the smallest tier of each expert. Each step moves one expert to a better
-    tier, in the order of saved loss per added byte.
+    The choice begins with the smallest tier of each expert. Each step moves one expert to a larger
+    tier with less loss. Steps that save more loss per added byte come first, so the steps follow
+    the convex hull of all (bytes, loss) points.
 
-    n_bytes[i], loss[i]: the total bytes and the total loss after i steps, from i = 0 on.
+    n_bytes[i], loss[i]: the bytes and the loss of all experts together after i steps, from i = 0
+    on.
     """
 
     def __init__(self, losses: np.ndarray, sizes: np.ndarray) -> None:
@@ -115,9 +117,12 @@ def _edges(
 
 
 def in_tiers(losses: np.ndarray, tiers: np.ndarray) -> np.ndarray:
-    """Return the loss of each expert in its given tier, [n_layers, n_expert].
+    """Return the quality loss of each expert in its own tier, [n_layers, n_expert].
 
-    losses: the loss in every tier, [n_layers, n_expert, n_tiers]. tiers: [n_layers, n_expert].
+    A tier is a precision in which an expert can be computed.
+
+    losses: the loss of each expert in every tier, in any unit, [n_layers, n_expert, n_tiers].
+    tiers: the index of each expert's own tier, [n_layers, n_expert].
     """
     found: np.ndarray = np.take_along_axis(losses, tiers[..., None].astype(np.int64), axis=2)
     return found[..., 0]

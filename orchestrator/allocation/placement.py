@@ -23,9 +23,11 @@ MAX_WIDTHS = 4
 
 @dataclass(frozen=True)
 class PlacementSettings(Settings):
-    """Settings that decide how many bits each expert gets, by its importance.
+    """Settings that decide how many bits per weight each expert gets, by its importance.
 
-    With prior_tokens 0 and near_weights plain, the method is that of the near-data paper.
+    The method is based on the paper "Context-Aware Mixture-of-Experts Inference on CXL-Enabled
+    GPU-NDP Systems". If the setting prior_tokens is 0 and near_weights is "plain", it is the method
+    of the paper.
     """
 
     near_bits: float = setting(
@@ -70,16 +72,17 @@ def importance(
     settings: PlacementSettings,
     n_expert_used: int,
 ) -> np.ndarray:
-    """Return the importance S of each expert for a conversation, float64 [n_layers, n_expert].
+    """Return the importance of each expert for a conversation, float64 [n_layers, n_expert].
 
-    S = a P + (1 - a) W (section 4.1), where a is the setting importance_mix. P is the expert's
-    fraction of its layer's uses. W is the expert's fraction of its layer's routing weights. S is
-    then averaged with the usage in earlier runs, which counts like prior_tokens tokens. Each
-    layer's values of S sum to 1.
+    It is (1 - w) (a P + (1 - a) W) + w E, and sums to 1 in each layer. The part without w is from
+    section 4.1 of the paper that PlacementSettings names.
 
-    - counts: the conversation's uses of each expert, [n_layers, n_expert].
-    - gates: the sum of each expert's routing weights in the conversation, [n_layers, n_expert].
-    - profile: the use of each expert in earlier runs, in any unit, [n_layers, n_expert].
+    - P, W, E: the expert's share of its layer's `counts`, `gates` and `profile`.
+    - a: the setting importance_mix.
+    - w: m / (m + n), for m = prior_tokens * n_expert_used and the layer's sum n of `counts`.
+
+    counts, gates: the conversation's uses of each expert, and the sum of their routing weights.
+    profile: the uses in earlier runs.
     """
     pi = shares(profile)
     used = counts.sum(axis=1, keepdims=True, dtype=np.float64)
@@ -108,16 +111,16 @@ def place(
     settings: PlacementSettings,
     most: Sequence[int] | None = None,
 ) -> np.ndarray:
-    """Return the tier of each expert by its importance, uint8 [n_layers, n_expert].
+    """Return the tier (precision) of each expert, chosen by importance, uint8 [n_layers, n_expert].
 
-    The n_hot most important experts of each layer have tier 0. The others are divided among the
-    lower tiers with the least total loss. Their mean number of bits per weight is at most
-    near_bits.
+    The n_hot most important experts of each layer get tier 0, the best tier. The others get lower
+    tiers with the least total loss, and with at most near_bits (a setting) bits per weight on
+    average.
 
-    - scores: the importance of each expert, [n_layers, n_expert].
-    - losses: the loss of each expert in each lower tier, [n_layers, n_expert, len(bits)].
-    - bits: the bits per weight of each lower tier. An expert with bits[i] has tier 1 + i.
-    - most: the maximum number of experts per layer in each lower tier, or None.
+    - scores: the importance, [n_layers, n_expert].
+    - losses: the quality loss in each lower tier, [n_layers, n_expert, len(bits)].
+    - bits: the bits per weight of tiers 1, 2, and so on.
+    - most: the maximum number of experts per layer in each lower tier.
 
     Raises PolicyError if near_bits is too small.
     """

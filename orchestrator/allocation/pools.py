@@ -33,7 +33,7 @@ class Pool:
 
     @property
     def unit_bytes(self) -> int:
-        """The bytes of the slots of one expert, with one slot for each of its matrices."""
+        """The bytes that one expert takes in this pool, with one slot for each of its matrices."""
         return sum(self.sizes.values())
 
 
@@ -79,10 +79,13 @@ def slot_sizes(shape: ModelShape) -> np.ndarray:
 
 
 def slot_plan(pools: Iterable[tuple[Pool, Sequence[int], bool]]) -> SlotPlan:
-    """Return a slot plan with one slot group for each pool and matrix kind.
+    """Return a plan of the memory slots for the matrices of all experts.
 
-    Each entry of `pools` is (pool, tiers, on_host). tiers: the tiers that the pool's slots can
-    hold. on_host: whether a system with a GPU keeps the slots in host memory.
+    A pool can hold whole experts of some layers. Each pool is divided into slot groups, one for
+    each kind of matrix (such as up), because all slots of a group have the same size.
+
+    pools: tuples (pool, tiers, on_host). The slots of the pool can hold experts in these tiers
+        (precisions). The value on_host is True if a model on a GPU has these slots in host memory.
     """
     groups: list[SlotGroup] = []
     group_of: dict[tuple[int, int, int], int] = {}
@@ -123,7 +126,11 @@ class Tracker:
         return True
 
     def admitted(self, wanting: Iterable[Transition]) -> list[Transition]:
-        """Reserve slots for transitions, in their order, and return those that got a slot."""
+        """Reserve slots for transitions in the given order, and return those that got a slot.
+
+        A transition (layer, expert, new tier) is an expert's change to another precision.
+        Transitions without a free slot are left out of the result.
+        """
         found: list[Transition] = []
         for move in wanting:
             if self.full:
@@ -135,14 +142,17 @@ class Tracker:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """The number of experts per layer in one or several tiers, and rules for their slots.
+    """Specifies the slots for the experts in one or several tiers (precisions).
+
+    A slot is memory for one expert. A pool is a set of equal slots. An expert that changes its tier
+    needs a second slot, so pools have reserve slots.
 
     - tiers: each slot can hold an expert in any of these tiers.
     - n_experts: the number of experts in these tiers, by layer.
-    - reserve: whether pools of slots get reserve slots. Experts need them to change their tier.
-    - experts_per_move: a pool gets one reserve slot for this many experts of its layers.
-    - most_moves: the maximum number of reserve slots of a pool.
-    - on_host: whether a system with a GPU keeps the slots in host memory.
+    - reserve: whether pools have reserve slots.
+    - experts_per_move: a pool has one reserve slot for this many experts of its layers.
+    - most_moves: the maximum number of reserve slots.
+    - on_host: whether a model on a GPU has these slots in host memory.
     """
 
     tiers: tuple[int, ...]
@@ -153,10 +163,14 @@ class Places:
     on_host: bool = False
 
     def slots(self, pool: Pool, n_expert: int) -> int:
-        """Return the number of slots that a pool needs, including its reserve slots.
+        """Return how many slots (memory for one expert) a pool needs, including reserve slots.
 
-        The result is at least one, because the store requires a slot in every tier. n_expert: the
-        number of experts per layer in the model.
+        A reserve slot is for an expert that is loaded in a new precision while its old copy is
+        still in use. The result is at least 1, because the expert store requires a slot in every
+        precision.
+
+        pool: the pool. Only its layers are used.
+        n_expert: the number of experts per layer in the model.
         """
         n = sum(self.n_experts[layer] for layer in pool.layers)
         moves = max(1, len(pool.layers) * n_expert // self.experts_per_move)
@@ -164,11 +178,12 @@ class Places:
 
 
 class TierPools:
-    """The slots of all experts of a model, divided into pools of slots of one size.
+    """The memory slots of all experts of a model, divided into pools of slots of one size.
 
-    Each tier belongs to one `Places` object, which fixes how many experts of each layer are in its
-    tiers. Suppose that all `Places` objects except the first have reserve slots. Then experts can
-    move between any two assignments of tiers with these numbers, and each expert moves only once.
+    Each tier (precision) belongs to one `Places` object, which fixes how many experts of each layer
+    its tiers hold. Experts can exchange their tiers in any way that keeps these numbers, and each
+    expert moves only once. This requires reserve (spare) slots in all `Places` objects except the
+    first.
     """
 
     # Proof that experts can always move: a move within a place takes a reserve slot and returns
@@ -201,9 +216,10 @@ class TierPools:
 
     @property
     def pool_of(self) -> np.ndarray:
-        """The number of the pool for each layer's experts in each tier, int64 [n_layers, n_tiers].
+        """The index of each layer's slot pool in each tier (precision), int64 [n_layers, n_tiers].
 
-        Layers with the same number in a tier share a pool.
+        A slot pool is a set of memory slots of one size for experts. Layers with the same index in
+        a tier share a pool.
         """
         return np.stack([self._pool_in[at] for at in self._place_of], axis=1)
 
@@ -212,12 +228,13 @@ class TierPools:
         return slot_plan((pool, at.tiers, at.on_host) for at, pools in places for pool in pools)
 
     def track(self, resident: np.ndarray, target: np.ndarray) -> Tracker:
-        """Return a tracker with the slots that are free now.
+        """Return an object that counts the free slots of each pool while transitions are chosen.
 
-        An expert in transition holds a slot in both tiers, even if the tiers share a pool.
+        A transition is an expert's change to another tier (precision). Until it ends, the expert
+        has a slot in both tiers, even if the tiers share a pool.
 
-        resident, target: the tier of each expert in memory and after its transition, uint8
-        [n_layers, n_expert].
+        resident: the tier of each expert now, uint8 [n_layers, n_expert].
+        target: the tier of each expert after the running transitions, uint8 [n_layers, n_expert].
         """
         moving = target != resident
         free = []
@@ -251,7 +268,10 @@ class TierPools:
 
 
 def every_expert_to(wanted: np.ndarray) -> list[Transition]:
-    """Return a transition of every expert to its wanted tier. wanted: [n_layers, n_expert]."""
+    """Return a transition (layer, expert, new tier) for every expert of a model.
+
+    wanted: the index of the new tier (precision) of each expert, [n_layers, n_expert].
+    """
     return [(layer, expert, int(tier)) for (layer, expert), tier in np.ndenumerate(wanted)]
 
 

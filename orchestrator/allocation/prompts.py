@@ -76,11 +76,14 @@ def last_of_sequences(event: RouteEvent) -> np.ndarray:
 
 
 def together(rankings: Sequence[Ranking], n_expert: int) -> Ranking:
-    """Merge the rankings of a layer's experts by several sequences into one ranking.
+    """Merge several rankings of a layer's experts into one ranking.
 
-    An expert is critical (requested in the high tier) if one of the rankings says so. Critical
-    experts come before all others. Among the critical experts, and among the others, the best rank
-    in any of the rankings decides. Equal ranks are sorted by index.
+    There is, for example, one ranking for each prompt of a step, in the order of the experts'
+    importance for the prompt. An expert is critical (requested in the best precision) if one of the
+    rankings says so. Critical experts come first. Critical experts, and the others, are sorted by
+    their best position in any ranking, then by index.
+
+    n_expert: the number of experts in the layer.
     """
     if len(rankings) == 1:
         return rankings[0]
@@ -99,19 +102,18 @@ Gated = Callable[[int, np.ndarray, np.ndarray, StoreView], np.ndarray]
 
 @dataclass
 class Prompts:
-    """Chooses the tiers of experts in steps with prompt tokens.
+    """Chooses the tiers (precisions) of experts in steps with prompt tokens.
 
-    Experts are ranked for each sequence of the step. Each expert gets the best tier that a sequence
-    requests. Streamed experts are evicted first, so that they do not push out experts that are used
-    more. These are the less used experts of prompts, without those that tokens of answers use.
+    Each expert gets the best tier that a sequence requests. Less used experts of prompts can be
+    streamed, which means that the store evicts them first.
 
-    - critical: critical(layer, n_used) returns how many of the n_used experts of a prompt are
-      requested in tier 0. The others are requested in tier `low`.
-    - heavy_share: the fraction of a prompt's tokens that count as heavy hitters (important tokens).
-    - passes: whether less used experts of prompts are streamed. They are those after the most used
-      ones, which may fill three quarters of a layer's high slots.
-    - gated: a function that returns which experts of answers are needed in tier 0; None for all.
-    - room: the number of slots of each layer in each tier, indexed [layer][tier].
+    - critical: critical(layer, n_used) returns how many of a prompt's n_used experts get tier 0,
+      the best tier.
+    - low: the tier of the others, or SKIP.
+    - heavy_share: the fraction of a prompt's tokens that count as important.
+    - passes: whether experts are streamed.
+    - gated: returns which experts of answers need tier 0. None means all.
+    - room: the number of slots, indexed [layer][tier].
     """
 
     rules: Rules

@@ -76,12 +76,13 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class SlotGroup:
-    """Slots of one size that evict each other in least-recently-used order.
+    """Memory slots of one size for expert matrices. The least recently used slot is evicted first.
 
     - slot_bytes, n_slots: the size of a slot and the number of slots.
-    - n_passing: how many of the slots may be taken by streamed experts, which are evicted first.
-    - on_host: whether a system with a GPU keeps the slots in host memory, for experts that CPU
-      threads compute.
+    - n_passing: the maximum number of slots for streamed experts. These are experts that only a
+      long prompt needs. They are evicted before all others.
+    - on_host: whether a model on a GPU has the slots in host memory. CPU threads then compute the
+      experts in these slots.
     """
 
     slot_bytes: int
@@ -92,12 +93,12 @@ class SlotGroup:
 
 @dataclass(frozen=True, slots=True)
 class SlotPlan:
-    """The groups of expert slots, and the group that each expert uses.
+    """The groups of memory slots for a model's experts, and the group that each expert uses.
 
     - groups: each group has slots of one size.
     - group_of: maps (layer, matrix kind, tier) to the index of the group.
-    - total_bytes: the bytes of all slots, without host_bytes.
-    - host_bytes: the bytes of slots in host memory in a system with a GPU.
+    - total_bytes: the bytes of all slots that host_bytes does not include.
+    - host_bytes: the bytes of slots that are in host memory although the model runs on a GPU.
     """
 
     groups: tuple[SlotGroup, ...]
@@ -162,9 +163,10 @@ def divide(shares: Sequence[Share], budget_bytes: int) -> list[int]:
 
 
 def even_slots(shape: ModelShape, budget_bytes: int) -> list[int]:
-    """Divide a budget into slots of tier 0, with about the same number of slots for each layer.
+    """Divide a memory budget into slots for experts in tier 0, about equally among the layers.
 
-    Return the number of slots of each layer. It is at least 1 and at most n_expert.
+    Tier 0 is the best precision. Return the number of slots of each layer, from 1 to n_expert. If
+    the budget is too small for one slot per layer, each layer still gets one slot.
     """
     n = shape.n_expert
     sizes = [shape.expert_slot_bytes(layer, 0) for layer in range(shape.n_layers)]
@@ -172,9 +174,11 @@ def even_slots(shape: ModelShape, budget_bytes: int) -> list[int]:
 
 
 def layer_groups(shape: ModelShape, counts: Sequence[Sequence[int]]) -> SlotPlan:
-    """Return a slot plan with one slot group for each layer, matrix kind and tier.
+    """Return a slot plan with a separate group of slots for each layer, matrix kind and tier.
 
-    A group has counts[layer][tier] slots. In tier 0, streamed experts may take half of the slots.
+    A tier is a precision. A group has counts[layer][tier] slots, each for one matrix. In tier 0, at
+    most half of the slots may hold streamed experts. These are experts that only a long prompt
+    needs, and they are evicted first.
     """
     groups: list[SlotGroup] = []
     group_of: dict[tuple[int, int, int], int] = {}

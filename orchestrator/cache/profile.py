@@ -229,9 +229,10 @@ class UsageKeeper(_Cached):
                 pass
 
     def recall(self) -> np.ndarray | None:
-        """Return the number of tokens that used each expert, float64 [n_layers, n_expert].
+        """Return how many tokens used each expert in this run and earlier runs, or None.
 
-        Return None if no use was counted.
+        The result is float64 [n_layers, n_expert], or None if no tokens were counted. Counts of
+        earlier runs may have been scaled down.
         """
         used = self._known + self._now
         return used if used.any() else None
@@ -241,7 +242,11 @@ class UsageKeeper(_Cached):
         self._now = self._now + used
 
     def save(self) -> None:
-        """Write the counts to the user cache if this run added any. Write errors are ignored."""
+        """Write to the user cache how many tokens used each expert, for later runs.
+
+        Nothing is written if this run added no counts, or if the setting `remember` is off. Write
+        errors are ignored.
+        """
         if not self._now.any() or not self._remember:
             return
         self._known, self._now = self._known + self._now, self._none

@@ -16,10 +16,11 @@ _HEAD_BYTES = 1024
 
 
 def path_of(text: str) -> Path:
-    """Return the path that a user typed or dropped.
+    """Return the path that a user typed, or dropped on the terminal.
 
-    A text in quotes, with backslashes before special characters, or with file:// is read as
-    terminals write it, unless a file has this very name.
+    A text that is the name of an existing file is returned unchanged, except that ~ is expanded.
+    Otherwise quotes, backslashes and file:// URLs are decoded. Terminals write dropped paths in
+    these forms.
     """
     path = os.path.expanduser(text)
     words = [] if os.path.exists(path) else _words(text)

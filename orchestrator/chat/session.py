@@ -235,11 +235,15 @@ class Session(Closing):
     def answer(
         self, text: str, on_prefill: Prefill | None = None, images: Sequence[str] = ()
     ) -> Iterator[Piece]:
-        """Yield the pieces of the answer to the user's message `text` about `images`, data: URLs.
+        """Send a message of the user to the model, and yield the pieces of the answer.
 
-        `stop` ends the answer early; the text so far is kept as the answer. If the runtime fails or
-        gives no answer, the message is removed again, so that user and assistant always alternate.
-        `on_prefill` is called while the prompt is read.
+        Both are added to `messages`. If the runtime fails or gives no answer, the message is
+        removed again. The method `stop` ends the answer early, and keeps the text so far.
+
+        text: the message.
+        on_prefill: called while the prompt is read. Its arguments are a function that returns the
+            number of tokens read by now, and the number of tokens to read.
+        images: images in the message, as data: URLs.
         """
         self.stopped = False
         return self._answered(content_of(text, images), on_prefill)

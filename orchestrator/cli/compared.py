@@ -35,7 +35,11 @@ def number(value: float | None) -> str:
 
 
 def up_to(least: float | None, most: float | None) -> str:
-    """Format a predicted number, or a range if the two numbers differ clearly."""
+    """Format a predicted number as text, such as "12", or as a range, such as "12-20".
+
+    The range is from `least` to `most`. Only `least` is shown if `most` is None or hardly larger.
+    The text is "-" if `least` is None.
+    """
     if least is None or most is None or most < _DIFFER * least:
         return number(least)
     return f"{number(least)}-{number(most)}"

@@ -32,20 +32,15 @@ def examine(
 ) -> tuple[dict[str, Any], Frontier | None]:
     """Measure this machine, and predict how a model would run on it. This takes some seconds.
 
-    begins: called with the name of each measurement. disk: speed of the disk that would hold the
-    model, if its file is not on this machine.
+    begins: called with the name of each measurement.
+    disk: speed of the disk for a model that is not on this machine.
 
-    Returns (facts, plans). The plans are the policies and settings with which the model fits in
-    memory, with their predicted speed and quality loss. They are None on a GPU, or if no plan fits.
-    The facts are JSON values by name. Some of them:
+    Returns (facts, plans). The plans are settings with which the model fits in memory, with their
+    predicted speed and quality loss. They are None if no plan fits, or with a GPU, because speeds
+    are predicted only for the CPU. The facts are JSON values by name, including `plan`, a text
+    about the chosen plan.
 
-    - gpu_note: why no GPU is used, or that the machine has several.
-    - plan: the plan with which the model would run, or None if no plan fits.
-    - plan_note: the reason if no plan fits.
-    - kl: the quality loss of the plan.
-    - notes: further messages for the user.
-
-    Raises MoeEdgeError if the model cannot be read, and OSError if the disk cannot be measured.
+    Raises MoeEdgeError if the model cannot be read, OSError if the disk cannot be measured.
     """
     bindings, config = Bindings.load(), request.config
     threads = config.n_threads

@@ -48,18 +48,20 @@ if TYPE_CHECKING:
     from orchestrator.lab.calibrate.methods import Method
 
 
-class Measurement(Command):
-    """The command that runs one benchmark.
+class BenchmarkCommand(Command):
+    """A click command, such as `moe-edge bench NAME`, that runs one benchmark.
 
-    experiment: the name of the benchmark.
+    Its options are those that the benchmark declares.
+
+    benchmark: the name of the benchmark.
     """
 
-    experiment = ""
+    benchmark = ""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         """Return the options of the benchmark. The first call imports the benchmark's module."""
         if not self.params:
-            experiment = load(self.experiment)
+            experiment = load(self.benchmark)
             for declared in experiment.options.declared().values():
                 if declared.option:
                     option_of(declared)(self)
@@ -67,7 +69,7 @@ class Measurement(Command):
         return super().get_params(ctx)
 
 
-class Measurements(Measurement, Group):
+class BenchmarkGroup(BenchmarkCommand, Group):
     """The command `moe-edge bench`: a default benchmark, with other benchmarks as subcommands."""
 
 
@@ -81,7 +83,7 @@ def _measure(name: str, as_json: bool, **options: Any) -> None:
 
 
 @click.group(
-    cls=Measurements,
+    cls=BenchmarkGroup,
     invoke_without_command=True,
     help=BENCHMARKS[""].help,
 )
@@ -101,13 +103,13 @@ def bench(ctx: click.Context, /, **options: Any) -> None:
 
 for _name, _place in BENCHMARKS.items():
     if _name:
-        _command = Measurement(
+        _command = BenchmarkCommand(
             _name,
             callback=partial(_measure, _name),
             help=_place.help,
             short_help=_place.help.split("\n")[0],
         )
-        _command.experiment = _name
+        _command.benchmark = _name
         bench.add_command(_command)
 
 

@@ -46,10 +46,11 @@ class NamedPath(click.Path):
 
 
 class NewPath(NamedPath):
-    """The type of an option or argument that names an output file.
+    """The click type of an option or argument that names an output file.
 
-    An existing file is refused, unless --force was given. The command is complete when the last of
-    its output files is written. An interrupt (Ctrl-C) after that has no effect.
+    An existing file is refused, unless --force was given. The last accepted path counts as the last
+    output of the command. After that file is written, the command is complete, and Ctrl-C has no
+    effect.
     """
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
@@ -131,12 +132,14 @@ _VALUES: dict[str, dict[str, Any]] = {
 
 
 def option(said: str, help: str, **more: Any) -> Decorator:
-    """Return a decorator that adds an option to a command.
+    """Return a decorator that adds an option to a click command.
 
-    said: the option as in the help, such as `-p --prompt TEXT`. If the last word is in capitals, it
-    stands for the value. If it is in lower case without dashes, it is the name of the parameter. An
-    option without a value and without a type is a flag. more: arguments of click.option, and the
-    group of the option in the help.
+    said: the names of the option, such as `-p --prompt TEXT` or `--json as_json`. A last word in
+        capitals is the placeholder of the value in the help. A last word in lower case without
+        dashes is the name of the function's parameter. Without a placeholder and a type, the option
+        is a flag.
+    help: the text in the help.
+    more: arguments of click.option, and `group`, the option's heading in the help.
     """
     names = said.split()
     if names[-1][0].isupper():
@@ -271,9 +274,11 @@ _MODEL = [each for each in _OWN if not (each.answer or each.conversation)]
 
 
 def options_of_model(none: str | None = None) -> Decorator:
-    """Return the decorator that adds the options that choose a model and how the model runs.
+    """Return a decorator that adds the options that choose a model and how the model runs.
 
-    none: the text that the help shows as the default of -m. An example is "a table".
+    none: the text after "default:" in the help of -m, which names the model. For example, `moe-edge
+        plan` without a model prints a table of models, so its text is "a table". None keeps the
+        usual text.
     """
     own = [
         replace(each, shown=none or each.shown) if each.name == "model" else each for each in _MODEL
@@ -393,8 +398,8 @@ def quantizer(source: Path, options: dict[str, Any]) -> Iterator[ExpertQuantizer
 def chosen_method(options: dict[str, Any], has_text: bool = False) -> Method:
     """Return the quantization method that the options of a command request.
 
-    has_text: whether the command has a default calibration text. Raises UsageError for options that
-    need a text if no text was given.
+    has_text: whether the command has a calibration text even without --calib. If it has no such
+        text, --calib-tokens and --ram raise UsageError unless --calib is given.
     """
     from orchestrator.lab.calibrate.methods import Method
 

@@ -122,11 +122,11 @@ def export(source: Path, target: Path, tier: str, keep_types: bool) -> None:
 @THREADS
 @FORCE
 def convert(source: str, target: Path, tiers: str, **options: Any) -> None:
-    """Convert a checkpoint to a packed file with experts in several precisions.
+    """Convert a checkpoint to a packed file, with experts in the precisions of --tiers.
 
     SRC is a folder of a transformers checkpoint, or hf:OWNER/NAME[@REVISION]. A GGUF is packed like
-    with `moe-edge pack`. Methods that read a calibration text need a model that runs: convert to
-    f16 first, then pack the result.
+    with `moe-edge pack`. Quantization methods with a calibration text need a GGUF. To use them,
+    convert with --tiers f16, and then run `moe-edge pack` on the result.
     """
     from gguf_tools.convert import convert as run
     from gguf_tools.convert.converting import check_arguments

@@ -104,8 +104,9 @@ def trace(
 def replay(file: Path, as_json: bool, **options: Any) -> None:
     """Replay a trace with another policy, memory size or disk, without a model.
 
-    The result is compared with the policy lru, with an upper bound for any cache, and with the
-    recorded run.
+    The hit rates and times are compared with those of the policy lru, of the recorded run, and of
+    an optimal cache. The optimal cache knows all later requests. Its hit rate is an upper bound for
+    caches that load experts on demand.
     """
     from orchestrator.native.llama import Bindings
 

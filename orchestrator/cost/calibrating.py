@@ -60,10 +60,12 @@ class CalibrationTime(NamedTuple):
 
     @classmethod
     def of(cls, model: ExpertModel, config: Config, n_tokens: int = TOKENS) -> CalibrationTime:
-        """Predict the duration of a calibration with a text of n_tokens tokens.
+        """Predict the duration of `moe-edge calibrate` for a model and a text of n_tokens tokens.
 
-        config: sets the number of threads, and selects the saved speed of the disk. The function
-        takes some milliseconds to test the processor.
+        The function tests the processor for some milliseconds. The disk speed is taken from earlier
+        measurements in the user cache. Without them, a default speed is assumed.
+
+        config: determines the numbers of threads for computing and for reading.
         """
         threads = config.n_threads
         flops = _processor_flops() * threads / max(threads, usable_cores())

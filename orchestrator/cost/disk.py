@@ -98,13 +98,20 @@ class Bandwidth(NamedTuple):
 
     @property
     def at_first(self) -> Bandwidth:
-        """A copy of this bandwidth for reads of bytes that have not been read for a long time."""
+        """A copy of this bandwidth for reads of bytes that no cache holds.
+
+        Caches do not hold bytes that have not been read for a long time. In the copy, bytes_per_s
+        has the value of first_bytes_per_s, if that is known. It is often lower.
+        """
         return self._replace(bytes_per_s=self.first_bytes_per_s or self.bytes_per_s)
 
     def with_compute_threads(self, config: Config) -> Bandwidth:
-        """Return this bandwidth for reads that run at the same time as compute threads.
+        """Return a copy of this bandwidth for reads that run at the same time as compute threads.
 
-        If the compute threads leave a core free, reads do not delay them, and core_s_per_byte is 0.
+        If the compute threads leave a core free, reads do not delay them. The field
+        core_s_per_byte, the delay per byte read, is then 0. Otherwise it is unchanged.
+
+        config: determines the number of compute threads.
         """
         shares_cores = (config.n_threads) >= usable_cores()
         return self._replace(core_s_per_byte=self.core_s_per_byte if shares_cores else 0.0)
@@ -181,11 +188,14 @@ def _open_direct(path: Path) -> tuple[int, bool]:
 def read_bandwidth(
     model: ExpertModel, *, tier: int = 0, threads: int = 4, seconds: float = 1.5, seed: int = 0
 ) -> Bandwidth:
-    """Measure the bandwidth of a model's disk by reading experts of one tier for some seconds.
+    """Measure the bandwidth of a model's disk by reading experts for some seconds.
 
-    The reads are those of an expert store in which every expert misses. They run in several
-    threads. The result is an upper bound for a store with as many I/O threads, because nothing else
-    runs during the measurement. Raises OSError if a read fails.
+    Several threads read randomly chosen experts, layer by layer, as an expert store does if no
+    expert is in memory. Nothing else runs, so the result is an upper bound for a store with the
+    same number of I/O threads. Raises OSError if a read fails.
+
+    tier: index of the precision that is read. 0 is the best.
+    seed: seed of the random choice.
     """
     files = {path: _open_direct(path) for path in set(model.files)}
     direct = all(is_direct for _, is_direct in files.values())
@@ -300,9 +310,10 @@ def bytes_per_s(
 
 
 def device_of(path: Path) -> int:
-    """Return the number of the device whose file system holds a file.
+    """Return the device number (st_dev) of the file system that holds a file.
 
-    The number tells devices apart that are mounted at the same path at different times.
+    A saved measurement of a disk is stored with this number. If another disk is later mounted at
+    the same path, the number usually differs.
     """
     return path.stat().st_dev
 

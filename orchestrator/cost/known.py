@@ -100,11 +100,16 @@ class Known:
 
 
 def known_here(request: PlanRequest, begins: Callable[[str, float | None], None]) -> Known:
-    """Return the table of known models for this machine.
+    """Return a table that predicts how popular MoE models would run on this machine.
 
-    The table is read from the user cache, or computed in some seconds. begins: called with the name
-    of the current activity and its progress. Raises ConfigError for settings of a single model,
-    OSError if the disk cannot be measured, and NativeError without the library.
+    The models are those in `gguf_tools.known`. The table is read from the user cache, or computed
+    in some seconds.
+
+    begins: called with the name of the current activity, and with its progress from 0 to 1 or None.
+
+    Raises ConfigError if the request has settings for one particular model or for a GPU, such as
+    --low-tier. Raises OSError if the disk cannot be measured, and NativeError without the native
+    library.
     """
     config = request.config
     check_several(config)

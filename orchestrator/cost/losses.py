@@ -74,15 +74,18 @@ class TablePrecision(NamedTuple):
 class Fit(NamedTuple):
     """Factors that convert errors of experts' outputs into quality loss (KL divergence) in nats.
 
-    - factors: one factor for each layer, in nats per mean squared error.
-    - tiers: the precisions with which the quality loss was measured for the fit.
-    - text: a description of the text used for the fit.
-    - error: the standard error of the logarithm of a predicted mean loss.
-    - scales: a multiplier for each of `tiers`, in addition to `factors`; empty if all are 1.
-    - spread: percentiles 10 and 90 of the ratio of measured to fitted loss, over windows of the
+    If an expert is computed in a tier (precision), a token loses the product of four numbers: the
+    mean squared error of the expert's output, its squared gate weight, the factor of its layer, and
+    the scale of the tier.
+
+    - factors: the factor of each layer.
+    - tiers, scales: the tiers, including "skip", and their scales. If `scales` is empty, all are 1.
+    - text: a description of the text on which the loss was measured.
+    - error: the standard error of log(measured loss / fitted loss) for the whole text.
+    - spread: percentiles 10 and 90 of measured loss / fitted loss for the windows (pieces) of the
       text.
-    - routing: the minimum and maximum of the mean surprise in a window of the text, with a margin.
-      The surprise is high if rarely used experts are used (see orchestrator.allocation.estimate).
+    - routing: limits of a window's mean surprise, which is high if rarely used experts are used
+      (see orchestrator.allocation.estimate).
     """
 
     factors: tuple[float, ...]
@@ -176,11 +179,13 @@ class LossTable:
         return np.array([*scales, known[SKIP_TIER]])
 
     def estimate(self, names: Sequence[str], base: str | None = None) -> KlEstimate | None:
-        """Return an estimator of the quality loss of the named tiers, which are given best first.
+        """Return an estimator of the quality loss if experts have the named precisions (tiers).
 
-        The loss is against the tier `base`, by default the first named tier. The result is None if
-        the table has no conversion to nats (`fit`), no gate weights, or no errors for one of the
-        tiers.
+        The loss is the KL divergence, in nats, from a model with all experts in the tier `base`.
+        names: the tiers, best first. base: the name of a tier, by default the first of `names`.
+
+        The result is None if this table lacks one of the tiers, the gate weights, or the factors
+        that convert its errors into nats (`fit`).
         """
         base = names[0] if base is None else base
         costs = self.costs([*names, base])
@@ -476,15 +481,16 @@ def started(placement: Placement, uses: np.ndarray | None = None) -> np.ndarray:
 
 
 def foreseen(plan: Plan, uses: np.ndarray, estimate: KlEstimate | None, base: str) -> Foreseen:
-    """Predict the quality loss of a plan.
+    """Return the predicted quality loss of a plan, a KL divergence in nats per token.
 
-    - uses: how often a token uses each expert, [n_layers, n_expert].
-    - estimate: the losses of all precisions of the file, best first, or None if they are unknown.
+    The divergence is from the model with every expert in the file's best precision.
+
+    - uses: the probability that a token uses each expert, [n_layers, n_expert].
+    - estimate: estimates the loss for all precisions of the file; None if unknown.
     - base: the name of the best precision.
 
-    A policy with a loss budget is assumed to use the whole budget. If the policy chooses between
-    precisions for each token, the result is an upper bound. Such a policy uses low precisions where
-    the gate weights are small, so it loses less than predicted.
+    A policy with a loss budget is assumed to use all of it. For a policy that uses several
+    precisions for one token, the result is an upper bound.
     """
     placement = plan.placement
     if placement is not None and placement.wants.all_resident:
@@ -520,12 +526,14 @@ class LossModel:
         self.note: str | None = None
 
     def recall(self, tiers: Sequence[str], per_use: bool = False) -> np.ndarray | None:
-        """Return the loss of each expert in these tiers, float64 [n_layers, n_expert, n_tiers].
+        """Return the loss of each expert in these tiers (precisions) from the model's loss table.
 
-        Tiers are precisions. The loss is the mean squared error of the expert's output. per_use:
-        return the loss of one use of the expert in nats instead, if the table can convert errors to
-        nats. The result is None if the losses are unknown. Raises ConfigError if a table that the
-        user named cannot be used.
+        The result is float64 [n_layers, n_expert, n_tiers]. It is None if the table is missing or
+        lacks one of the tiers.
+
+        The loss is the mean squared error of the expert's output. With per_use, it is the quality
+        loss of one use of the expert by a token, in nats. Without a conversion to nats in the
+        table, per_use is ignored. Raises ConfigError if a table that the user named cannot be used.
         """
         table, why = self._loaded
         self.note = None
@@ -635,10 +643,12 @@ class LossModel:
             estimate = self.estimate(plan.tier_names)  # a table that lacks the other tiers
         return foreseen(plan, uses, estimate, best)
 
-    def skips(self, plan: Plan) -> Skips | None:
-        """Return the loss budget of a plan's policy, or None if the policy has no loss budget.
+    def skip_budget(self, plan: Plan) -> Skips | None:
+        """Return the quality loss that the policy of a plan may cause by skipping experts.
 
-        Raises ConfigError if the losses of the plan's tiers are unknown.
+        The result has the maximum loss in nats per token (the loss budget), and the loss of
+        skipping each expert once. It is None if the policy has no loss budget. Raises ConfigError
+        if the losses of the plan's tiers (precisions) are unknown.
         """
         allowed = plan.placement.spends if plan.placement else None
         if allowed is None:

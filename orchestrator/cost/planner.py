@@ -51,12 +51,13 @@ _WORTH_SAYING = 1.1
 
 
 class ResolvedPlan(NamedTuple):
-    """The plan with which a model runs on this machine.
+    """The memory plan with which a model runs on this machine, and its predicted quality loss.
 
-    - request: the configuration and the needs of the front end. If the user allowed a loss, the
-      configuration has the settings that the planner chose to meet it.
+    - request: the configuration, and the memory and sequences that the front end (for example the
+      server) needs. If the user allowed a quality loss, the configuration has the settings that the
+      planner chose within this loss.
     - plan: the memory plan.
-    - loses: the predicted quality loss.
+    - loses: the predicted quality loss of the plan.
     """
 
     request: PlanRequest
@@ -140,11 +141,13 @@ class Planner:
         return self.compared(config)
 
     def compared(self, config: Config) -> ResolvedPlan:
-        """Return the plan with which the model runs under these settings.
+        """Return the plan with which the model runs under these settings, even if some are unused.
 
-        Options that have no effect with the policy are ignored, so that a command can compare
-        policies. Raises BudgetError if the model does not fit, and ConfigError for an allowed loss
-        without a loss table.
+        Unlike `runs`, this method accepts options that have no effect with the policy of `config`.
+        A command that compares policies can thus use the same options for each policy.
+
+        Raises BudgetError if the model does not fit in memory. Raises ConfigError if the user
+        allows a quality loss, but the model has no loss table.
         """
         if config.policy is None and config.given(ALLOWED_LOSS) is not None:
             found = self._frontier(config)
@@ -297,14 +300,15 @@ class Planner:
         return known_uses(self.request.config, self._model)[0]
 
     def frontier(self, config: Config) -> Frontier:
-        """Return all plans for a configuration, with their predicted speed and quality loss.
+        """Return the plans for a configuration that fit in memory, with predicted speed and loss.
 
-        If the configuration names a policy, the result has only the plan of that policy. Missing
-        timings of this machine are measured.
+        A plan is a policy with its settings. If the configuration names a policy, the result has
+        only one plan. Operations that were never timed on this machine are timed now.
 
         Raises BudgetError if no plan fits, and OSError if the disk cannot be measured. Raises
-        ConfigError for a GPU, and for an option without effect. If the user allowed a loss, also
-        raises ConfigError if no plan meets it, or if the loss table does not cover the plans.
+        ConfigError if the configuration uses a GPU or has an option without effect. Also raises
+        ConfigError if every plan exceeds the allowed quality loss, or if this loss cannot be
+        predicted.
         """
         if config.policy is not None:
             runs = self.runs(config)
@@ -356,11 +360,15 @@ class Planner:
     ) -> Candidate:
         """Predict the speed and the quality loss of a plan.
 
-        times: predicts the times of plans. runs: the plan. asked: the settings that select this
-        plan, which become `settings` of the result. Raises NativeError if a timing fails, or if it
-        is missing and may not be measured.
+        - times: predicts the times of plans on this machine.
+        - runs: the plan.
+        - asked: the settings that select this plan. They become `settings` of the result.
+
+        Raises NativeError if an operation of the model, such as a matrix product, was never timed
+        on this machine and cannot be timed now. This is also the case if `times` was made with
+        measures=False.
         """
-        plan, skips = runs.plan, self.losses.skips(runs.plan)
+        plan, skips = runs.plan, self.losses.skip_budget(runs.plan)
         short = times.of_plan(plan, runs.config, skips)
         token_ms = {}
         for n in (n for n in LENGTHS if n <= plan.n_ctx):
@@ -390,11 +398,14 @@ class Planner:
 
     @contextmanager
     def times(self, measures: bool = True) -> Iterator[TimeModel]:
-        """Yield the model that predicts the times of plans on this machine.
+        """A context manager for a TimeModel, which predicts how fast plans run on this machine.
 
-        measures: whether missing timings may be measured. Otherwise, a missing timing of the
-        processor raises NativeError when it is used. Raises ConfigError with a GPU. Raises OSError
-        if the disk cannot be measured, or if its speed is missing and may not be measured.
+        New timings are stored when the `with` block ends. measures: whether operations that were
+        never timed may be timed now. If it is False, a prediction that needs an unknown time raises
+        NativeError.
+
+        Raises ConfigError if the configuration uses a GPU, because only CPU times are predicted.
+        Raises OSError if the speed of the disk is unknown and cannot or may not be measured.
         """
         if self.gpu:
             raise ConfigError(
@@ -421,11 +432,12 @@ class KnownHistory(History):
         return self._hotness.recall()
 
     def losses(self, tiers: Sequence[str], per_use: bool = False) -> np.ndarray | None:
-        """Return the loss of each expert in these tiers, or None if it is unknown.
+        """Return the loss of each expert in these tiers (precisions), or None if it is unknown.
 
-        The result is float64 [n_layers, n_expert, n_tiers]. per_use: the loss is per use with the
-        expert's usual gate weights. Raises ConfigError if a loss table that the user named cannot
-        be used.
+        The result is float64 [n_layers, n_expert, n_tiers]. The loss is the mean squared error of
+        the expert's output. With per_use, it is the quality loss of one use of the expert by a
+        token, in nats. If the loss table cannot convert errors into nats, per_use is ignored.
+        Raises ConfigError if a loss table that the user named cannot be used.
         """
         return self._losses.recall(tiers, per_use)
 

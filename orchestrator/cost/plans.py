@@ -85,19 +85,23 @@ class Candidate:
         return (self.policy, self.tiers, self.kl) == (other.policy, other.tiers, other.kl)
 
     def is_asked_by(self, settings: Mapping[str, Any] | None) -> bool:
-        """Return whether this plan has the given settings, apart from its loss budget.
+        """Return whether the given settings are the settings of this plan.
 
-        The loss budget is ignored, because it depends on the expert usage in earlier runs.
+        settings: the values by name, without max_loss. If it is None, the result is False.
+
+        The setting max_loss of this plan (the quality loss that its policy may cause) is not
+        compared, because it depends on how often earlier runs used each expert.
         """
         mine = {name: value for name, value in self.settings.items() if name != ALLOWED_LOSS}
         return mine == settings
 
     @property
     def is_redundant(self) -> bool:
-        """Whether this plan is left out of the list of plans.
+        """Whether this plan is left out of the list of plans, because it has no advantage.
 
-        Two kinds of plans with every expert in memory are left out: those with only one tier
-        (precision), because the baseline policy computes the same, and those with a loss budget.
+        Only plans with every expert in memory are left out. If such a plan has a single tier
+        (precision), it computes the same as the plan of the baseline policy. If such a plan has a
+        loss budget, the budget has no use, because it is for experts that are not in memory.
         """
         alone = len(self.tiers) == 1 and self.policy not in (PLAIN, BASELINE)
         return self.resident and (alone or ALLOWED_LOSS in self.settings)
@@ -128,14 +132,18 @@ class Frontier:
         before: Mapping[str, Any] | None = None,
         may_switch: bool = False,
     ) -> Frontier:
-        """Sort plans, omit redundant ones, and choose the plan that runs.
+        """Sort plans by predicted speed, and choose the plan with which the model will run.
 
-        usual: the plan that runs without an allowed loss. best_tier: name of the file's best
-        precision. allowed: the allowed loss in nats per token, or None. before: settings of the
-        plan that was chosen the last time. may_switch: a clearly faster lossless plan replaces
-        `usual`.
+        - found: the plans. Redundant plans (`is_redundant`) and duplicates are left out.
+        - usual: the plan for the user's options if no quality loss is allowed.
+        - best_tier: the name of the file's best precision.
+        - allowed: the allowed loss in nats per token. The fastest plan within it is chosen. With
+          None, `usual` is chosen.
+        - before: the settings of the previously chosen plan. Only a clearly faster plan replaces
+          it.
+        - may_switch: a clearly faster plan with the same output may replace `usual`.
 
-        Raises ConfigError if no plan meets the allowed loss.
+        Raises ConfigError if every plan loses more than `allowed`.
         """
         shown: list[Candidate] = []
         for each in found:
@@ -183,9 +191,11 @@ def _gain(faster: Candidate, slower: Candidate) -> str:
 
 
 def faster_lossless(usual: Candidate, found: Sequence[Candidate]) -> Candidate:
-    """Return the fastest lossless plan that computes the same result as `usual`.
+    """Return the fastest of the plans `found` that gives the same output as `usual`.
 
-    The result is `usual` itself unless the other plan is clearly faster (CLEARLY_FASTER).
+    Return `usual` itself if no such plan is clearly faster (by the factor CLEARLY_FASTER). Two
+    plans give the same output if both are lossless and have the same tiers (precisions). So the
+    result is also `usual` if `usual` is not lossless.
     """
     first = min(_equals(usual, found), key=lambda each: each.token_ms)
     return first if usual.token_ms > CLEARLY_FASTER * first.token_ms else usual
@@ -208,7 +218,7 @@ def choose(
 
     Of several plans that are about equally fast (AS_FAST), the least lossy one is chosen. before:
     the settings of the plan that was chosen the last time, or None. That plan stays chosen unless
-    another plan is clearly faster (AGREE). Raises ConfigError if no plan is within the allowed
+    another plan is clearly faster (REPLACES). Raises ConfigError if no plan is within the allowed
     loss.
     """
     within = [each for each in found if each.kl is not None and each.kl <= allowed * _ROUNDING]
@@ -241,11 +251,14 @@ def _marked(found: Sequence[Candidate]) -> list[Candidate]:
 def settings_of_plans(
     config: Config, model: ExpertModel, left: Mapping[str, float] | None
 ) -> list[dict[str, Any]]:
-    """Return the settings of each plan that is possible with the installed policies and the file.
+    """Return the settings of each possible plan for a model file, one dictionary for each plan.
 
-    The result has one dictionary of settings for each plan. left: the loss budget of a plan, by the
-    name of its best tier (precision). It is the allowed loss minus the loss of using this tier for
-    all experts, in nats per token. None means that no loss is allowed.
+    A plan is an installed policy with precisions (tiers) of the file. `config` may limit them.
+
+    left: maps each tier to a loss budget in nats per token, or None if the user allows no loss. The
+    budget is the allowed loss minus the loss of computing every expert in this tier. A policy whose
+    best tier this is may cause that further loss. With None, policies that need a budget are left
+    out.
     """
     every = [tier.name for tier in model.tiers]
     names = every
@@ -306,16 +319,20 @@ class TakenPlans:
         self._path = cached_path(model, "plans")
 
     def recall(self) -> Mapping[str, Any] | None:
-        """Return the settings of the plan that was chosen for this request before.
+        """Return the settings of the plan that an earlier command chose for the same request.
 
-        The setting max_loss (the loss budget) is left out. The result is None if no plan was chosen
-        for this request.
+        The request is the one with which this object was made. The result maps names to values,
+        without max_loss (the loss budget). It is None if no such plan is stored.
         """
         found = recalled(self._path, _FORMAT, "taken").get(self._key)
         return found if isinstance(found, dict) else None
 
     def keep(self, settings: Mapping[str, Any]) -> None:
-        """Store the settings of the chosen plan, without its loss budget."""
+        """Store the settings of the chosen plan in the user cache, where `recall` finds them.
+
+        settings: the values by name. The setting max_loss (the quality loss that the policy may
+        cause) is not stored, because it is computed again for each run.
+        """
         known = recalled(self._path, _FORMAT, "taken")
         known.pop(self._key, None)
         known[self._key] = {k: v for k, v in settings.items() if k != ALLOWED_LOSS}

@@ -134,10 +134,11 @@ class Timer(GgmlFunctions, Closing):
         return None
 
     def seconds(self, what: Product | Small | Attention) -> float:
-        """Return the seconds that one product, operation or attention takes.
+        """Time an operation with ggml, and return the seconds that the operation takes.
 
-        The measurement temporarily allocates pool_bytes and some MiB of memory. Raises NativeError
-        if ggml cannot compute the operation.
+        what: a matrix product, the attention of one layer, or an operation without weights (Small),
+        such as a norm. The timing temporarily allocates memory: about `pool_bytes` (an argument of
+        the constructor) and some MiB more. Raises NativeError if ggml cannot compute the operation.
         """
         if isinstance(what, Small):
             return self._small(what)

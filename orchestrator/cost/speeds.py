@@ -101,9 +101,10 @@ class Timing(NamedTuple):
 
 
 class Timings:
-    """Timings of operations, each under a key (a text) that identifies the operation.
+    """Timings of operations on this machine. A key, which is a text, identifies each operation.
 
-    Only timings that are valid at the time `now` are kept.
+    The constructor receives the present time as `now`. It drops timings that are older than 30 days
+    (OLD_S) or that are from the future.
     """
 
     def __init__(self, now: float, of: Mapping[str, Timing] | None = None) -> None:
@@ -136,20 +137,28 @@ class Timings:
         return self.of[key].seconds if key in self.of else None
 
     def is_due(self, key: str, n_needed: int = QUIET_TIMINGS) -> bool:
-        """Return whether to time an operation now.
+        """Return whether the operation with this key should be timed now.
 
-        A machine is quiet if hardly any other program runs. An operation is timed until `n_needed`
-        of its timings were made on a quiet machine, but at most once in ten minutes (APART_S).
+        The result is True if the operation was never timed. It is also True if two conditions hold:
+        fewer than `n_needed` of its timings were made on a quiet machine, and the last timing is at
+        least ten minutes old (APART_S). A machine is quiet if hardly any other program runs.
         """
         kept = self.of.get(key)
         return kept is None or (kept.n_quiet < n_needed and self._now - kept.at >= APART_S)
 
     def was_quiet(self, key: str) -> bool:
-        """Return whether any timing of an operation was made on a quiet machine."""
+        """Return whether any timing of the operation with this key was made on a quiet machine.
+
+        A machine is quiet if hardly any other program runs.
+        """
         return key in self.of and self.of[key].n_quiet > 0
 
     def add(self, key: str, seconds: float, quiet: bool) -> None:
-        """Add a timing of an operation that was made now."""
+        """Add a new timing of the operation with this key.
+
+        seconds: the time that the operation took. quiet: whether hardly any other program ran
+        during the timing. The date of the timing is `now`, an argument of the constructor.
+        """
         kept = self.of.get(key, Timing(math.inf, 0, self._now))
         self.of[key] = Timing(min(seconds, kept.seconds), kept.n_quiet + quiet, self._now)
 
@@ -164,16 +173,17 @@ def _read(seconds: object, n_quiet: object, at: object) -> Timing:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """The time that each part of a model takes to compute on one machine, in seconds.
+    """The seconds that each part of a model takes to compute on one machine.
 
-    - expert_s: one expert, for each number of input rows in ROWS, float64 [n_layers, n_tiers,
-      len(ROWS)].
+    An axis of length len(ROWS) has one value for each number of rows in ROWS (1, 4, 16, 64, 256). A
+    row is the input of one token.
+
+    - expert_s: one expert, float64 [n_layers, n_tiers, len(ROWS)].
     - expert_bytes: bytes to read one expert, int64 [n_layers, n_tiers].
-    - dense_s: everything except the experts and the output matrix, for each number of tokens in
-      ROWS, float64 [len(ROWS)].
-    - output_s: the output matrix for one token.
-    - attention_s: attention of all layers, per token and KV cell. The first value is for steps with
-      one token, the second for steps with many tokens.
+    - dense_s: everything except the experts and the output matrix, float64 [len(ROWS)].
+    - output_s: the output matrix, for one token.
+    - attention_s: attention in all layers, per token and KV cell: a pair (in steps with one token,
+      in steps with many tokens).
     - step_s: the rest of a step, such as sampling.
     - asked_s: one call of the policy for a layer.
     """
@@ -236,10 +246,12 @@ class Speeds(Closing):
         return user_folder("cache") / "speed" / f"{name}.json"
 
     def seconds(self, what: Product | Small | Attention) -> float:
-        """Return the seconds of a product or another operation.
+        """Return the seconds that an operation takes on this machine.
 
-        Each operation is timed at most once, until `time_again` is called. Raises NativeError if
-        the operation cannot be timed.
+        what: a matrix product, the attention of one layer, or an operation without weights (Small),
+        such as a norm. If the stored timings of the operation do not suffice, the operation is
+        timed now. Later calls return the same seconds until `time_again` is called. Raises
+        NativeError if the operation cannot be timed.
         """
         what, scale = _stands_for(what) if self._rough else (what, 1.0)
         key = f"{type(what).__name__} {' '.join(map(str, map(int, what)))}"
@@ -257,11 +269,11 @@ class Speeds(Closing):
         return self._used[key] * scale
 
     def time_again(self) -> bool:
-        """Time operations again, so that the result depends less on a single moment.
+        """Repeat recent timings, so that the results depend less on a single moment.
 
-        These are the operations for a single token that were timed since the last call. They are
-        timed one after another, in several rounds. The result is False if there were no such
-        operations. Raises NativeError if an operation cannot be timed.
+        Only operations on a single row (the input of one token) are repeated, if they were timed
+        since the previous call of time_again. They are timed in turns, in several rounds. Return
+        whether any operation was timed. Raises NativeError if an operation cannot be timed.
         """
         once, self._once = self._once, {}
         for _ in range(_ROUNDS - 1):
@@ -308,18 +320,27 @@ class Speeds(Closing):
 
     @property
     def disturbed(self) -> bool:
-        """Whether there is an operation for which other programs ran during each of its timings."""
+        """Whether other programs made the seconds of any operation uncertain.
+
+        An operation is uncertain if other programs ran during all of its timings. One undisturbed
+        timing suffices. All operations whose seconds this object has returned are considered.
+        """
         now = {key for key, rounds in self._measured.items() if _middle(rounds)[1]}
         before = set(filter(self._kept.was_quiet, self._used))
         return not self._used.keys() <= now | before
 
     def costs(self, model: ExpertModel, tiers: tuple[int, ...], layout: str) -> Costs:
-        """Return the seconds of a model's parts, with its experts in these tiers and this layout.
+        """Return the seconds that each part of a model takes to compute on this machine.
 
-        tiers: indices of the file's precisions. layout: the layout of the experts' weights in
-        memory. FILE is the layout of the file, OWN is the expert store's layout with interleaved
-        rows, and UPSTREAM is llama.cpp's repacked layout. Missing timings are measured, which takes
-        some seconds. Raises NativeError if an operation cannot be timed.
+        The parts are one expert of each layer, the other weights, attention, and the overhead of a
+        step.
+
+        - tiers: the precisions of the experts, as indices of the file's precisions.
+        - layout: the layout of experts in memory. FILE is that of the file, OWN is the expert
+          store's layout with interleaved rows, and UPSTREAM is llama.cpp's repacked layout.
+
+        Operations that were never timed are timed now, which takes some seconds. Raises NativeError
+        if an operation cannot be timed.
         """
         found = self._costs(model, tiers, layout)
         return self._costs(model, tiers, layout) if self.time_again() else found

@@ -51,17 +51,18 @@ _LEAST_SPARE_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class Residency:
-    """How often tokens use each expert, and how often the expert is then in memory (resident).
+    """How often tokens use each expert, and how often the expert is then in memory (a hit).
 
-    - uses: the probability that a token uses an expert, float64 [n_layers, n_expert]. Each row sums
-      to the number of experts per token.
+    A use is one expert for one token in one layer.
+
+    - uses: the probability that a token uses an expert, float64 [n_layers, n_expert].
     - mix: the fraction of an expert's uses in each tier (precision), float64 [n_layers, n_expert,
       n_tiers]. In its other uses, the expert is skipped.
-    - present: the fraction of an expert's uses that find it resident, [n_layers, n_expert].
-    - scanned: the fraction of the experts that is resident when a micro-batch of a long prompt
-      needs them. The first value is for the first micro-batch, the second for each later one.
-    - loaded: whether experts are read into memory before the first token.
-    - foreseen: the fraction of misses that is predicted one layer ahead.
+    - present: the fraction of hits among the uses without skips, [n_layers, n_expert].
+    - scanned: the fraction of experts that a long prompt finds in memory: a pair (for its first
+      micro-batch, for each later one).
+    - loaded: whether experts are read before the first token.
+    - foreseen: the fraction of misses that are predicted one layer ahead.
     """
 
     uses: np.ndarray
@@ -105,7 +106,7 @@ class PlanTime:
 
     @property
     def without_reads(self) -> PlanTime:
-        """The same plan on a disk that takes no time: only computing remains."""
+        """A copy of this predictor for a disk without delay, so that only computing takes time."""
         return replace(self, disk=Bandwidth(math.inf, latency_s=0.0))
 
     def token_s(self, cells: int = 0) -> float:
@@ -119,9 +120,9 @@ class PlanTime:
     def prompt_s(self, n_tokens: int, first: bool = False) -> float:
         """Return the predicted seconds until the answer to a prompt of n_tokens tokens begins.
 
-        first: the prompt is the first one after the start. It then finds only the experts that were
-        loaded at the start. Its first micro-batch reads bytes that have not been read for a long
-        time.
+        first: whether this is the first prompt after the start of the program. It takes longer for
+        two reasons. Only the experts that were loaded at the start are in memory. The first read of
+        a part of a file is often slower than later ones.
         """
         cold = first and not self.residency.loaded
         early = replace(self, disk=self.disk.at_first)
@@ -203,11 +204,13 @@ class PlanTime:
 
 
 def interpolated(curve: np.ndarray, rows: float | np.ndarray) -> np.ndarray:
-    """Return the seconds for a number of rows of activations, from measured seconds.
+    """Return the seconds that an operation takes for any number of rows, from measured seconds.
 
-    curve: the measured seconds for each number of rows in ROWS. The seconds are interpolated
-    between these numbers. Below the first number they are constant, and beyond the last one
-    proportional to the rows.
+    - curve: the measured seconds of the operation, [len(ROWS)]. Value i is for ROWS[i] rows.
+    - rows: the numbers of rows of activations, one row per token. The result has the same shape.
+
+    Between the numbers in ROWS, the seconds are interpolated linearly. Below the first number, they
+    are constant. Above the last number, they are proportional to the rows.
     """
     beyond = np.maximum(1.0, np.asarray(rows) / ROWS[-1])
     return np.asarray(np.interp(rows, ROWS, curve) * beyond)
@@ -260,18 +263,16 @@ def cached(
     mix: np.ndarray,
     foreseen: float = 0.0,
 ) -> Residency:
-    """Return the residency of a plan whose expert slots are least-recently-used caches.
+    """Predict how often experts are in memory if the expert slots are LRU caches.
 
-    A residency says how often tokens use each expert, and how often they find it in memory.
-
-    - uses: the probability that a token uses an expert.
-    - mix: the fraction of these uses in each tier (precision).
+    - shape, slots: the sizes of the model, and its expert slots.
+    - uses: the probability that a token uses each expert, [n_layers, n_expert].
+    - mix: the fraction of these uses in each tier (precision), [n_layers, n_expert, n_tiers].
     - foreseen: the fraction of misses that look-ahead predicts.
 
-    Uses are assumed to be independent. An expert is then in memory if it was used within the last t
-    tokens. The time t is chosen so that the expected number of experts in memory equals the number
-    of slots (Che, Tung and Wang 2002). A copy in a better tier than the requested one is also a
-    hit.
+    An expert is assumed to be in memory if one of the last t tokens used it. The number t is chosen
+    so that the slots are just full on average (Che, Tung and Wang 2002). A better tier than the
+    requested tier is also a hit.
     """
     rates = uses[:, :, None] * mix
     found = np.zeros_like(rates)
@@ -321,11 +322,15 @@ def recently_used(rates: np.ndarray, n_slots: int) -> np.ndarray:
 
 
 def scanned(share: float, several_layers: bool) -> tuple[float, float]:
-    """Return the fraction of experts that a long prompt finds in memory, as (first, later).
+    """Return the fractions of experts that a long prompt finds in memory, as (first, later).
 
-    first: the fraction for the first micro-batch. later: the fraction for each later micro-batch.
-    Each micro-batch uses all experts. share: slots per expert. several_layers: several layers share
-    the slots. If each layer has its own slots, both results are `share`, at most 1.
+    `first` is for the first micro-batch of the prompt, and `later` is for each following one. Each
+    micro-batch uses all experts.
+
+    - share: the number of expert slots divided by the number of experts.
+    - several_layers: whether several layers share the slots. If not, both results are `share`, at
+      most 1. If they share too few slots, early layers evict experts of later layers. Then `first`
+      is less than `share`, and `later` is 0.
     """
     # A layer with its own slots computes the experts in memory before it replaces any. If layers
     # share slots, each miss takes a slot that a later layer would have hit. Let y be the share of
@@ -339,17 +344,15 @@ def scanned(share: float, several_layers: bool) -> tuple[float, float]:
 
 
 def with_skips(known: Residency, skips: Skips, expert_bytes: np.ndarray) -> Residency:
-    """Return the residency of a plan whose policy skips some of the experts that are not in memory.
+    """Predict how often experts are used and in memory if a policy skips experts that are missing.
 
-    A residency says how often tokens use each expert, and how often they find it in memory.
-
-    - known: the residency without skipping.
-    - skips: the loss budget, which is used completely.
+    - known: the prediction without skipping.
+    - skips: the loss of skipping each expert, and the allowed loss, which is used completely.
     - expert_bytes: bytes to read one expert of each layer, [n_layers].
 
-    The experts with the least loss per byte are skipped first. At least one of each token's experts
-    in a layer is never skipped. The prediction is conservative, because the policy prefers uses
-    with small gates.
+    The experts with the least loss per byte are skipped first, but never all experts of a token in
+    a layer. The prediction assumes average gate weights. A real policy can skip more, because it
+    prefers experts with small gate weights.
     """
     asked = known.uses * known.mix.sum(axis=2)
     missing = asked * (1.0 - known.present)
@@ -452,14 +455,17 @@ class TimeModel:
         n_cells: int = 0,
         uses: np.ndarray | None = None,
     ) -> PlanTime:
-        """Return a predictor of the times of one plan.
+        """Return a predictor of the seconds per prompt and per token under one plan.
 
-        config: the configuration of the plan. skips: the loss budget of its policy, or None.
-        n_cells: tokens of context in use. uses: the probabilities that a token uses each expert, if
-        they differ from those of this object.
+        - config: the configuration of the plan.
+        - skips: the loss that the plan's policy may cause by skipping experts, or None if it skips
+          none.
+        - n_cells: the number of context tokens in use.
+        - uses: the probability that a token uses each expert, [n_layers, n_expert]; by default that
+          of this object.
 
-        Missing timings are measured, which takes some seconds. Raises NativeError if an operation
-        cannot be timed.
+        Operations that were never timed are timed now, which takes some seconds. Raises NativeError
+        if an operation cannot be timed.
         """
         uses = self.uses if uses is None else uses
         asked = False

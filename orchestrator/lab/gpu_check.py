@@ -110,7 +110,11 @@ class Outcome:
 
 
 class Folder:
-    """The folder with the outcomes of all steps so far, next to the report."""
+    """The saved outcomes of the steps of `moe-edge gpu-check`, in a folder next to its report.
+
+    A step is one test or one benchmark command. Outcomes of an earlier call are loaded, so that an
+    interrupted check can continue.
+    """
 
     def __init__(self, report: Path) -> None:
         self.report = report.resolve()
@@ -128,15 +132,19 @@ class Folder:
         return self.path / f"{step.slug}.log"
 
     def keep(self, step: Step, found: Outcome) -> None:
-        """Save the outcome of a step, and replace its earlier outcome."""
+        """Save the outcome of a step of the GPU check, which is one test or one command.
+
+        The outcome replaces an earlier outcome of the same step.
+        """
         self.known[step.slug] = found
         kept = {slug: asdict(each) for slug, each in self.known.items()}
         write_whole(self._file, json.dumps(kept))
 
     def outcomes(self) -> list[Outcome]:
-        """Return the outcomes of all steps that have begun, grouped by part.
+        """Return the outcomes of all steps (tests and commands) that have begun, ordered by part.
 
-        A step that was cut off has not saved its output, so it is read from the log file.
+        A part is a group of steps, such as "kernels". If a step was cut off, the output in its
+        outcome is read from the log file of the step.
         """
         found = []
         for slug, each in self.known.items():
@@ -147,7 +155,10 @@ class Folder:
         return sorted(found, key=lambda each: list(PARTS).index(each.part))
 
     def write(self, machine: str) -> None:
-        """Write the report with all outcomes so far. `machine` names the GPU."""
+        """Write the report of the GPU check with the outcomes of all tests and commands so far.
+
+        - machine: name of the GPU, or the reason why none can be used.
+        """
         write_whole(self.report, render(self.outcomes(), machine))
         os.sync()  # the user may have to switch off a machine that hangs
 
@@ -266,9 +277,11 @@ def find_tests(emulated: bool) -> list[Step]:
 
 
 def part_of(test: str) -> str:
-    """Return the part (group of steps) to which a test belongs, by the name of its file.
+    """Return the name of the group of GPU checks to which a test belongs, such as "kernels".
 
-    The default is "engine".
+    The file name of the test decides. The group of other files is "engine".
+
+    - test: the test as pytest names it, such as "tests/native/cuda/test_gpu.py::test_copies".
     """
     return next((part for part, (_, tests) in PARTS.items() if re.search(tests, test)), "engine")
 
@@ -380,7 +393,12 @@ def _kill_left_over(folder: Folder) -> None:
 
 
 def render(outcomes: Sequence[Outcome], machine: str) -> str:
-    """Format the report: a table of all steps, then the output of each step."""
+    """Format the report of the GPU check as Markdown.
+
+    The report has a table of all steps (tests and commands), and then the output of each step.
+
+    - machine: name of the GPU, or the reason why none can be used.
+    """
     lines = [
         "# GPU report",
         "",

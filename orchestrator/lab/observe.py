@@ -270,8 +270,12 @@ class CalibrationBudget(NamedTuple):
     use: str = "the calibration itself"
 
 
-def window_bytes(model: ExpertModel, n_ctx: int) -> int:
-    """Return the memory to process one layer's expert inputs for n_ctx tokens, in bytes."""
+def expert_input_bytes(model: ExpertModel, n_ctx: int) -> int:
+    """Return the size in bytes of the copies of one layer's expert inputs.
+
+    A program that observes a model holds several such copies while the model reads a batch of n_ctx
+    tokens.
+    """
     embd = model.hparams.embedding_length
     n_ff = max(shape[0] for layer in model.shapes if (shape := layer[DOWN]) is not None)
     return _COPIES * 4 * n_ctx * (embd + model.n_expert_used * n_ff)
@@ -288,14 +292,15 @@ def load_within(
 ) -> tuple[Model, Driver]:
     """Load a model within a memory cap. Returns the model and the driver of its expert store.
 
-    - stack: closes the model and the store.
-    - n_ctx: number of tokens that are evaluated in one batch.
+    The caller creates a llama.cpp context afterwards. The cap includes its memory.
+
+    - stack: frees the model and the store when it is closed.
+    - n_ctx: length of the context and size of its batch, in tokens.
     - budget: the memory cap; None means no cap.
-    - sequences: number of sequences that may decode in parallel, in addition to the first.
+    - sequences: number of sequences of the context, in addition to the first.
     - more: further settings of Config.build.
 
-    The caller creates the llama.cpp context. Raises BudgetError with the minimum cap if the cap is
-    too small.
+    Raises BudgetError with the minimum cap if the cap is too small.
     """
     with ExitStack() as own:
         model = own.enter_context(ExpertModel.open(path))

@@ -37,7 +37,11 @@ def check_process(ram: object) -> None:
 
 
 def opening(worker: Worker) -> None:
-    """Record that the model of this worker is open, or being loaded."""
+    """Record that this process has a further open model. Call this before the model is loaded.
+
+    `worker` is the thread that does the work of the model. The record is valid until `closed` is
+    called.
+    """
     _open.add(worker)
 
 

@@ -45,7 +45,11 @@ class Stops:
 
     @contextmanager
     def including(self, function: Callable[[], object]) -> Iterator[None]:
-        """Make calls of this object also call `function`, until the `with` block ends."""
+        """Register `function`, which can end the native work of a `with` block.
+
+        During the block, a call of this Stops object also calls `function`. The end of the block
+        removes the function.
+        """
         self._functions.append(function)
         try:
             yield
@@ -71,7 +75,10 @@ class Posted(Generic[T]):
         self.error: BaseException | None = None
 
     def run(self) -> None:
-        """Run the call and set `ended`. Call this on the worker's thread."""
+        """Run the function, store its result or its error, and set the event `ended`.
+
+        Call this on the worker's thread. If the function was cancelled, its result is discarded.
+        """
         try:
             with interrupts.cancellable(lambda: self._is_cancelled):
                 self.result = self._function()
@@ -85,9 +92,10 @@ class Posted(Generic[T]):
         self.ended.set()
 
     def cancel(self) -> bool:
-        """End the call soon and discard its result.
+        """Make the function end soon. Return False if it has already returned a result.
 
-        Return False if the call already has a result. The caller must then discard it with `drop`.
+        After False, the caller must run `drop` on the worker's thread to discard the result. After
+        True, the worker's thread discards any result by itself.
         """
         with self._lock:
             self._is_cancelled = True
@@ -166,7 +174,10 @@ class Worker:
         return call
 
     def end(self) -> None:
-        """End the thread after all earlier calls. Safe to call twice."""
+        """End the thread after it has run all functions that were given to `call` and `post`.
+
+        Returns at once. Safe to call twice.
+        """
         self._calls.put(None)
 
     def join(self) -> None:

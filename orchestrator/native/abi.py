@@ -233,10 +233,12 @@ class CTouched(ctypes.Structure):
 
 
 class CRoom(ctypes.Structure):
-    """The arguments and results of the callback that makes memory free for a batch (C struct).
+    """Arguments and results of the callback that frees memory before a batch is computed.
 
-    The callback writes two fields. at_once is the number of tokens to compute at a time (the
-    micro-batch size). drop_scratch tells whether unused scratch memory is freed first.
+    C struct. touched: the memory in use. n_bytes: size of a saved state that is about to be
+    restored. n_tokens: tokens in the batch. The callback sets at_once to the number of tokens to
+    compute at a time (the micro-batch size). It sets drop_scratch to 1 if scratch memory of earlier
+    batches must be freed before the batch is computed.
     """
 
     _fields_ = [

@@ -179,10 +179,11 @@ class ProductTime(NamedTuple):
 def measure_product(
     library: Library, quant: int, shape: tuple[int, int], threads: int
 ) -> ProductTime | None:
-    """Measure how long the host's threads need to multiply experts with one token.
+    """Measure the time in which the host's threads multiply an expert's matrix with one token.
 
-    quant: ggml's number of the quantization type. shape: (row length, number of rows). Returns None
-    if the host cannot multiply this type. Allocates 64 MiB during the measurement.
+    quant: ggml's number of the matrix's quantization type. shape: (row length, number of rows) of
+    the matrix. threads: number of threads. The result has times in microseconds. It is None if the
+    host cannot multiply this type. Allocates 64 MiB during the measurement.
     """
     each, wake = ctypes.c_double(), ctypes.c_double()
     outputs = ctypes.byref(each), ctypes.byref(wake)

@@ -242,9 +242,10 @@ class Model:
 
     @property
     def has_part(self) -> bool:
-        """Whether the model has a sliding window or recurrent layers.
+        """Whether truncating a sequence can require a checkpoint, a saved part of its state.
 
-        Its sequences then cannot be truncated at every position.
+        This is the case if the model has recurrent layers or a sliding window. Other models can
+        truncate a sequence at every position.
         """
         return self.is_recurrent or int(self.api.llama_model_n_swa(self.handle)) > 0
 

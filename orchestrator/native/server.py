@@ -60,12 +60,14 @@ class CServerConfig(ctypes.Structure):
 
 
 class CImages(ctypes.Structure):
-    """The needs of a model's images (C struct moe_edge_images). Sizes are in bytes.
+    """The memory and the tokens that images of a model need (C struct moe_edge_images).
 
-    weights, scratch: weights and temporary buffers of the image encoder. prepared: the largest
-    image after scaling. min_pixels: smaller images are enlarged to this size; 0 if the sizes are
-    fixed. part_tokens: most tokens of a tile, or of an image that is not cut into tiles. is_whole:
-    these must be computed in one micro-batch. n_embd: width of an image token.
+    - weights, scratch: bytes of the image encoder's weights and temporary buffers.
+    - prepared: bytes of the largest image after scaling.
+    - min_pixels: smaller images are enlarged to this number of pixels; 0 if the sizes are fixed.
+    - part_tokens: most tokens of a part, which is a tile of an image, or an image without tiles.
+    - is_whole: 1 if all tokens of a part must be computed in one micro-batch.
+    - n_embd: width of the embedding of an image token.
     """
 
     _fields_ = [
@@ -264,10 +266,11 @@ class ServerLibrary:
         return tuple(name.decode() for name in names)
 
     def measure_images(self, path: Path, max_tokens: int | None, most_pixels: int) -> CImages:
-        """Measure what images of up to most_pixels pixels need. No weights are loaded.
+        """Return the memory and the number of tokens that the images of a model need.
 
-        path: file of the image encoder. max_tokens: limit of the tokens of an image. Raises
-        NativeError if llama.cpp cannot use the file.
+        path: file of the image encoder. Its weights are not loaded. max_tokens: limit of the tokens
+        of an image; None for the model's limit. most_pixels: the largest number of pixels of an
+        image. Raises NativeError if llama.cpp cannot use the file.
         """
         found, message = CImages(), ctypes.create_string_buffer(_ERROR_BYTES)
         limits = max_tokens or _OWN_LIMIT, most_pixels
@@ -333,9 +336,10 @@ class NativeServer:
 
     @property
     def has_part(self) -> bool:
-        """Whether the model has recurrent layers or a sliding window.
+        """Whether a sequence can only be truncated at checkpoints, the saved parts of its state.
 
-        Its sequences then cannot be truncated at every position, but only at stored checkpoints.
+        This is the case if the model has recurrent layers or a sliding window. Other models can
+        truncate a sequence at every position.
         """
         return bool(self.lib.moe_edge_server_has_part(self.handle))
 
@@ -448,10 +452,10 @@ class NativeServer:
         self.lib.moe_edge_server_settle(self.handle)
 
     def forget(self, sequence: int) -> bool:
-        """Drop the tokens of a sequence. Returns False during shutdown.
+        """Remove all tokens from a sequence. Returns False if the server is shutting down.
 
-        If no request is decoding, the caller may then use the llama_context for its own steps,
-        until it submits a request.
+        After this call, the caller may use the llama_context directly, provided that no request is
+        decoding on any sequence. This permission ends when the caller submits a request.
         """
         return int(self.lib.moe_edge_server_forget(self.handle, sequence)) == 0
 
@@ -486,10 +490,12 @@ class NativeServer:
         return self.match(sequence, prompt)[0]
 
     def as_held(self, prompt: Sequence[int], held: Sequence[int]) -> list[int]:
-        """Return a prompt's tokens, replaced by tokens of a sequence where the text is the same.
+        """Return a prompt in which tokens are replaced, so that a sequence can reuse more KV cells.
 
-        The same text can have several tokenizations, but a sequence can reuse its KV cells only for
-        equal tokens. held: the tokens of the sequence. Safe on any thread.
+        The same text can have several tokenizations, but KV cells are reused only for equal tokens.
+        held: the tokens of the sequence. From the start of the prompt to its first difference in
+        text, the result has the tokens of `held`. The rest keeps the tokens of `prompt`. Safe on
+        any thread.
         """
         given, known = _array(prompt), _array(held)
         made = (ctypes.c_int32 * (len(prompt) + len(held)))()
@@ -528,9 +534,10 @@ class NativeServer:
     def restore(self, sequence: int, path: Path, marks: Sequence[FileMark] = ()) -> bool:
         """Replace the contents of a sequence with those of a file.
 
-        Returns False on failure; the sequence is then empty. marks: the positions to which the
-        sequence can be truncated, with their states in the file. The server restores only the
-        latest marks if there are more than it can keep.
+        Returns False on failure; the sequence is then empty. marks: the checkpoints in the file. A
+        checkpoint is a position to which the sequence can be truncated, with the model's state at
+        this position. If there are more checkpoints than the server can keep, only the latest are
+        restored.
         """
         given = (CMark * len(marks))(*(CMark(*each) for each in marks))
         done = self.lib.moe_edge_server_restore(
@@ -598,9 +605,10 @@ class NativeRequest:
     def run(self, ready: int = -1) -> None:
         """Compute the whole answer, then close the request.
 
-        ready: a file descriptor, or -1. A byte is written to it when text arrives after a `take`
-        that returned no text, and at the end. Raises NativeError if memory is short, or if the
-        reader of the answer is too slow.
+        ready: a file descriptor that wakes up the reader of the answer, or -1. A byte is written to
+        it at the end of the answer. A byte is also written when text arrives, if the reader's last
+        `take` returned no text. Raises NativeError if memory is short, or if the reader is too
+        slow.
         """
         try:
             failed = self._lib.moe_edge_request_run(self._handle, ready)

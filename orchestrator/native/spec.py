@@ -22,15 +22,17 @@ from orchestrator.native.abi import (
 
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """The position in a file of one layer's experts, for one matrix kind and one tier.
+    """The matrices of one layer's experts in a file, for one matrix kind and one tier.
 
-    Matrix kinds are gate, up, down, and gate and up in one matrix. Tiers are precisions.
+    Kinds are gate, up, down, and gate and up in one matrix. Tiers are precisions.
 
-    file: number of the file. offset: offset of expert 0; the others follow without gaps. type:
-    quantization type. group: number of the slot group for these experts. checksums: CRC-32 of each
-    expert; empty if the file has none. interleaved_rows: number of rows if slots hold the matrix in
-    the CPU's repacked layout, otherwise 0. compute_us: time in microseconds in which the host
-    computes one expert that is missing on the device; 0 if it was not measured.
+    - file: index in StoreSpec.files.
+    - offset: offset of expert 0; the others follow without gaps.
+    - type: quantization type.
+    - group: index in StoreSpec.groups of the slots that hold these matrices in memory.
+    - checksums: CRC-32 of each expert, or empty.
+    - interleaved_rows: rows of a matrix, if slots hold its rows interleaved; otherwise 0.
+    - compute_us: microseconds in which the host computes one expert that a GPU lacks; 0 if unknown.
     """
 
     file: int
@@ -63,19 +65,15 @@ class Misses:
 
 @dataclass(frozen=True, slots=True)
 class StoreSpec:
-    """All parameters of an expert store.
+    """All parameters of an expert store, which reads experts from files into slots in memory.
 
-    layers: (llama.cpp's layer number, {(matrix kind, tier): Slices}) of each MoE layer; tiers are
-    precisions, numbered from the best. groups: (slot size in bytes, number of slots) of each group
-    of slots. n_passing: for each group, the maximum number of slots for experts that only a long
-    prompt needs; empty means 1. on_host: for each group of a store on a GPU, whether its slots are
-    in host memory, so that host threads compute the experts in them; empty means False.
-
-    importance_window: the importance of a prompt token is the attention that the last tokens of the
-    prompt pay to it. This is the number of these tokens; 0 to compute no importance, -1 for all
-    tokens. exact_tiers: do not use a copy in a better tier than requested. whole_experts: start to
-    compute an expert only when all of its matrices are in memory. rigid: read in the order of the
-    requests, and cancel no read.
+    - layers: (llama.cpp's layer number, {(matrix kind, tier): Slices}) of each MoE layer. Tiers are
+      precisions, numbered from the best.
+    - groups: (slot size in bytes, number of slots) of each group of slots.
+    - n_passing: for each group, the most slots for streamed experts, which are experts that only a
+      long prompt needs. Empty means 1.
+    - on_host: for each group, whether its slots are in host memory although the store is on a GPU.
+      Empty means False.
     """
 
     files: tuple[Path, ...]
@@ -91,19 +89,25 @@ class StoreSpec:
     direct_io: bool = True
     n_passing: tuple[int, ...] = ()
     on_host: tuple[bool, ...] = ()
+    # The number of tokens at the end of a prompt whose attention determines the importance of the
+    # prompt's tokens. 0: compute no importance. -1: use all tokens.
     importance_window: int = 0
-    exact_tiers: bool = False
+    exact_tiers: bool = False  # do not use a copy in a better tier than requested
     device: str | None = None  # the device whose memory holds the slots; None for the host
     host_bytes: int = 0  # size of the host cache in front of the disk, if the slots are on a device
     misses: Misses = Misses()
     simulated: bool = False  # no file is opened; see orchestrator.lab.replay.simulate
+    # Start to compute an expert only when all of its matrices are in memory.
     whole_experts: bool = False
-    rigid: bool = False  # only for simulated stores
+    # Read in the order of the requests, and cancel no read. Only for simulated stores.
+    rigid: bool = False
 
     def with_slices(self, change: Callable[[int, int, Slices], Slices]) -> StoreSpec:
-        """Return a copy of the parameters with each Slices replaced by the result of `change`.
+        """Return a copy of these parameters in which `change` has replaced every Slices.
 
-        `change` is called with the index of the MoE layer, the matrix kind and the old Slices.
+        A Slices describes the matrices of a layer's experts in a file, for one matrix kind and one
+        precision. `change` is called with the index of the MoE layer, the matrix kind and the old
+        Slices. It returns the new Slices.
         """
         layers = tuple(
             (il, {(kind, tier): change(at, kind, each) for (kind, tier), each in slices.items()})

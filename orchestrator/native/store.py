@@ -60,8 +60,15 @@ def array_at(address: int | None, ctype: Any, shape: tuple[int, ...]) -> np.ndar
 def event_arrays(event: CEvent, spec: StoreSpec) -> tuple[np.ndarray, ...]:
     """Return NumPy views of the arrays in which the store describes the routing of a layer.
 
-    They are, in this order: ids, weights, tokens, ahead_ids, ahead, importance, phases, sequences.
-    The class RouteEvent explains the contents.
+    They are, in this order:
+
+    - ids, weights [T, k]: each token's experts and their routing weights.
+    - tokens [T]: index of each token in its micro-batch.
+    - ahead_ids, ahead [n_ahead, T, k]: experts that are predicted for the next n_ahead layers, and
+      their scores.
+    - importance, phases, sequences [T]: importance, phase and sequence of each token.
+
+    T is `spec.max_tokens`, and k is `spec.n_expert_used`.
     """
     rows = (spec.max_tokens, spec.n_expert_used)
     ahead = (spec.n_ahead, *rows)
@@ -199,8 +206,8 @@ class Store(Closing):
     def set_phase(self, phase: Phase | None) -> None:
         """Set the phase (prefill or decode) of all tokens from the next step on.
 
-        None derives the phase of each step from its batch. The call also drops an exception of a
-        callback that check_step has not raised yet.
+        None makes the store derive the phase of each token from its batch. If a Python callback
+        failed in an earlier step, its exception is forgotten, so check_step will not raise it.
         """
         self._error = None
         self.library.set_phase(self.handle, _BY_THE_BATCH if phase is None else phase)
@@ -274,11 +281,11 @@ class Store(Closing):
             return 1
 
     def apply(self, decision: DecisionBuffer) -> None:
-        """Pass a policy's decision for a layer to the store. Call this in the route callback.
+        """Pass a policy's decision for a layer to the store.
 
-        Call it after the decision is complete, because it copies the number of prefetches and the
-        flag `renormalize`. The store reads the other values of `decision` when the route callback
-        returns.
+        Call this in the route callback (see `set_route`). The call copies `n_prefetch` and
+        `renormalize` of `decision`, so set both before the call. The arrays of `decision` are not
+        copied. The store reads the arrays after the route callback has returned.
         """
         self._decision_header[6] = decision.n_prefetch
         self._decision_header[7] = decision.renormalize
@@ -331,9 +338,10 @@ class Store(Closing):
         return resident, target
 
     def landed(self) -> np.ndarray:
-        """Return which experts have been read in a new precision that the next step will use.
+        """Return which experts have been read in another precision that is not yet in use.
 
-        The result is bool [n_layers, n_expert]. For tests.
+        The result is bool [n_layers, n_expert]. The next step begins to use the new precision. For
+        tests.
         """
         return self._of_each(self.library.get_landed, ctypes.c_uint8).astype(bool)
 
@@ -347,10 +355,11 @@ class Store(Closing):
         return counts
 
     def forget_counts(self) -> np.ndarray:
-        """Return how many tokens used each expert since the last call, uint32 [n_layers, n_expert].
+        """Reset the usage counts of all experts, and return the counts before the reset.
 
-        The last call may be one of this method or of take_counts. Unlike take_counts, this method
-        does not add the counts to the sum that taken_counts returns.
+        A count is the number of tokens that used an expert since the last reset. The result is
+        uint32 [n_layers, n_expert]. The method take_counts also resets the counts, but adds them to
+        the sum that taken_counts returns. This method does not add them.
         """
         return self._of_each(self.library.take_counts, ctypes.c_uint32)
 
@@ -398,7 +407,11 @@ class Store(Closing):
         return int(admitted)
 
     def set_transition_rate(self, bytes_per_s: int) -> None:
-        """Limit the rate at which experts are read in another precision; 0 means no limit."""
+        """Limit the bytes per second that transitions read; 0 means no limit.
+
+        A transition reads an expert in another precision in the background. The expert's current
+        precision stays in use meanwhile.
+        """
         self.library.set_transition_rate(self.handle, bytes_per_s)
 
     def misses(self) -> str:
@@ -496,10 +509,10 @@ class Store(Closing):
         return int(loaded)
 
     def warm_host(self) -> None:
-        """Read all experts into the host cache of a store on a GPU, and wait for the reads.
+        """Read every expert in every precision into the host cache, and wait for the reads.
 
-        The host cache is host memory between the files and the GPU's slots. The best precision is
-        read last. Call this between steps.
+        The host cache is host memory between the files and the slots of a store on a GPU. Call this
+        between steps.
         """
         spec = self.spec
         for tier in reversed(range(spec.n_tiers)):

@@ -52,9 +52,12 @@ SIZES = (512, 1024, 2048, 4096)
 def output_tokens(request: PlanRequest, n_vocab: int, n_ubatch: int) -> int:
     """Return the largest number of tokens of one sequence for which a step computes logits.
 
-    Usually, logits are needed only for the last token, and the number is 1. If the configuration
-    requests all logits, the number is n_ubatch. If prompts are scored, their tokens need logits
-    too. The number is then so small that two copies of the logits take at most SCORING_BYTES.
+    - The usual number is 1, because only the last token needs logits.
+    - If the configuration requests all logits, the number is n_ubatch, the micro-batch size.
+    - If prompts are scored, their tokens need logits too. The number is limited so that two copies
+      of the logits fit into SCORING_BYTES.
+
+    n_vocab: number of logits for each token.
     """
     if request.config.logits_all:
         return n_ubatch
@@ -117,10 +120,11 @@ def compute_bytes(
 
 
 def part_bytes(model: ExpertModel, config: Config) -> int:
-    """Return an upper estimate of the size of one sequence's checkpoint, in bytes.
+    """Return an upper estimate of the size of one checkpoint of a sequence, in bytes.
 
-    A checkpoint has the float32 states of recurrent layers and the sliding attention window of all
-    layers. A model that has neither needs no checkpoints, and the result is 0.
+    A checkpoint is the part of the sequence's state that is saved, so that the sequence can be
+    truncated later. It has the float32 states of recurrent layers and the sliding attention window
+    of all layers. The result is 0 for a model that has neither.
     """
 
     def number(name: str) -> int:
@@ -147,11 +151,12 @@ def copying_bytes(model: ExpertModel, config: Config, n_ctx: int) -> int:
 def kernel_bytes(
     model: ExpertModel, config: Config, n_ctx: int, n_tokens: int, flash: bool, keeps_buffers: bool
 ) -> int:
-    """Return an upper bound of the device memory that kernels take beyond the counted scratch.
+    """Return an upper bound of the GPU memory that kernels take in addition to scratch, in bytes.
 
-    It consists of libraries, 8-bit rows of an expert product, and attention buffers. flash: flash
-    attention is used, which needs smaller attention buffers. keeps_buffers: buffers for shorter
-    contexts stay allocated as the context grows. Otherwise only the largest buffers are counted.
+    It consists of GPU libraries, copies of the inputs of expert products in 8 bits, and attention
+    buffers. n_tokens: micro-batch size. flash: flash attention is used, which needs smaller
+    attention buffers. keeps_buffers: buffers for shorter contexts stay allocated as the context
+    grows. Otherwise only the largest buffers are counted.
     """
     hparams, made, halves = model.hparams, exchange_bytes(model, n_tokens) // 4, 0
     # Without flash attention, the attention weights are buffered in single and half precision, and
@@ -202,11 +207,12 @@ class Experts(Protocol):
 def model_shape(
     model: Experts, tiers: tuple[int, ...], shapes: Sequence[LayerShapes] = ()
 ) -> ModelShape:
-    """Return a model's layers, experts and slot sizes as policies see them.
+    """Return the layers, experts and slot sizes of a model, as policies need them.
 
-    tiers: indices of the precisions (tiers) in use. shapes: the matrix shapes of each layer, for
-    slots in device memory. The result then also has the slot sizes in host memory. Without shapes,
-    slots are in host memory.
+    tiers: indices of the precisions (tiers) in use. shapes: matrix shapes of each layer. Without
+    `shapes`, the result has slot sizes in host memory, in the field `slots`. With `shapes`, the
+    model is on a device: `slots` has the sizes in device memory, and `host_slots` has those in host
+    memory.
     """
 
     def slots(size: Callable[[Slice, int, int], int]) -> tuple[tuple[dict[int, int], ...], ...]:

@@ -46,11 +46,11 @@ def wants_own_layout(config: Config, plan: Plan) -> bool:
 def with_layouts(
     spec: StoreSpec, config: Config, model: ExpertModel, plan: Plan, library: Library
 ) -> StoreSpec:
-    """Return the store spec with experts in the CPU's own layout, if the plan wants this layout.
+    """Return an expert store's parameters, changed to the CPU's own layout if the plan wants it.
 
-    The layout interleaves rows for llama.cpp's repacked kernels. A matrix keeps the layout of the
-    file if the library cannot interleave its type and shape. All experts on a device keep the
-    layout of the file.
+    spec: the parameters. The layout interleaves the rows of experts' matrices in slots, for
+    llama.cpp's repacked kernels. A matrix keeps the layout of the file if the library cannot
+    interleave its type and shape. All experts on a device keep the layout of the file.
     """
     if plan.device is not None or not wants_own_layout(config, plan):
         return spec
@@ -93,9 +93,10 @@ def with_product_times(spec: StoreSpec, model: ExpertModel, timed: TimeProduct) 
 
 
 def layout_text(spec: StoreSpec) -> str:
-    """Return a phrase for the status line that names the types stored in the CPU's own layout.
+    """Return a phrase for the status line, such as ", q4_k in this CPU's own layout".
 
-    The phrase is empty if no slot uses this layout.
+    The phrase names the quantization types of the experts whose matrix rows are interleaved in
+    memory, for faster CPU kernels. It is empty if no experts have interleaved rows.
     """
     slices = [each for _, layer in spec.layers for each in layer.values()]
     types = sorted({GGMLType(each.type).name.lower() for each in slices if each.interleaved_rows})

@@ -265,7 +265,8 @@ def _supports(
 class Probe:
     """Counts the host memory that llama.cpp needs for a model, without loading its weights.
 
-    The first count opens the model's header. The header is closed when the context manager exits.
+    Use this as a context manager. The first call of the method `count` reads the header of the
+    model file. The model is closed at the end of the `with` block.
     """
 
     def __init__(self, bindings: Bindings, request: PlanRequest) -> None:
@@ -286,9 +287,9 @@ class Probe:
     def count(self, n_ctx: int, n_ubatch: int) -> tuple[int, int] | None:
         """Return (KV cache bytes, scratch bytes) for a context length and a micro-batch size.
 
-        The scratch does not include the importance of tokens, which needs an expert store. The
-        result is None if llama.cpp cannot load the model. Loading the model later reports the
-        reason.
+        n_ctx and n_ubatch are in tokens. Scratch is the temporary memory of a step. Buffers that an
+        expert store needs to compute the importance of tokens are not counted. The result is None
+        if llama.cpp cannot load the model.
         """
         if (n_ctx, n_ubatch) not in self._known:
             self._known[n_ctx, n_ubatch] = self._measured(n_ctx, n_ubatch)

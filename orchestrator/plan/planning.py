@@ -149,8 +149,11 @@ def default_context(request: PlanRequest, model: ExpertModel) -> int:
     return min(asked, own_context(request, model) or asked)
 
 
-def usual_batch(request: PlanRequest) -> int:
-    """Return the smallest micro-batch size of a plan without --ubatch, in tokens."""
+def smallest_default_batch(request: PlanRequest) -> int:
+    """Return the smallest micro-batch size that planning may choose without --ubatch, in tokens.
+
+    It is SIZES[0], or more if all tokens of a larger image must be computed in one micro-batch.
+    """
     return max(SIZES[0], request.needs.image_tokens)
 
 
@@ -159,7 +162,7 @@ def smallest_batch(request: PlanRequest) -> int:
 
     It is --ubatch if the user set it.
     """
-    return request.config.ubatch or usual_batch(request)
+    return request.config.ubatch or smallest_default_batch(request)
 
 
 def micro_batches(request: PlanRequest, most: int) -> list[int]:
@@ -173,21 +176,22 @@ def micro_batches(request: PlanRequest, most: int) -> list[int]:
 
 
 def line_ends(n_tokens: int, most: int) -> tuple[int, int]:
-    """Return two context lengths (short, long) for which llama.cpp should count its memory.
+    """Return the two context lengths (short, long) for which llama.cpp should count its memory.
 
-    The memory for a context between these two lengths is interpolated linearly. short: the
-    micro-batch size n_tokens. long: the longest possible context `most`. Both are in tokens,
-    rounded up as llama.cpp does.
+    The memory for other contexts is interpolated linearly between them. short: the shortest context
+    that has space for a micro-batch of n_tokens tokens. long: the longest possible context, which
+    has `most` tokens. Both are rounded up as llama.cpp does.
     """
     short = pad(n_tokens, CELL_STEP)
     return short, max(pad(most, CELL_STEP), short + CELL_STEP)
 
 
 def sizes_to_count(request: PlanRequest, model: ExpertModel) -> tuple[list[Size], list[Size]]:
-    """Return two lists of the sizes for which llama.cpp should count its memory.
+    """Return (first sizes, all sizes) for which llama.cpp should count its KV cache and scratch.
 
-    A size is (context length, micro-batch size). The sizes in the first list are enough to decide
-    whether the whole model fits in memory. The second list has all sizes.
+    A size is (context length, micro-batch size), in tokens. The first list is a part of the second
+    list. It has only the sizes with the smallest permitted micro-batch. They are enough to decide
+    whether the whole model fits in memory. All sizes are needed to plan a model that does not fit.
     """
     config, usual = request.config, default_context(request, model)
     most = usual if config.ctx else max(usual, own_context(request, model))
@@ -260,16 +264,16 @@ def wants_plain(config: Config, model: ExpertModel) -> bool:
 
 
 def choose(config: Config, model: ExpertModel, shape_of: ShapeOf, budget: int) -> Choice:
-    """Choose the policy and its precisions (tiers), unless the user named them.
+    """Return the policy and its precisions (tiers). Those that the user named are kept.
 
-    budget: bytes for expert slots. shape_of: returns the slot sizes for some tiers.
+    budget: bytes for expert slots. shape_of: a function that returns slot sizes for given tiers.
 
-    Without --policy, the default policy is chosen if the user gave a lower precision or a policy's
-    setting. It is also chosen if not every expert fits into the slots. Otherwise the baseline
-    policy is chosen. Only the best tier is chosen, unless an option asks for lower precisions.
+    Without --policy, the baseline policy is chosen if every expert fits into the slots, and the
+    user gave neither a lower precision nor a policy's setting. Otherwise the default policy is
+    chosen. Only the best tier is used, unless an option asks for lower precisions.
 
-    Raises PolicyError for a low tier that is not below the high tier, and for --exact with a policy
-    that has no lossless form.
+    Raises PolicyError if the low tier is not below the high tier, or if --exact contradicts the
+    policy.
     """
     names = [tier.name for tier in model.tiers]
     policy = None if config.policy is None else policy_class(config.policy)
@@ -339,25 +343,25 @@ class _Layout:
         return self.request.config
 
     def laid_out(self) -> Plan | Refusal:
-        """Return the plan, or a refusal if the model does not fit.
+        """Return the memory plan, or a Refusal with the reason why the model does not fit.
 
-        The memory limit in the refusal may be only a lower bound: a limit that works can be larger.
+        `needed_bytes` of the Refusal may be smaller than the smallest memory limit that works.
         """
-        usual = self.room(managed=not wants_plain(self.config, self.model))
-        found = self.shared(usual)
+        default = self.room(managed=not wants_plain(self.config, self.model))
+        found = self.shared(default)
         if found is None:
-            return self.divided(usual)
+            return self.divided(default)
         if isinstance(found, _TooSmall) and found.may_divide:
             # A policy that keeps every expert in memory cannot share the memory of its slots.
-            other = self.divided(usual)
+            other = self.divided(default)
             return found if isinstance(other, Refusal) else other
         return found
 
     def least(self, needed_bytes: int = 1) -> Plan | Refusal:
-        """Return the plan under the smallest memory limit that works.
+        """Return the plan for the smallest memory limit (--vram or --ram) that works.
 
-        The search starts at needed_bytes, which must not exceed this limit. The result is a refusal
-        if a few tries do not find the limit.
+        needed_bytes: a lower bound of this limit, from which the search starts. If the search does
+        not find the limit in a few tries, the result is a Refusal with the reason.
         """
         capped = "vram" if self.machine.device else "ram"
         device = self.machine.device
@@ -382,10 +386,11 @@ class _Layout:
         return self.config.vram if self.machine.device else self.config.ram
 
     def room(self, n_ctx: int = 0, n_tokens: int = 0, managed: bool = True) -> Plan:
-        """Return a plan with the sizes of everything except expert slots.
+        """Return a draft of the plan: the sizes of everything except expert slots.
 
-        n_ctx: context length in tokens. n_tokens: micro-batch size in tokens. If a size is 0, the
-        requested or default size is used. managed: the model runs with an expert store.
+        n_ctx: context length in tokens. n_tokens: micro-batch size in tokens. For each of them, 0
+        stands for the requested or default value. managed: the model runs with an expert store,
+        which reads experts into slots.
         """
         request, model, device = self.request, self.model, self.machine.device
         config = request.config
@@ -423,21 +428,21 @@ class _Layout:
             expert_bytes=model.tier_bytes[0],
         )
 
-    def shared(self, usual: Plan) -> Plan | Refusal | None:
-        """Return a plan whose KV cache and scratch take memory from the expert slots as they grow.
+    def shared(self, default: Plan) -> Plan | Refusal | None:
+        """Return a plan in which the expert slots shrink while the KV cache and the scratch grow.
 
-        usual: an unfinished plan for the default context, with the sizes of everything except
-        expert slots. The result is None if these parts must have fixed sizes, for example on a GPU.
-        If the requested context is too long, the result is a refusal that names the longest context
-        that fits.
+        default: a draft (a plan without expert slots) for the requested or default context. The
+        result is None if the parts must have fixed sizes, for example on a GPU. It is a Refusal if
+        the memory is too small. If a requested context is too long, the Refusal names the longest
+        context that fits.
         """
         config = self.config
         once = config.policy == PLAIN or config.expert_ram or self.machine.device
-        if once or not self.request.needs.conversations or usual.fits_whole:
+        if once or not self.request.needs.conversations or default.fits_whole:
             return None
-        least = min(usual_batch(self.request), usual.n_ubatch)
-        room = self.room(max(CELL_STEP, least), least)
-        plan = self.try_in((room, self._prompt_bytes(usual)), (room, config.cache_ram or 0))
+        least = min(smallest_default_batch(self.request), default.n_ubatch)
+        draft = self.room(max(CELL_STEP, least), least)
+        plan = self.try_in((draft, self._prompt_bytes(default)), (draft, config.cache_ram or 0))
         if isinstance(plan, Refusal):
             return plan
         placement, prompts = plan.placement, plan.prompt_bytes
@@ -445,19 +450,19 @@ class _Layout:
             return None
         own = 0 if footprint.part_bytes(self.model, config) else prompts
         if own:  # a copy of a sequence has no more than its KV cells
-            plan = self.plan_in(room, 0)
+            plan = self.plan_in(draft, 0)
             if isinstance(plan, Refusal):
                 return plan
-        most = usual.n_ctx if config.ctx else self._own_context or usual.n_ctx
+        most = default.n_ctx if config.ctx else self._own_context or default.n_ctx
         shared = self._sharing(plan, most, own)
         longest = shared.longest(most)
         n_ctx = most // (1 + self.request.needs.sequences) if config.ctx else 1
         if longest < n_ctx:
-            needed = room.cap_bytes + shared.least_slots - shared.slots(n_ctx, 1)
+            needed = draft.cap_bytes + shared.least_slots - shared.slots(n_ctx, 1)
             if not config.ctx:  # not even the shortest context fits
                 text = f"the policy {placement.name} needs at least {needed} bytes of memory"
                 return _TooSmall(text, needed, self._option, placement.policy, may_divide=False)
-            limit = self._given(room).rstrip(",")
+            limit = self._given(draft).rstrip(",")
             return Refusal(
                 f"--ctx {n_ctx} is too long for {limit}: the longest "
                 f"context with the minimum experts of the policy {placement.name} is {longest} "
@@ -468,18 +473,18 @@ class _Layout:
         n_ubatch = max(shared.scratch)
         return replace(plan, n_ctx=longest, n_ubatch=n_ubatch, prompt_bytes=prompts, shared=shared)
 
-    def divided(self, usual: Plan) -> Plan | Refusal:
-        """Return a plan whose expert slots, KV cache and scratch have fixed sizes.
+    def divided(self, default: Plan) -> Plan | Refusal:
+        """Return a plan in which expert slots, KV cache and scratch have fixed sizes, or a Refusal.
 
-        usual: an unfinished plan for the default context, with the sizes of everything except
-        expert slots. The context and the prompt cache have the sizes that the user requested.
-        Without a request, larger sizes are used if they cost little memory and the policy's slots
-        still fit. The micro-batch size is the one with which a prompt and its answer read the
-        fewest bytes. If every expert is resident, it is the smallest size.
+        default: a draft (a plan without expert slots) for the requested or default context. If the
+        user requested no context length, a longer context is used if it costs little memory. This
+        also applies to the prompt cache. Without --ubatch, the micro-batch size is the one with
+        which a prompt and its answer read the fewest bytes. If every expert is in memory, the
+        smallest size is used.
         """
         config, model, asked = self.config, self.model, self.config.cache_ram or 0
-        room = usual if config.ctx else self._longer(usual)
-        plan = self.try_in((room, self._prompt_bytes(room)), (room, asked), (usual, asked))
+        draft = default if config.ctx else self._longer(default)
+        plan = self.try_in((draft, self._prompt_bytes(draft)), (draft, asked), (default, asked))
         if isinstance(plan, Refusal) or config.ubatch or config.expert_ram or not plan.absent_bytes:
             return plan
         n, again = SIZES[-1], SIZES[-1] * ABSENT_USE * model.n_expert_used / model.n_expert
@@ -501,9 +506,9 @@ class _Layout:
             placement.policy, placement.shape, placement.settings, placement.rules, 0, self.history
         )
         least, sizes = smallest_batch(self.request), micro_batches(self.request, most)
-        lines = {size: self._line(lambda room: room.compute_bytes, size, most) for size in sizes}
+        lines = {size: self._line(lambda draft: draft.compute_bytes, size, most) for size in sizes}
         # The part of the KV memory that does not depend on the number of cells stays allocated.
-        states, cell_bytes = self._line(lambda room: room.kv_bytes, least, most)
+        states, cell_bytes = self._line(lambda draft: draft.kv_bytes, least, most)
         # After the last attention layer, recurrent layers compute in the memory of its mask.
         twice = 2 if states else 1
         shared = SharedMemory(
@@ -521,7 +526,9 @@ class _Layout:
             prompts,
         )
         # A larger micro-batch may fit only prompts that are shorter than it; leave it out.
-        scratch = {n: each for n, each in shared.scratch.items() if n in shared.may_read(n)}
+        scratch = {
+            n: each for n, each in shared.scratch.items() if n in shared.fitting_micro_batches(n)
+        }
         return replace(shared, scratch=scratch)
 
     def _line(self, part: Callable[[Plan], int], n_tokens: int, most: int) -> Line:
@@ -563,31 +570,31 @@ class _Layout:
         longest = longest_context(self._own_context, CELL_STEP, lambda n_ctx: taken(n_ctx) > most)
         return self.room(max(least.n_ctx, longest), managed=least.managed)
 
-    def _prompt_bytes(self, room: Plan) -> int:
+    def _prompt_bytes(self, draft: Plan) -> int:
         """Return the size of the prompt cache in host memory, in bytes.
 
-        room: the plan without slots. The option --cache-ram sets the size. Without the option, only
-        conversations get a prompt cache. It has space for one more context and some checkpoints,
-        and is limited to a small share of memory. If all experts fit in memory without the prompt
-        cache, they also fit with it.
+        draft: the plan without slots. The option --cache-ram sets the size. Without the option,
+        only conversations get a prompt cache. It has space for one more context and some
+        checkpoints, and is limited to a small share of memory. If all experts fit in memory without
+        the prompt cache, they also fit with it.
         """
         config, model = self.config, self.model
         if config.cache_ram is not None or not self.request.needs.conversations:
             return config.cache_ram or 0
-        left = room.cap_bytes - room.fixed_bytes
-        if room.device:
-            left = room.ram_bytes - footprint.process_bytes(model, self.request, on_gpu=True)
+        left = draft.cap_bytes - draft.fixed_bytes
+        if draft.device:
+            left = draft.ram_bytes - footprint.process_bytes(model, self.request, on_gpu=True)
         most = int(left * footprint.PROMPT_SHARE)
-        if room.fits_whole and not room.device:
-            most = min(most, left - room.expert_bytes)
+        if draft.fits_whole and not draft.device:
+            most = min(most, left - draft.expert_bytes)
         marks = footprint.PROMPT_MARKS * footprint.part_bytes(model, config)
-        return max(0, min(room.kv_bytes + marks, most))
+        return max(0, min(draft.kv_bytes + marks, most))
 
     def try_in(self, *attempts: tuple[Plan, int]) -> Plan | Refusal:
-        """Complete unfinished plans in turn, and return the first one that fits in memory.
+        """Complete several drafts in turn, and return the first complete plan that fits in memory.
 
-        Each attempt is (unfinished plan, prompt cache bytes). An unfinished plan has the sizes of
-        everything except expert slots. If no plan fits, the result is the refusal of the last
+        A draft is a plan without expert slots. Each attempt is (draft, bytes of the prompt cache),
+        to which `plan_in` adds expert slots. If no plan fits, the result is the Refusal of the last
         attempt.
         """
         for each in attempts:
@@ -596,46 +603,47 @@ class _Layout:
                 break
         return found
 
-    def plan_in(self, room: Plan, prompts: int) -> Plan | Refusal:
-        """Complete an unfinished plan, or return a refusal if the memory is too small.
+    def plan_in(self, draft: Plan, prompts: int) -> Plan | Refusal:
+        """Complete a draft with a prompt cache and expert slots, or return a Refusal.
 
-        room: the unfinished plan, with the sizes of everything except expert slots. prompts: prompt
-        cache bytes. The result has no expert store if the whole model fits, or if --policy plain
-        was given. Otherwise, the result has the slots of a policy.
+        draft: a plan without expert slots. prompts: bytes of the prompt cache. The chosen policy
+        determines the slots. If the draft has no expert store and the whole model fits in memory,
+        the result has no slots. This also applies to --policy plain. The Refusal says that the
+        memory is too small.
         """
         config, model, asked = self.config, self.model, self._asked
-        room = replace(room, prompt_bytes=prompts)
-        if not room.managed:
-            fits, needed = room.fits_whole, room.total_bytes
+        draft = replace(draft, prompt_bytes=prompts)
+        if not draft.managed:
+            fits, needed = draft.fits_whole, draft.total_bytes
             if not fits and config.policy == PLAIN and asked:
-                limit = self._given(room)
+                limit = self._given(draft)
                 return Refusal(
                     f"{limit} is too little for the policy plain, which keeps "
                     f"everything in memory: it needs at least {format_least(needed)} with a "
-                    f"context of {room.n_ctx} tokens; the other policies keep experts on disk",
+                    f"context of {draft.n_ctx} tokens; the other policies keep experts on disk",
                     needed,
                     self._option,
                 )
             if fits or config.policy == PLAIN:
                 why = "everything fits" if fits else "asked for"
-                amounts = f"{format_size(needed)} of {format_size(room.cap_bytes)}"
-                return replace(room, reason=f"{why} ({amounts})")
-            room = replace(self.room(room.n_ctx), prompt_bytes=prompts)
+                amounts = f"{format_size(needed)} of {format_size(draft.cap_bytes)}"
+                return replace(draft, reason=f"{why} ({amounts})")
+            draft = replace(self.room(draft.n_ctx), prompt_bytes=prompts)
 
-        rest = room.cap_bytes - room.fixed_bytes
+        rest = draft.cap_bytes - draft.fixed_bytes
         budget = min(config.expert_ram or rest, rest) if asked else config.expert_ram or rest
-        shapes = model.shapes if room.device else ()
+        shapes = model.shapes if draft.device else ()
         shape_of = partial(footprint.model_shape, model, shapes=shapes)
         choice = choose(config, model, shape_of, budget)
         placement = self._place(choice, shape_of(choice.tiers), budget)
         slots = placement.slots
         if slots.total_bytes > budget:
-            return self._too_small(room, placement)
-        host_bytes = self._host_bytes(room, placement) if room.device else 0
+            return self._too_small(draft, placement)
+        host_bytes = self._host_bytes(draft, placement) if draft.device else 0
         if isinstance(host_bytes, Refusal):
             return host_bytes
         return replace(
-            room,
+            draft,
             reason=placement.text,
             tiers=choice.tiers,
             tier_names=placement.shape.tiers,
@@ -651,58 +659,58 @@ class _Layout:
         settings, rules = settings_of(config, choice), rules_of(config, choice)
         return place(choice.policy, shape, settings, rules, budget, self.history)
 
-    def _host_bytes(self, room: Plan, placement: Placement) -> int | Refusal:
+    def _host_bytes(self, draft: Plan, placement: Placement) -> int | Refusal:
         """Return the bytes of the expert cache in host memory, for a plan with a device.
 
-        room: the plan without slots. The cache gets the host memory that is left over, up to the
+        draft: the plan without slots. The cache gets the host memory that is left over, up to the
         size of all experts. The result is a refusal if host memory is too small for the reads in
         flight.
         """
         config, model, slots = self.config, self.model, placement.slots
-        fixed = footprint.process_bytes(model, self.request, on_gpu=True) + room.prompt_bytes
-        fixed += slots.host_bytes + footprint.copying_bytes(model, config, room.n_ctx)
+        fixed = footprint.process_bytes(model, self.request, on_gpu=True) + draft.prompt_bytes
+        fixed += slots.host_bytes + footprint.copying_bytes(model, config, draft.n_ctx)
         # llama.cpp keeps token embeddings in host memory unless they stay on disk.
         if all(table.info.name != EMBEDDINGS for table in model.lookup):
             tables = (part.tensors.get(EMBEDDINGS) for part in model.parts)
             fixed += max((each.nbytes for each in tables if each), default=0)
         if slots.host_bytes:
-            fixed += footprint.exchange_bytes(model, room.n_ubatch)
+            fixed += footprint.exchange_bytes(model, draft.n_ubatch)
         groups, layers = slots.groups, placement.shape.host_slots
         staged = {tier for (*_, tier), at in slots.group_of.items() if not groups[at].on_host}
         sizes = [size for each in layers for tier in staged for size in each[tier].values()]
         # Each slot size has slots of its own, at least two.
         in_flight = max(2 * config.io_threads * max(sizes), 2 * sum(set(sizes)))
         needed = fixed + in_flight
-        if room.ram_bytes < needed:
+        if draft.ram_bytes < needed:
             return Refusal(
-                f"--ram {format_size(room.ram_bytes)} is too small with a GPU: the minimum is "
+                f"--ram {format_size(draft.ram_bytes)} is too small with a GPU: the minimum is "
                 f"{format_least(needed)}",
                 needed,
                 "--ram",
             )
-        return min(room.ram_bytes, model.n_expert * sum(sizes) + needed) - fixed
+        return min(draft.ram_bytes, model.n_expert * sum(sizes) + needed) - fixed
 
     @property
     def _option(self) -> str:
         """The option (--vram or --ram) that limits the memory that holds the experts."""
         return "--vram" if self.machine.device else "--ram"
 
-    def _given(self, room: Plan) -> str:
+    def _given(self, draft: Plan) -> str:
         """Return a phrase for messages that names the memory limit: an option, or free memory."""
-        if self._asked == room.cap_bytes:
-            return f"{self._option} {format_size(room.cap_bytes)}"
-        of = f" of {room.device.name}" if room.device else ""
-        return f"free memory{of}, {format_size(room.cap_bytes)},"
+        if self._asked == draft.cap_bytes:
+            return f"{self._option} {format_size(draft.cap_bytes)}"
+        of = f" of {draft.device.name}" if draft.device else ""
+        return f"free memory{of}, {format_size(draft.cap_bytes)},"
 
-    def _too_small(self, room: Plan, placement: Placement) -> Refusal:
+    def _too_small(self, draft: Plan, placement: Placement) -> Refusal:
         """Return the refusal of a slot memory that is below the policy's minimum.
 
-        room: the plan without slots. placement: the policy's placement with the fewest slots.
+        draft: the plan without slots. placement: the policy's placement with the fewest slots.
         """
         expert_ram, slots = self.config.expert_ram, placement.slots.total_bytes
         name = placement.name
         if expert_ram is None or (self._asked is not None and expert_ram >= slots):
-            needed = room.fixed_bytes + slots
+            needed = draft.fixed_bytes + slots
             text = f"the policy {name} needs at least {needed} bytes of memory"
             return _TooSmall(text, needed, self._option, placement.policy)
         least = place(policy_class(BASELINE), placement.shape).slots.total_bytes
@@ -715,12 +723,12 @@ class _Layout:
         )
 
     def refusal(self, found: _TooSmall) -> Refusal:
-        """Return a refusal that tells the user the smallest memory limit that works.
+        """Return a Refusal whose text names the smallest memory limit that works.
 
-        The text also states the context length that the model has under this limit. If the model
-        fits when --cache-ram (the prompt cache) is left out, the refusal says instead that
-        --cache-ram is too large. found: the first refusal, with a lower bound of the limit. The
-        search for the limit starts from this bound.
+        found: an earlier Refusal that has only a lower bound of this limit. The search for the
+        limit starts from this bound. The text also states the context length under this limit. If
+        the model fits when --cache-ram (the prompt cache) is left out, the text says instead that
+        --cache-ram is too large.
         """
         plan = self.least(found.needed_bytes)
         if isinstance(plan, Refusal):

@@ -78,10 +78,11 @@ class Counted:
 
     @classmethod
     def of(cls, sizes: Iterable[Size], count: Callable[[int, int], Size | None]) -> Counted:
-        """Count the memory for several sizes.
+        """Call `count` for several sizes, and return the results.
 
-        sizes: pairs of (context length, micro-batch size). count: returns (KV cache bytes, scratch
-        bytes) for such a pair, or None if llama.cpp cannot count them.
+        sizes: pairs of (context length, micro-batch size). count: a function that returns the (KV
+        cache bytes, scratch bytes) that llama.cpp needs for such a pair, or None if llama.cpp
+        cannot count them.
         """
         found: dict[int, list[tuple[int, int, int]]] = {}
         for n_ctx, n_tokens in sorted({(pad(n_ctx, CELL_STEP), n) for n_ctx, n in sizes}):
@@ -93,8 +94,8 @@ class Counted:
     def at(self, n_ctx: int, n_tokens: int) -> Size | None:
         """Return (KV cache bytes, scratch bytes) for a context length and a micro-batch size.
 
-        The bytes are interpolated between the counted context lengths. The result is None if
-        nothing was counted for this micro-batch size.
+        If llama.cpp did not count the memory for this context length, the bytes are interpolated
+        from other lengths. The result is None if it counted no memory for this micro-batch size.
         """
         points, n_ctx = self.by_tokens.get(n_tokens, ()), pad(n_ctx, CELL_STEP)
         if len(points) < 2:
@@ -109,20 +110,16 @@ class Counted:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """The memory and the sequences that a front end needs in addition to the model.
+    """The memory and sequences that a front end, such as the chat or the server, needs.
 
-    - sequences: the number of sequences that may decode in parallel, in addition to sequence 0. All
-      sequences share the context.
-    - conversations: the front end holds conversations. Memory is then reserved for the prompt
-      cache, and the KV cache and the scratch take memory from expert slots as they grow.
-    - scored: the maximum number of prompt tokens whose logits are in memory at once while a prompt
-      is scored. It is 0 if the front end scores no prompts.
-    - extra_bytes: memory of the front end's process that a plain chat does not need.
-    - extra_token_bytes: further memory of that process for each token of the vocabulary.
-    - image_tokens: the micro-batch must have at least this size, because the model computes all
-      tokens of an image at once. It is 0 for other models, and without images.
-
-    The defaults suit a program that evaluates one sequence.
+    - sequences: how many sequences may decode in parallel, in addition to sequence 0.
+    - conversations: whether to plan a prompt cache, and expert slots that shrink as the context
+      grows.
+    - scored: most prompt tokens whose logits are in memory at once, to score a prompt; otherwise 0.
+    - extra_bytes: process memory beyond that of a chat.
+    - extra_token_bytes: additional process memory for each token of the vocabulary.
+    - image_tokens: most tokens of an image, if they must be computed in one micro-batch; otherwise
+      0.
     """
 
     sequences: int = 0
@@ -148,9 +145,9 @@ class PlanRequest:
     counted: Counted = Counted()
 
     def of_run(self) -> dict[str, Any]:
-        """Return all settings of this request that can change the resolved plan, by name.
+        """Return all values of this request on which the plan of a run depends, by name.
 
-        They are settings of the configuration, and the needs of the front end.
+        They are the settings of `config` that affect memory, and the fields of `needs`.
         """
         return self.config.of_run() | asdict(self.needs)
 
@@ -170,16 +167,15 @@ def longest_context(most: int, step: int, too_long: Callable[[int], bool]) -> in
 class SharedMemory:
     """The memory that expert slots, KV cells, scratch and the prompt cache share, in bytes.
 
-    - n_bytes: the sum of all parts.
-    - least_slots: the size of the fewest slots with which the policy works.
-    - all_slots: the size of slots for every expert.
-    - cell_bytes: the KV cache of one token.
-    - scratch: maps the maximum number of tokens in a step to the step's scratch, smallest number
-      first. The scratch is a pair: the bytes for an empty context, and the further bytes per KV
-      cell.
-    - cell_step: the number of KV cells that are allocated at once.
-    - sequences: the number of sequences that share the cells.
-    - prompts: the maximum size of all copies in the prompt cache.
+    - n_bytes: size of this memory.
+    - least_slots: size of the fewest slots with which the policy works.
+    - all_slots: size of slots for every expert.
+    - cell_bytes: KV cache of one token (a KV cell).
+    - scratch: `scratch[n] = (a, b)` means that a step of at most n tokens needs a + b * n_cells
+      bytes of scratch. Smallest n first.
+    - cell_step: number of KV cells allocated at once.
+    - sequences: number of sequences that share the cells.
+    - prompts: maximum size of the prompt cache.
     """
 
     n_bytes: int
@@ -192,23 +188,24 @@ class SharedMemory:
     prompts: int = 0
 
     def slots(self, n_cells: int, n_tokens: int, held: int = 0, width: int = 0) -> int:
-        """Return the bytes that are left for expert slots in a step of n_tokens tokens.
+        """Return the bytes of this memory that KV cache and scratch leave for expert slots.
 
-        - n_cells: the number of KV cells in use after the step.
+        - n_cells: the number of KV cells in use after a step.
+        - n_tokens: the number of tokens in the step.
         - held: scratch bytes that an earlier step still occupies.
         - width: the number of KV cells that attention covers, if this is more than n_cells.
-          Attention also covers the free cells before the last used one.
+          Attention also covers free cells that come before the last used cell.
         """
         empty, each = next(s for size, s in self.scratch.items() if size >= n_tokens)
         scratch = empty + int(max(pad(max(1, n_cells), self.cell_step), width) * each)
         return self.n_bytes - max(held, scratch) - self.cache_bytes(n_cells)
 
     def width(self, cells_end: int, n_tokens: int) -> int:
-        """Return how far the used KV cells can reach after n_tokens more tokens.
+        """Return the most KV cells that attention can cover after n_tokens more tokens.
 
-        The result is an upper bound for the position after the last used cell. If several sequences
-        share the cells, each of them reserves blocks of cells, and the bound includes the free
-        cells in these blocks. cells_end: the position after the last used cell before these tokens.
+        Attention covers all cells up to the last used cell, including free cells between used
+        cells. If several sequences share the cells, the result includes free cells that each
+        sequence may reserve. cells_end: the number of cells up to the last used cell now.
         """
         runs = self.sequences + 1 if self.sequences > 1 else 0
         return cells_end + n_tokens + runs * CELL_STEP
@@ -230,12 +227,12 @@ class SharedMemory:
         at_once, least = min(self.scratch), self.least_slots
         return longest_context(most, self.cell_step, lambda n: self.slots(n, at_once) < least)
 
-    def may_read(self, n_cells: int, width: int = 0) -> list[int]:
-        """Return the micro-batch sizes that leave the policy its minimum slots, smallest first.
+    def fitting_micro_batches(self, n_cells: int, width: int = 0) -> list[int]:
+        """Return the micro-batch sizes that leave enough memory for the policy's fewest slots.
 
-        The smallest size is always included, because `longest` guarantees that it fits. n_cells:
-        the number of KV cells in use after the micro-batch. width: the number of KV cells that
-        attention covers, if this is more than n_cells.
+        The smallest size comes first, and is always included. n_cells: the number of KV cells in
+        use after the micro-batch. width: the number of KV cells that attention covers, if this is
+        more than n_cells.
         """
         smallest, least = min(self.scratch), self.least_slots
         fits = (n for n in self.scratch if self.slots(n_cells, n, 0, width) >= least)
@@ -244,14 +241,12 @@ class SharedMemory:
     def micro_batch(self, n_cells: int, n_tokens: int, again: float = 1.0, width: int = 0) -> int:
         """Return the micro-batch size with which the rest of a prompt reads the fewest bytes.
 
-        With larger micro-batches, experts that have no slot are read less often. But a larger
-        micro-batch needs more scratch, which takes memory from slots and so evicts experts.
-
         - n_cells: the number of KV cells in use.
         - n_tokens: the number of prompt tokens that are left.
-        - again: how often an expert that was evicted for scratch is read again after the prompt.
-        - width: the number of KV cells that attention covers, if this is more than the cells in
-          use.
+        - again: how many times, on average, an expert is read after the prompt if it was evicted to
+          make memory free for scratch.
+        - width: the number of KV cells that attention covers at the end of the prompt, if this is
+          more than n_cells + n_tokens.
         """
         # A micro-batch of hundreds of tokens uses nearly every expert, so each micro-batch reads
         # every expert that has no slot. With n tokens, u tokens at once, A bytes of all experts and
@@ -264,7 +259,7 @@ class SharedMemory:
             slots = min(every, self.slots(end, size, 0, width))
             return -(-n_tokens // size) * (every - slots) - again * slots
 
-        return min(self.may_read(end, width), key=read)
+        return min(self.fitting_micro_batches(end, width), key=read)
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,14 +335,21 @@ class Plan:
 
     @property
     def fixed_bytes(self) -> int:
-        """The bytes of everything except experts in the memory that holds the experts."""
+        """The bytes that dense weights, KV cache, scratch and prompt cache take together.
+
+        If a GPU holds the experts, only GPU memory counts, otherwise only host memory. A prompt
+        cache that shares memory with expert slots does not count.
+        """
         elsewhere = self.device or (self.shared and self.shared.prompts)
         prompts = 0 if elsewhere else self.prompt_bytes
         return self.dense_bytes + self.kv_bytes + self.scratch_bytes + prompts
 
     @property
     def total_bytes(self) -> int:
-        """The most bytes that the model takes in the memory that holds its experts."""
+        """The maximum memory of the model in bytes, including the experts or their slots.
+
+        If a GPU holds the experts, only GPU memory counts, otherwise only host memory.
+        """
         return self.fixed_bytes + (self.slots.total_bytes if self.slots else self.expert_bytes)
 
     @property
@@ -357,9 +359,10 @@ class Plan:
 
     @property
     def absent_bytes(self) -> int:
-        """The size of all experts in the best tier in use, minus the size of the slots.
+        """The bytes of the experts that have no slot, and so must be read when a token needs them.
 
-        The result is 0 if every expert is resident.
+        The result is the size of all experts in the best tier (precision) in use, minus the size of
+        the slots. It is 0 if every expert is in memory.
         """
         placement = self.placement
         if placement is None or placement.wants.all_resident:

@@ -42,16 +42,17 @@ _LEAST = 2
 
 
 def tiers_for(model: ExpertModel, ram_bytes: int) -> tuple[list[str], str]:
-    """Return the precisions (tiers) for a packed file, best first, and a sentence about the choice.
+    """Choose the precisions (tiers) in which to pack a model, to run it in this much memory.
 
-    ram_bytes: cap on all memory of the model, as in --ram.
+    Return the names of the tiers, best first, and a sentence with the reason. The best tier is the
+    model's own type if the model is quantized, otherwise Q8_0. Lower tiers are added as follows:
 
-    The best tier is the model's own type if the model is quantized, otherwise Q8_0. If every expert
-    fits in memory in this tier, it is the only one. If every expert fits only in some lower type,
-    the lower tiers are chosen by an optimal allocation of types to experts. If no type fits, the
-    lower tiers are types that suit reading experts from disk.
+    - If every expert fits in memory in the best tier, none is added.
+    - If every expert fits only when some have a lower tier, the tiers with the least expected
+      quality loss are added.
+    - Otherwise, Q4_K and Q2_K are added, and experts are read from disk while the model runs.
 
-    Raises BudgetError if the memory is too small for every choice of precisions.
+    ram_bytes: the memory for the running model. Raises BudgetError if it is too small.
     """
     config = Config.build(model=model.path, ram=ram_bytes, policy=BASELINE)
     found = plan(PlanRequest(config), model, Machine(1 << 62))

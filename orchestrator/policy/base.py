@@ -67,10 +67,10 @@ class Precisions:
     """The number of precisions (tiers) that a policy uses, and its default choice of tiers.
 
     - least, most: the minimum and maximum number of tiers.
-    - keeps: the tiers that the policy needs, in words for an error message, such as "two
-      precisions". It is None for a policy that can skip experts.
-    - skips: whether the policy may skip experts unless the user asks for exact results. Such a
-      policy uses a lower tier only if the user names one.
+    - keeps: words for the error message of a policy that needs several tiers and cannot skip
+      experts, such as "two precisions". None for other policies.
+    - skips: whether the policy may skip experts by default. If so, the policy uses only one tier,
+      unless the user names a lower one.
     - lossless: the settings with which the policy computes every expert in the best tier. It is {}
       if the policy always does that, and None if it cannot.
     """
@@ -86,10 +86,11 @@ class Precisions:
         return offer.tiers[0]
 
     def low(self, offer: TierOffer, high: FileTier) -> FileTier | None:
-        """Return the lowest tier that the policy uses, below the tier `high`.
+        """Return the lowest tier (precision) to use, or None to let the caller choose.
 
-        By default, it is the tier that the user named. If the result is None, the policy uses as
-        many of the tiers after `high` as it supports.
+        By default, it is the low tier that the user named, or None if the user named none.
+
+        offer: the tiers of the model file. high: the best tier that the policy will use.
         """
         return offer.low
 
@@ -98,9 +99,10 @@ class Precisions:
 class PolicyRequirements:
     """The calls, data and guarantees that a policy requires from the runtime.
 
-    - asked_in: the phases (prefill, decode) in which the runtime calls `decide` for each MoE layer.
-    - default_tier: the tier that the store requests for every routed expert in the other phases,
-      without calling Python. A better copy in memory is used instead.
+    - asked_in: the phases (prefill, decode) in which the policy itself chooses the tiers of
+      experts. In these phases, the runtime calls the policy's method `decide` for each MoE layer.
+    - default_tier: the tier of every routed expert in a phase in which the policy does not choose.
+      If the expert is in memory in a better tier, that tier is used instead.
     - n_ahead: the number of following layers whose routers are evaluated early to predict experts.
       0 means no prediction.
     - importance: whether route events of prompts carry the attention that each token receives.
@@ -192,11 +194,13 @@ class Learned:
 class Placement:
     """The result of `Policy.place`: how a policy divides a memory budget into expert slots.
 
-    - policy, settings, rules: the policy class, its settings and the rules for every policy.
+    Expert slots are the memory that holds experts.
+
+    - policy, settings: the class of the policy, and its settings.
+    - rules: the user's rules for all policies, such as whether experts may be skipped.
     - shape: the model's layers, experts and slot sizes.
-    - slots: the slots, which fit the budget. If the budget is too small, they are the minimum with
-      which the policy works.
-    - wants: the requirements of the policy with these settings and slots.
+    - slots: the slots. If the budget is too small, they are the minimum for the policy to work.
+    - wants: the calls and data that the policy requires from the runtime.
     - losses: the quality loss of each expert in each tier; None if it is unknown or not used.
 
     A policy that needs further values defines a subclass.
@@ -229,13 +233,13 @@ class Placement:
         return None
 
     def fractions(self, uses: np.ndarray) -> np.ndarray:
-        """Return the fraction of each expert's uses in which the expert is requested in each tier.
+        """Return how often the policy requests each tier (precision) of each expert.
 
-        The result is float64 [n_layers, n_expert, n_tiers]. If the fractions of an expert add up to
-        less than 1, the expert is skipped in the remaining uses. By default, every use requests
-        tier 0.
+        The result is float64 [n_layers, n_expert, n_tiers]. The values of an expert are fractions
+        of its uses by tokens. For example, 0.7 and 0.2 mean that 70 % of the uses request tier 0,
+        20 % request tier 1, and 10 % skip the expert. By default, all uses request tier 0.
 
-        uses: how often tokens of an answer use each expert, [n_layers, n_expert].
+        uses: how often tokens of answers use each expert, [n_layers, n_expert].
         """
         mix = np.zeros((*uses.shape, len(self.shape.tiers)))
         mix[..., 0] = 1.0
@@ -269,10 +273,11 @@ class About:
     - name: the name that users type.
     - summary: one sentence for the tables of the documentation.
     - Settings: the dataclass of the policy's own settings.
-    - reason: a few words about the policy, such as "runs one precision". They follow "--policy
-      NAME, which" in messages about an option that has no effect with the policy.
+    - reason: a few words for the message "OPTION has no effect with --policy NAME, which REASON",
+      such as "runs one precision".
     - precisions: the number of tiers that the policy uses, and its default choice.
-    - wants: all requirements that the policy may have, with any settings and slots.
+    - wants: everything that the policy may require from the runtime. With some settings, it
+      requires less.
     """
 
     name: str
@@ -294,7 +299,7 @@ class Policy:
     |---|---|
     | about | required: the declarations of the policy |
     | place | required: divides a memory budget into expert slots; a pure function |
-    | decide | required if `about.wants.asked_in` is not empty: chooses tiers of a layer's experts |
+    | decide | chooses a layer's tiers in prefill, decode or both, as `about.wants.asked_in` says |
     | on_step | called after each step; returns transitions. Default: none |
     | warm | returns the experts to load before the first token. Default: `placement.first()` |
     | update_settings | replaces the settings between two tokens. Default: stores the new settings |
@@ -302,6 +307,9 @@ class Policy:
     | describe | returns a phrase for the status line. Default: the text of the placement |
     | recall, learned | optional: knowledge that lives across runs. Default: none |
     | save_sequence, restore_sequence | optional: the state of one sequence. Default: none |
+
+    If `asked_in` names no phase, the runtime never calls `decide`, and the policy does not define
+    it.
 
     A policy is made from a placement and shares its attributes shape, settings, rules and wants.
     The policy may replace its own `wants` between steps.
@@ -342,10 +350,14 @@ class Policy:
         budget_bytes: int,
         history: History,
     ) -> Placement:
-        """Divide a memory budget into expert slots, and return the result.
+        """Return the division of a memory budget into expert slots, the memory that holds experts.
 
-        If the budget is too small, return the smallest division with which the policy works. Budget
-        0 gives the same result.
+        If the budget is too small, such as 0, the result has the fewest slots with which the policy
+        works.
+
+        - settings: the policy's own settings.
+        - rules: the user's rules for all policies, such as whether experts may be skipped.
+        - history: knowledge from earlier runs, such as how often each expert was used.
 
         Raises PolicyError if the policy cannot work with the model's tiers and these settings.
         Errors of `history` are passed on.
@@ -364,16 +376,16 @@ class Policy:
     def warm(
         self, resident: np.ndarray | None = None, target: np.ndarray | None = None
     ) -> Sequence[Transition] | None:
-        """Return the experts to load, with their tiers, before a token is computed.
+        """Return the experts to load, and the tier of each, before the next token is computed.
 
-        The runtime calls this method without arguments before the first token of the run. If
-        `wants.waits` is set, the runtime also calls it before each answer. It then waits for the
-        returned changes of tier (transitions), and calls the method again. The answer begins when
-        the result is None, or when no transition is left to wait for. The result () starts no
-        transition.
+        The runtime calls this method without arguments at the start of a run.
 
-        resident, target: the tiers of all experts in memory, and their tiers after the transitions
-        under way. None at the start of a run.
+        If `wants.waits` is set, the runtime also calls it before each answer, loads the returned
+        experts, and calls it again. The answer begins if the result is None. It also begins if the
+        result is empty and no expert is changing its tier.
+
+        resident, target: the tier of each expert in memory, now and after the changes under way,
+        uint8 [n_layers, n_expert].
         """
         return self.placement.first()
 
@@ -417,7 +429,10 @@ class Policy:
         """
 
     def learned(self) -> Learned:
-        """Return the knowledge that the next run should start from. Empty by default."""
+        """Return expert usage and tuned settings of this run, from which the next run starts.
+
+        By default, the result is empty.
+        """
         return Learned()
 
     def save_sequence(self, sequence: int) -> bytes | None:
@@ -442,14 +457,15 @@ def place(
     budget_bytes: int = 0,
     history: History = UNKNOWN,
 ) -> Placement:
-    """Divide a memory budget into expert slots with a policy, and return the result.
+    """Return how a policy divides a memory budget into expert slots, the memory that holds experts.
 
-    settings: the policy's settings; None for the defaults.
+    - settings: the policy's own settings; None for the defaults.
+    - rules: the user's rules for all policies, such as whether experts may be skipped.
+    - history: knowledge from earlier runs, such as how often each expert was used.
 
-    Raises TiersError if the model has fewer tiers than the policy needs. Also raises TiersError if
-    the rules allow skipping and the policy never skips. MoeEdgeErrors of the policy are passed on.
-    Any other exception of a policy from another package becomes a PolicyError, so that the plans of
-    other policies can still be made.
+    Raises TiersError if the model has fewer tiers than the policy needs, or if experts may be
+    skipped but the policy cannot skip. MoeEdgeErrors of the policy are passed on. Other exceptions
+    become a PolicyError if the policy is from another package.
     """
     rules, precisions = rules or Rules(), policy.precisions
     too_few = len(shape.tiers) < precisions.least

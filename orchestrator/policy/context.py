@@ -129,7 +129,11 @@ class SequenceUse:
             self.past += report.counts
 
     def save(self, sequence: int) -> bytes | None:
-        """Return one sequence's use of experts as bytes, or None if it is not in memory."""
+        """Return the expert use of one sequence as bytes, or None if the sequence is unknown.
+
+        The bytes contain how often the sequence's tokens used each expert, and the sums of the
+        routing weights.
+        """
         use = self._of.get(sequence)
         return None if use is None else _MAGIC + use.astype("<f8").tobytes()
 
@@ -242,15 +246,16 @@ def _places_to_try(shape: ModelShape, settings: ContextSettings, shares_slots: b
 
 
 def uniform_counts(n_cold: int, near: NearTiers, settings: ContextSettings) -> tuple[int, ...]:
-    """Return how many experts of a layer each lower tier gets if all experts have the same losses.
+    """Return how many experts of a layer are stored in each lower tier (precision).
 
-    These numbers are used to plan slots. They keep the mean number of bits per weight within the
-    setting near_bits.
+    All experts are assumed to lose the same quality in a tier, so the numbers are the same for
+    every layer. They determine the number of slots of each tier. The mean number of bits per weight
+    is at most the setting near_bits.
 
-    - n_cold: the number of experts to divide among the lower tiers.
+    - n_cold: the number of experts to divide: all that are not in the best tier.
     - near: the lower tiers.
 
-    Raises PolicyError if near_bits is less than the smallest tier needs.
+    Raises PolicyError if near_bits is less than the bits per weight of the lowest tier.
     """
     bits = near.bits
     if settings.near_bits < bits[-1]:
@@ -334,14 +339,15 @@ class ContextPlacement(Placement):
     def of_use(
         self, counts: np.ndarray, gates: np.ndarray, before: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the importance of each expert, and the tier that it should have.
+        """Return the importance of each expert in a conversation, and the tier that it should have.
 
-        The importance is float64 and the tier is uint8, both [n_layers, n_expert]. The result
-        depends on the use of the experts:
+        The importance of an expert is its fraction of the layer's uses, averaged with its fraction
+        of the layer's routing weights. Earlier uses have the weight of prior_tokens tokens (a
+        setting). The result is float64 and uint8. All arrays are [n_layers, n_expert].
 
-        - counts, gates: the conversation's uses of each expert, and the sums of its routing
-          weights.
-        - before: the uses before this conversation.
+        - counts: how often tokens of the conversation used each expert.
+        - gates: the sum of the routing weights of these uses.
+        - before: how often tokens of earlier conversations and runs used each expert.
         """
         settings, near = self.settings, self.near
         scores = importance(counts, gates, before, settings, self.shape.n_expert_used)
@@ -381,16 +387,17 @@ class ContextPlacement(Placement):
 
 
 class ContextAware(Policy):
-    """Keeps the K most important experts of each layer in tier 0 and the others in lower tiers.
+    """Keeps the K most important experts of each layer in the best tier, the others in lower tiers.
 
-    All experts are resident. The importance of an expert follows from its use in the conversation
-    and in earlier runs. After a prompt, the tier of each expert is chosen. Experts then change
-    their tier in the background, between steps, and tokens do not wait for that. With the setting
-    `placement` wait, the first token of an answer waits.
+    A tier is a stored precision. Every expert stays in memory. The importance of an expert follows
+    from its use in the conversation and in earlier runs. After each prompt, the policy chooses the
+    tier of each expert again. The tiers change in the background, and tokens do not wait for that.
+    With the setting `placement` wait, the first token of an answer waits until the tiers have
+    changed.
 
-    In prefill, the uses of each expert are counted in each layer, and its routing weights are added
-    up. The last layer computes only one token of a prompt. For this layer, the experts that are
-    predicted for all tokens are counted instead. For tokens of an answer, only uses are counted.
+    In a prompt, the policy counts the uses of each expert and adds up its routing weights. In an
+    answer, it only counts uses. llama.cpp computes the last layer only for the last token of a
+    prompt. For this layer, the policy counts the experts that are predicted for all tokens.
 
     If the lower (near) tiers share slots, the number of experts in each near tier is chosen after a
     prompt, by the prefix split of section 4.2. If each near tier has its own slots, the numbers are
@@ -426,12 +433,15 @@ class ContextAware(Policy):
     ) -> ContextPlacement:
         """Divide a memory budget into slots: K experts per layer get tier 0, others lower tiers.
 
-        K is the setting hot_experts, or the largest number that fits.
+        Tier 0 is the best precision. K is the setting hot_experts. Without this setting, K is the
+        largest number for which the slots of all experts fit the budget, at least 1.
 
-        Raises PolicyError if the model has no second tier, or lacks a tier that the settings name.
-        Also raises PolicyError if the settings name too many tiers. If lower tiers share slots (the
-        setting near_slots), the slots must be in host memory. PolicyError is raised if they would
-        be in the memory of a GPU.
+        Raises PolicyError for these settings:
+
+        - near_tiers: too many lower tiers, or one that the model lacks.
+        - near_bits: less than the bits per weight of the lowest tier.
+        - near_slots: "shared" (each slot can hold any lower tier), although these slots would be in
+          the memory of a GPU.
         """
         near = NearTiers.of(shape, settings)
         shares_slots = settings.near_slots == SHARED and len(near.tiers) > 1
@@ -506,8 +516,8 @@ class ContextAware(Policy):
     def restore_sequence(self, sequence: int, state: bytes) -> None:
         """Restore the expert use of a sequence from the bytes that save_sequence returned.
 
-        The tiers of experts are chosen again after the next tokens of the sequence, as after a
-        prompt.
+        The experts keep their current tiers (precisions) for now. The policy chooses new tiers at
+        the sequence's next answer, as after a prompt.
         """
         self.use.restore(sequence, state)
         self._placed = False
@@ -515,14 +525,15 @@ class ContextAware(Policy):
     def warm(
         self, resident: np.ndarray | None = None, target: np.ndarray | None = None
     ) -> Sequence[Transition] | None:
-        """Return the transitions of experts to the tiers that they should have.
+        """Return the experts to load, and the tier of each, before the next token is computed.
 
-        At the start of a run, all experts are loaded in the tiers that follow from their use in
-        earlier runs. Before an answer, only experts for which slots are free now are moved. The
-        result is then None if the settings do not let answers wait for transitions.
+        At the start of a run, the arguments are None. The result then has every expert, in the tier
+        that its use in earlier runs implies.
 
-        resident, target: the tiers of experts in memory and after their transitions. None at the
-        start of a run.
+        Before an answer, the arguments are the tier of each expert in memory, and its tier after
+        the changes under way. The policy chooses tiers by the prompt, and returns the changes for
+        which slots are free now. If answers do not wait for changes (`wants.waits`), the result is
+        None.
         """
         if resident is None or target is None:
             wanted = self._latest = self._place()
@@ -540,7 +551,11 @@ class ContextAware(Policy):
         return tiers
 
     def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
-        """Request each expert in the tier in which it is resident, and count the tokens' uses."""
+        """Request each expert of a layer in the tier that is in memory, so that no read is needed.
+
+        An expert that is not in memory is requested in the lowest tier. The method also counts how
+        often tokens use each expert. After a prompt, the policy chooses new tiers by these counts.
+        """
         step, layer, last = event.step, event.layer, self.shape.n_layers - 1
         out.tier_array[:] = served(self.wants.default_tier, view.resident_array[layer])
         of = event.sequences_array
@@ -553,10 +568,11 @@ class ContextAware(Policy):
             self.use.count(step, last, event.ahead_ids_array[0], gates, of)
 
     def on_step(self, report: StepReport) -> Sequence[Transition]:
-        """Count a finished step, and return the transitions for which slots are free now.
+        """Count the expert use of a finished step, and return the experts to move to another tier.
 
-        The first decode step after a prompt also chooses new tiers for all experts. A prefill step
-        does not, because a prompt may take several of these.
+        After a prompt, the first decode step also chooses a new tier (precision) for every expert.
+        The result has only the moves for which a slot is free now. Later steps return the other
+        moves.
         """
         if report.counts is None or report.resident is None or report.target is None:
             return ()

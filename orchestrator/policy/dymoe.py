@@ -50,14 +50,16 @@ _NOISE = 1e-9
 
 
 def critical_counts(lam: float, n_layers: int, m: int, schedule: str = COSINE) -> list[int]:
-    """Return the number of critical experts t_l of each MoE layer l (eq. 5).
+    """Return the number of critical experts t_l of each MoE layer l (eq. 5 of the DyMoE paper).
 
-    Critical experts are computed in the high tier. Their fraction in layer l is r(l) = (1 - lam) *
-    c(l) + lam, and t_l is ceil(r(l) * m), but at least 1.
+    Critical experts are computed in the better of two precisions.
 
-    - lam: the fraction in a layer with c(l) = 0, which is the smallest possible fraction.
+        t_l = max(1, ceil(r(l) * m)), with r(l) = (1 - lam) * c(l) + lam
+
+    - lam: the smallest fraction of critical experts in a layer, 0 to 1.
     - m: the number of experts from which the critical ones are chosen.
-    - schedule: determines the factor c(l), see `falling`.
+    - schedule: defines c(l) (see `falling`). With "cosine", c(l) falls from 1 in the first layer to
+      0 in the last.
     """
     # The paper has no minimum of 1. Without it, lam = 0 would give the last layer no critical
     # expert. If the other experts are skipped, the layer would then compute no expert at all.
@@ -66,22 +68,27 @@ def critical_counts(lam: float, n_layers: int, m: int, schedule: str = COSINE) -
 
 
 def realised(counts: list[int], m: int) -> float:
-    """Return the mean share of critical experts: counts[layer] / m, averaged over the MoE layers.
+    """Return the mean fraction of critical experts, counts[layer] / m, over the MoE layers.
 
-    counts: the number of critical experts in each layer. m: the number of experts to choose from.
+    Critical experts are computed in the better of two precisions. This fraction is realised with
+    integer counts, so it can differ from the requested fraction.
+
+    - counts: the number of critical experts of each layer.
+    - m: the number of experts from which a layer's critical ones are chosen.
     """
     return sum(counts) / (m * len(counts))
 
 
 def solve(retention: float, n_layers: int, m: int, schedule: str = COSINE) -> list[int]:
-    """Return the number of critical experts of each layer, for a given mean share of such experts.
+    """Find how many experts of each layer must be critical to reach a mean fraction of `retention`.
 
-    Critical experts are computed in the high tier. The share of a layer is its number of critical
-    experts divided by m. The mean share over all layers is as near to `retention` as possible. With
-    the schedule "cosine", it is at least about one half.
+    Return these numbers by layer. Critical experts are computed in the better of two precisions.
+    The mean over all layers of (number of critical experts) / m is as near to `retention` as
+    possible.
 
-    m: the number of experts to choose from. In decode, it is the number of experts that a token
-    selects. In prefill, it is the number of experts that the prompt uses in the layer.
+    - m: the number of experts from which a layer's critical ones are chosen.
+    - schedule: how the fraction falls from the first layer to the last. With "cosine", no mean
+      below about one half is possible.
     """
     if n_layers == 1:
         return critical_counts(retention, 1, m, schedule)
@@ -107,13 +114,14 @@ def solve(retention: float, n_layers: int, m: int, schedule: str = COSINE) -> li
 def load_ahead(
     event: RouteEvent, out: DecisionBuffer, critical: list[int], low: int | None
 ) -> list[int]:
-    """Prefetch the experts that the next layers are predicted to select in a decode step (eq. 8).
+    """Prefetch the experts that the next layers are predicted to select (eq. 8 of the DyMoE paper).
 
-    Return the experts that were requested for the next layer. Experts in memory are requested too,
-    so that the store keeps them.
+    Return the experts that were requested for the layer directly after the current one.
 
-    - critical: for each layer, how many of a token's experts are critical. The experts with the
-      best predictions count as critical, and are requested in tier 0.
+    - event: the current layer in a decode step, with the predictions for the next layers.
+    - out: receives the requests.
+    - critical: for each layer, how many of a token's experts are requested in tier 0 (the best
+      precision), best predictions first.
     - low: the tier in which the other predicted experts are requested; None to omit them.
     """
     asked: list[int] = []
@@ -135,12 +143,14 @@ def load_ahead(
 
 
 def union(ids: np.ndarray, t: int, n_expert: int) -> tuple[list[int], int]:
-    """Return the experts that at least one token is predicted to select, and how many are critical.
+    """Return the experts that any token is predicted to select, and how many of them are critical.
 
-    An expert is critical if it is among the best t predictions of at least one token. Critical
-    experts come before all others. Among the critical experts, and among the others, those that
-    more tokens select come first. Ties are sorted by the best rank in a row of `ids`, then by
-    index. ids: the predicted experts of each token, best first, int32 [T, k].
+    An expert is critical if it is among the first t predictions of at least one token. Critical
+    experts come first in the result. Within both parts, experts that more tokens select come first.
+    Ties are sorted by the best rank in any row of `ids`, then by index.
+
+    ids: the predicted experts of each token, best first, int32 [T, k]. n_expert: the number of
+    experts in the layer.
     """
     n_tokens, k = ids.shape
     load = np.bincount(ids.ravel(), minlength=n_expert)
@@ -210,10 +220,13 @@ def _one_precision(shape: ModelShape, rules: Rules) -> bool:
 class Depth(NamedTuple):
     """How many experts of each layer are critical, that is, computed in the high tier.
 
-    - retention: the requested mean share of critical experts, 0 to 1.
-    - critical: the number of critical experts t_l of each layer, of the k that a token selects.
-    - realised: the actual mean of t_l / k.
-    - least: the smallest mean that the schedule can reach.
+    The high tier is the better of two precisions.
+
+    - retention: the requested mean fraction of critical experts, 0 to 1.
+    - critical: the number of critical experts t_l of each layer l, of the k that a token selects.
+    - realised: the actual mean of t_l / k over the layers.
+    - least: the smallest possible mean of t_l / k. The setting `schedule` limits it, because it
+      fixes how t_l falls with depth.
     """
 
     retention: float
@@ -223,10 +236,14 @@ class Depth(NamedTuple):
 
     @classmethod
     def of(cls, shape: ModelShape, settings: DyMoESettings, rules: Rules) -> Depth:
-        """Compute the number of critical experts of each layer for a model and these settings.
+        """Return how many experts of each layer are critical, for settings of the policy `dymoe`.
 
-        Raises TiersError if the setting retention is below 1, but there is neither a second tier
-        nor skipping.
+        Critical experts are computed in the better of two precisions (tiers). The others are
+        computed in the lower tier, or skipped. The setting retention is the mean fraction of
+        critical experts.
+
+        Raises TiersError if retention is below 1, but there is no lower tier and `rules` forbid
+        skipping.
         """
         one_precision = _one_precision(shape, rules)
         usual = 1.0 if one_precision else _USUAL_RETENTION
@@ -254,10 +271,14 @@ class DyMoEPlacement(Placement):
     depth: Depth
 
     def fractions(self, uses: np.ndarray) -> np.ndarray:
-        """Return the fraction of each expert's uses that is requested in each tier.
+        """Return how often the policy requests each tier (precision) of each expert.
 
-        For every expert, the fraction in the high tier is the mean share of critical experts. The
-        remaining uses request the low tier, or skip the expert.
+        The result is float64 [n_layers, n_expert, n_tiers]. Each value is a fraction of the
+        expert's uses by tokens. All experts have the same values. The value of the high tier is the
+        mean fraction of a token's experts that are computed in it. The other uses request the low
+        tier, or skip the expert if there is only one tier.
+
+        uses: [n_layers, n_expert]. Only its shape matters.
         """
         high = self.depth.realised
         mix = (high, 1.0 - high)[: len(self.shape.tiers)]
@@ -315,12 +336,15 @@ class DyMoE(Policy):
         budget_bytes: int,
         history: History,
     ) -> DyMoEPlacement:
-        """Divide a memory budget into one slot group for each layer, matrix kind and tier.
+        """Divide a memory budget into slots for each layer, matrix kind and tier (precision).
 
-        First, each layer gets slots for the k experts that one token selects. The t_l critical
-        experts of the layer get slots in the high tier, and the others in the low tier. The rest of
-        the budget pays for further slots, in proportion to their expected use. A layer gets no
-        further low slots if a further high slot would be at least as useful.
+        First, each layer gets slots for the k experts that one token selects. t_l of them are high
+        slots, and the others are low slots, if a low tier is in use. t_l is the number of the
+        token's experts that are computed in the high tier, by the setting retention.
+
+        The rest of the budget pays for further slots, in proportion to their expected usefulness.
+        High slots also serve requests for the low tier. If they are at least as useful as low
+        slots, the layer gets no further low slots.
         """
         settings = settings.with_usual()
         depth = Depth.of(shape, settings, rules)
@@ -376,7 +400,11 @@ class DyMoE(Policy):
         self.critical = self.placement.depth.critical
 
     def update_settings(self, settings: Any) -> None:
-        """Replace the settings, and compute the number of critical experts of each layer again."""
+        """Replace the settings, and compute again how many experts of each layer are critical.
+
+        Critical experts are computed in the better of two precisions. Raises TiersError, without a
+        change, if the setting retention does not suit the tiers in use (see `Depth.of`).
+        """
         depth = Depth.of(self.shape, settings, self.rules)
         super().update_settings(settings)
         self.placement = replace(self.placement, depth=depth)
@@ -385,8 +413,9 @@ class DyMoE(Policy):
     def prefill_critical(self, layer: int, n_used: int) -> int:
         """Return how many of the n_used experts that a prompt uses in a layer are critical.
 
-        Critical experts are computed in the high tier. If the prompt uses n_used experts in every
-        layer, the mean share of critical experts is as near to the setting retention as possible.
+        Critical experts are computed in the better of two precisions. By default, their fraction
+        falls from the first layer to the last. If the prompt uses n_used experts in every layer,
+        the mean fraction over all layers is as near to the setting retention as possible.
         """
         counts = self._prefill_counts.get(n_used)
         if counts is None:

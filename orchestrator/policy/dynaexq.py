@@ -63,7 +63,11 @@ class Swap:
 
     @property
     def moving(self) -> int:
-        """The expert that moves in the current half of the exchange: `down` first, then `up`."""
+        """The expert that changes its tier (precision) now, in this exchange of two experts.
+
+        First, the expert `down` moves from the high tier to the low tier. Then the expert `up`
+        moves to the high tier. If `down` is None, only `up` moves.
+        """
         return self.up if self.promoting or self.down is None else self.down
 
 
@@ -72,11 +76,14 @@ CACHED_HIGH = 0.5
 
 
 def resident_pools(shape: ModelShape, capacity: Sequence[int]) -> TierPools:
-    """Return slots for every expert: capacity[layer] experts in the high tier, the others low.
+    """Return slots that hold every expert of a model, in the high tier or in the low tier.
 
-    The low tier has a few spare slots. An exchange of two experts first moves one of them down into
-    a spare slot, and then moves the second one up. The spare slots limit the number of exchanges at
-    a time.
+    The high tier is the better of two precisions. In each layer, capacity[layer] experts are in the
+    high tier, and the others are in the low tier.
+
+    The low tier also has a few spare slots, so that two experts can exchange their tiers. One
+    expert first moves down into a spare slot. The other expert then moves up into the high slot
+    that is now free.
     """
     n_low = [shape.n_expert - n_high for n_high in capacity]
     high, low = Places((HIGH,), capacity, reserve=False), Places((LOW,), n_low, most_moves=4)
@@ -84,11 +91,12 @@ def resident_pools(shape: ModelShape, capacity: Sequence[int]) -> TierPools:
 
 
 def fewest_high(shape: ModelShape, most: int = 1) -> list[int]:
-    """Return the smallest possible number of experts in the high tier, for each layer.
+    """Return the smallest number of experts that must be in the high tier, for each layer.
 
-    The store requires at least one high slot of each size. Layers with about the same slot sizes
-    share their high slots. So the number is 1 in the first of these layers, and 0 in the others. It
-    is never more than `most`.
+    The high tier is the better of two precisions. Layers with about the same slot size share their
+    high slots, and each such group of layers must have one high slot. The result is therefore 1 for
+    one layer of each group, and 0 for the group's other layers. If `most` is 0, it is 0 for all
+    layers.
     """
     first = {pool.layers[0] for pool in pools_by_size(shape, HIGH)}
     return [min(most, int(layer in first)) for layer in range(shape.n_layers)]
@@ -134,14 +142,15 @@ def _shortlist(swaps: Sequence[Swap], low_pool_of: np.ndarray) -> list[Swap]:
 def cache_plan(
     shape: ModelShape, budget_bytes: int, most_high: int | None
 ) -> tuple[SlotPlan, int, list[int]]:
-    """Return a slot plan for a cache of experts, if not all experts fit in the low tier.
+    """Divide a memory budget that is too small for all experts into slots for a part of them.
 
-    The result is (slot plan, number of high experts per layer, number of low slots of each layer).
-    If the budget is too small, these are the minimum.
+    The result is (slots, number of high experts per layer, number of low slots of each layer). High
+    experts are in the better of two precisions.
 
-    First, each layer gets low slots for the experts of one token. The fraction CACHED_HIGH of the
-    remaining budget is for experts in the high tier, with the same number in each layer, at most
-    most_high. If this part cannot hold one high expert per layer, no expert is high.
+    Low slots for the experts of one token are set aside first. A fraction of the remaining budget
+    (CACHED_HIGH) is for high experts, the same number in each layer, at most most_high. The rest is
+    for low slots. The minimum is one low slot per layer and no high expert, even if the budget is
+    smaller.
     """
     layers = range(shape.n_layers)
     low_bytes = [shape.expert_slot_bytes(layer, LOW) for layer in layers]
@@ -184,12 +193,14 @@ class DynaExqSettings(Intervals):
 
 class _TwoTiers(Precisions):
     def high(self, offer: TierOffer) -> FileTier:
-        """Return the high tier: the tier of the file that is one step better than the low tier.
+        """Return the better of the two tiers (precisions) of the file that the policy should use.
 
-        The low tier is the one that the user named. If the user named none, it is the best tier in
-        which all experts fit in the budget, except for the few that must be in the high tier. If
-        they fit in no tier, it is the last tier of the file. If the file has only one tier, that
-        tier is the result.
+        If the user named the lower one, the result is the tier directly above it. Otherwise, the
+        result is from the best pair of neighbouring tiers with which all experts fit in the budget.
+        Almost all experts are then in the pair's lower tier. If no pair fits, the last pair is
+        used. If the file has only one tier, the result is that tier.
+
+        offer: the file's tiers, and the memory budget.
         """
         if len(offer.tiers) < 2:
             return offer.tiers[0]
@@ -228,8 +239,10 @@ def hottest_first(scores: np.ndarray) -> np.ndarray:
 class DynaExqPlacement(Placement):
     """The expert slots of the policy `dynaexq`, with n_l experts of layer l in the high tier.
 
-    - pools: the slots of all experts. If the budget does not hold every expert in the low tier, it
-      is None, and experts are cached.
+    The high tier is the better of two precisions. With a large enough budget, every expert stays in
+    memory. Otherwise, experts are cached: the memory holds only a part of them.
+
+    - pools: the slots of all experts; None if experts are cached.
     - capacity: n_l, int [n_layers].
     - cached: the number of low slots of each layer if experts are cached, else 0, int [n_layers].
     - hotness: the fraction of tokens that used each expert in earlier runs, or None.
@@ -245,24 +258,28 @@ class DynaExqPlacement(Placement):
         return self.pools is None
 
     def fractions(self, uses: np.ndarray) -> np.ndarray:
-        """Return the fraction of each expert's uses that is requested in each tier.
+        """Return how often the policy requests each tier (precision) of each expert, as 0 or 1.
 
-        The most used experts of each layer are always requested in the high tier, as many as it has
-        slots for. The other experts are always requested in the low tier.
+        The result is float64 [n_layers, n_expert, 2]. The most used experts of a layer are always
+        requested in the high tier (1, 0), and the others in the low tier (0, 1). `capacity` has the
+        number of experts of each layer in the high tier.
+
+        uses: how often tokens use each expert, [n_layers, n_expert].
         """
         rank = np.argsort(hottest_first(uses), axis=1, kind="stable")
         hot = rank < self.capacity[:, None]
         return np.stack([hot, ~hot], axis=2).astype(np.float64)
 
     def first(self, hotness: np.ndarray | None = None) -> Sequence[Transition]:
-        """Return the experts to load before the first token, and their tiers.
+        """Return the experts to load before the first token, each as (layer, expert, tier).
 
-        The n_l most used experts of layer l are loaded in the high tier and the others in the low
-        tier. If experts are cached, only as many are loaded as fit. If the usage is unknown, the
-        order is by index.
+        The most used experts of each layer are loaded in the high tier (the better precision).
+        `capacity` has their number for each layer. The others are loaded in the low tier, as many
+        as the slots hold. If the usage is unknown, the experts are taken in the order of their
+        index.
 
-        hotness: the fraction of tokens that use each expert. If given, it replaces the use in
-        earlier runs.
+        hotness: the fraction of tokens that use each expert, [n_layers, n_expert]. None stands for
+        the usage in earlier runs.
         """
         known = self.hotness if hotness is None else hotness
         if known is None:
@@ -297,15 +314,15 @@ class DynaExqPlacement(Placement):
 
 
 class DynaExq(Learning):
-    """Keeps the n_l most used experts of layer l in tier 0 (high) and the others in tier 1 (low).
+    """Keeps the most used experts of each layer in tier 0 (high), and the others in tier 1 (low).
 
-    All experts are resident. S is the fraction of tokens that use an expert, as a moving average
-    (see `Learning`). After each interval of steps, an expert in the low tier replaces an expert in
-    the high tier under three conditions:
+    All experts are resident. Layer l has n_l high experts, as many as the memory budget allows. S
+    is the fraction of tokens that use an expert, as a moving average (see `Learning`). After each
+    interval of steps, a low expert replaces a high expert of its layer under three conditions:
 
-    - The expert in the low tier is among the n_l experts with the highest S.
-    - The expert in the high tier is not among the n_l + rank_slack experts with the highest S.
-    - Their S differs by more than hysteresis times the layer's mean S.
+    - The low expert is one of the n_l experts with the highest S.
+    - The high expert is not one of the n_l + R experts with the highest S (R: setting rank_slack).
+    - Their S differs by more than H times the layer's mean S (H: setting hysteresis).
 
     If the budget does not hold all experts in the low tier, they are cached (`caching`). Each layer
     then evicts the least recently used copy, and tokens wait for misses. Some slots still hold the
@@ -390,7 +407,11 @@ class DynaExq(Learning):
         out.tier_array[:] = np.where(self._hot[event.layer], HIGH, LOW)
 
     def on_step(self, report: StepReport) -> Sequence[Transition]:
-        """Count the uses of experts in a finished step, and return the transitions to start now."""
+        """Count the expert use of a finished step, and return the experts to move to another tier.
+
+        Each move is (layer, expert, new tier). A tier is a precision. The result has only the moves
+        for which a slot is free now.
+        """
         moves = self._learn(report)
         self._choose_reports()
         return moves

@@ -83,19 +83,16 @@ def agreed(
 ) -> list[int]:
     """Return the experts that a layer is expected to use, from the votes of earlier layers.
 
-    A vote is the list of experts that one earlier layer predicts for this layer, best first. The
-    result keeps the order of the nearest layer's vote. K is the argument `candidates`, and P is the
-    argument `layers`. Each method combines the votes in its own way:
+    A vote is the list of experts that one earlier layer predicts for this layer, best first. `way`
+    is the method to combine the votes, where K is `candidates` and P is `layers`:
 
-    - mol (eq. 6): the experts that are among the first K in each of the P nearest votes. If fewer
-      layers voted, all votes are used.
-    - rank: the first K experts of the nearest vote.
-    - margin: the experts of the nearest vote whose score reaches a threshold. If K is the length of
-      the vote, the threshold is its last score. Each decrease of K by 1 multiplies the threshold by
-      sqrt(2).
+    - mol (eq. 6 of the FIRM-MoE paper): the experts among the first K of each of the first P votes.
+    - rank: the first K experts of votes[0].
+    - margin: the experts of votes[0] with a score of at least scores[-1] * sqrt(2) ** (n - K),
+      where n is the length of the vote.
 
-    way: the method. votes: the votes, nearest layer first. scores: the scores of the experts in the
-    nearest vote, for the method margin.
+    votes: nearest layer first. scores: the router scores of the experts in votes[0]. The result has
+    the order of votes[0].
     """
     if not votes:
         return []
@@ -115,15 +112,15 @@ def agreed(
 def every_set(
     way: str, votes: Sequence[Sequence[int]], depth: int, scores: Sequence[float] = ()
 ) -> list[list[int]]:
-    """Return the experts that are expected in a layer, for every choice of two numbers K and P.
+    """Return the experts that are expected in a layer, for each number of predictions to use.
 
-    The result is indexed [P - 1][K - 1], and each entry is a bit mask of experts. Earlier layers
-    vote: each gives a list of the experts that it predicts. K is the number of experts taken from
-    each list. P is the number of lists that are combined, up to `depth`.
+    Several earlier layers each predict a list of experts for the layer. The first K experts of the
+    first P lists are used. The result is indexed [P - 1][K - 1], for P up to `depth`. Each entry is
+    a bit mask of experts.
 
-    - way: the method that combines the lists (see `agreed`).
-    - votes: the lists, best expert first. The list of the nearest layer comes first.
-    - scores: the scores of the experts in the first list, for the method margin.
+    - way: the method that combines the lists: "mol", "rank" or "margin" (see `agreed`).
+    - votes: the lists, best expert first, and nearest layer first.
+    - scores: the router scores of the experts in the first list, only for "margin".
     """
     numbers = range(1, len(votes[0]) + 1)
     return [
@@ -132,11 +129,12 @@ def every_set(
 
 
 def group_of(n_layers: int) -> list[int]:
-    """Return the group of each layer: 0 for shallow, 1 for middle and 2 for deep layers.
+    """Return the group of each MoE layer: 0 for shallow, 1 for middle and 2 for deep layers.
 
-    With sixteen layers, the first five are shallow and the last four are deep, as in Figure 6.
-    Other models are divided in proportion. The first layer cannot be predicted, so the shallow
-    group has at least two layers.
+    Of sixteen layers, the first five are shallow and the last four are deep, as in Figure 6 of the
+    FIRM-MoE paper. Other numbers of layers are divided in proportion. The experts of the very first
+    layer cannot be predicted. The shallow group has at least two layers, so that it never consists
+    of this layer alone.
     """
     shallow = max(2, int(5 * n_layers / 16 + 0.5))
     deep = max(1, int(4 * n_layers / 16 + 0.5))
@@ -147,26 +145,26 @@ def group_of(n_layers: int) -> list[int]:
 def absent_of(missing: Mapping[int, int], kinds: Sequence[int]) -> Absent:
     """Return which matrices of experts are not in memory, as pairs (experts, n).
 
-    For each matrix kind, such as gate, `experts` is a bit mask of the experts whose matrix of this
-    kind is not in memory. Kinds with the same bit mask make one pair, and n is their number. Only
-    kinds that are prefetched are counted.
+    Each pair stands for n kinds of matrices, such as gate. `experts` is a bit mask of the experts
+    whose matrices of these kinds are not in memory. For example, experts 0 and 2 lack gate and up,
+    and expert 2 also lacks down. The result is then ((0b101, 2), (0b100, 1)).
 
-    - missing: maps each expert to the bits of its matrices that are not in memory.
-    - kinds: the bit of each matrix kind that is prefetched.
+    - missing: maps each expert to a bit mask of its matrices that are not in memory.
+    - kinds: the bits of the matrix kinds to include: those that are prefetched.
     """
     sets = (mask_of(e for e, bits in missing.items() if bits & kind) for kind in kinds)
     return tuple(Counter(sets).items())
 
 
 def unused_and_missed(expected: int, used: int, absent: Absent) -> tuple[int, int]:
-    """Return the number of matrices prefetched in vain, and the number read on demand.
+    """Return how many matrices were prefetched in vain, and how many had to be read on demand.
 
-    A matrix is prefetched in vain if its expert was expected but is not used. A matrix is read on
-    demand if its expert is used but was not expected. Matrices that were already in memory do not
-    count. The numbers are n_unused and n_miss - n_hit of eq. 11.
+    A matrix was prefetched in vain if its expert was expected but not used. A matrix had to be read
+    on demand if its expert was used but not expected. Matrices that were already in memory count in
+    neither number. In eq. 11 of the FIRM-MoE paper, the numbers are n_unused and n_miss - n_hit.
 
-    expected, used: bit masks of experts. absent: the matrices that were not in memory, from
-    `absent_of`.
+    - expected, used: bit masks of experts.
+    - absent: the matrices that were not in memory, from `absent_of`.
     """
     unused = missed = 0
     for gone, n in absent:
@@ -176,21 +174,27 @@ def unused_and_missed(expected: int, used: int, absent: Absent) -> tuple[int, in
 
 
 def least(means: Sequence[Sequence[float]], pairs: Iterable[Votes]) -> Votes:
-    """Return the pair (K, P) with the smallest mean loss.
+    """Return the pair (K, P) with the smallest mean prediction loss.
 
-    K is the number of experts taken from each earlier layer's prediction. P is the number of
-    earlier layers whose predictions are used. If losses are equal, the smaller P wins, then the
-    smaller K. means: the mean losses, indexed [P - 1][K - 1].
+    P is the number of earlier layers that predict the experts of a layer. K is the number of
+    experts taken from each prediction. The loss grows with each matrix of an expert that is
+    prefetched in vain or read on demand (eq. 11 of the FIRM-MoE paper).
+
+    - means: the mean loss of each pair, indexed [P - 1][K - 1].
+    - pairs: the pairs to compare. Among equal losses, the smaller P wins, then the smaller K.
     """
     return min(pairs, key=lambda pair: (means[pair[1] - 1][pair[0] - 1], pair[1], pair[0]))
 
 
 class Weights(NamedTuple):
-    """The weights of the two parts of the loss in eq. 11.
+    """The constants in the prediction loss of a layer (eq. 11 of the FIRM-MoE paper).
 
-    - waste: alpha, the weight of experts that are prefetched but not used.
-    - miss: beta, the weight of experts that are read on demand.
-    - matrices: how many matrices of an expert are prefetched.
+    The loss is waste * (experts prefetched in vain) + miss * (experts read on demand).
+
+    - waste: alpha, the weight of an expert that is prefetched but not used.
+    - miss: beta, the weight of an expert that is read on demand.
+    - matrices: how many matrices of an expert are prefetched. A single matrix counts as 1 /
+      matrices of an expert.
     """
 
     waste: float
@@ -198,13 +202,15 @@ class Weights(NamedTuple):
     matrices: int
 
     def mean(self, counts: np.ndarray, n: int) -> Any:
-        """Return the mean prediction loss (eq. 11) per layer and token.
+        """Return the mean prediction loss per layer and token (eq. 11 of the FIRM-MoE paper).
 
-        In one layer, the loss of a token is waste * (matrices prefetched in vain) + miss *
-        (matrices read on demand), divided by `matrices`.
+            mean = (waste * unused + miss * missed) / (matrices * n)
 
-        - counts: both numbers of matrices, summed over the counted layers and tokens, [..., 2].
-        - n: how many pairs of a layer and a token were counted. If n is 0, all losses are 0.
+        waste, miss and matrices are fields of this object.
+
+        - counts: the sums (unused, missed), [..., 2]: how many matrices of experts were prefetched
+          in vain, and how many were read on demand.
+        - n: how many pairs (layer, token) were added up in these sums.
 
         The result is a float, or nested lists if `counts` has more dimensions.
         """
@@ -214,17 +220,18 @@ class Weights(NamedTuple):
 
 @dataclass
 class Climb:
-    """Searches the best pair (K, P) for one group of layers by hill climbing (Algorithm 1).
+    """Searches the best pair (K, P) for one group of layers by hill climbing.
 
-    K is the number of experts taken from each earlier layer's prediction, from 1 to k. P is the
-    number of earlier layers whose predictions are used, from 1 to depth. The search starts at the
-    maximum of both numbers, and decreases P first. At each update, it moves to the next pair in its
-    direction if the mean loss is lower there. After `patience` updates without a move, or at a
-    border, it reverses its direction. After two reversals, it changes K instead of P, or P instead
-    of K.
+    This is Algorithm 1 of the FIRM-MoE paper. P is the number of earlier layers that predict the
+    experts of a layer, at most depth. K is the number of experts taken from each prediction, at
+    most k. The best pair has the smallest mean prediction loss (eq. 11).
 
-    - at: the current (K, P).
-    - seen: the pairs that the search visited or compared. `end` chooses among them.
+    The search starts at (k, depth), and first decreases P. Each update changes one number by 1 if
+    the loss is then smaller. After `patience` updates without success, or at a limit, the search
+    tries the opposite direction. After that, it changes the other number.
+
+    - at: the current pair.
+    - seen: all pairs that the search compared. `end` chooses among them.
     """
 
     # This differs from the paper in two ways. The mean losses of both pairs are counted on the same
@@ -246,12 +253,14 @@ class Climb:
         self.seen.add(self.at)
 
     def update(self, means: Sequence[Sequence[float]]) -> None:
-        """At the end of an interval, move to the next pair (K, P) if its mean loss is lower.
+        """Move the search to the next pair (K, P) if its mean prediction loss is smaller.
 
-        K is the number of experts taken from each earlier layer's prediction. P is the number of
-        earlier layers whose predictions are used. The next pair is the neighbour in the current
-        direction of the search. means: the mean prediction loss of each pair since the start,
-        indexed [P - 1][K - 1].
+        P is the number of earlier layers that predict the experts of a layer. K is the number of
+        experts taken from each prediction. In the next pair, one of these numbers differs by 1.
+        After several updates without a smaller loss, the search changes its direction.
+
+        means: the mean loss of each pair since the start (eq. 11 of the FIRM-MoE paper), indexed [P
+        - 1][K - 1].
         """
         ahead = self._ahead()
         for _ in range(3):  # try the other three directions at a border
@@ -300,12 +309,12 @@ class Climb:
 class Tuner:
     """Chooses, for each group of layers, how many predicted experts are prefetched.
 
-    Each of several earlier layers predicts a list of experts for a layer. The list is called a
-    vote. The choice is a pair (K, P): K is the number of experts taken from each vote (the
-    candidates), and P is the number of earlier layers that vote.
+    The choice is a pair (K, P). P is the number of earlier layers that predict the experts of a
+    layer. K is the number of experts taken from each prediction. The tuner compares predictions
+    with the experts that tokens then use, and chooses the pair with the smallest loss.
 
     - tuned: whether the choice is final.
-    - every: one token in this many is counted for the choice.
+    - every: how often predictions are compared; 4 means for every fourth token.
     - until: the number of tokens after which the choice is final.
     """
 
@@ -366,50 +375,57 @@ class Tuner:
     def counts(self) -> bool:
         """Whether the predictions for the current token are compared with the experts that it uses.
 
-        Only one token in `every` is counted, because counting takes time while the token waits.
+        This is the case for every fourth token only (attribute `every`), because the token waits
+        during the comparison.
         """
         return self.tokens % self.every == 0
 
     def count(
         self, layer: int, sets: Sequence[Sequence[int]], used: Sequence[int], absent: Absent
     ) -> None:
-        """Count the wrong and missing predictions of a layer for one token, for every pair (K, P).
+        """Add up the prediction errors for one token in one layer, for every pair (K, P).
 
-        K is the number of experts taken from each earlier layer's prediction. P is the number of
-        earlier layers whose predictions are used. All pairs are compared on the same tokens.
+        P is the number of earlier layers that predict the experts of a layer. K is the number of
+        experts taken from each prediction. An error is a matrix of an expert that is prefetched in
+        vain or read on demand. `means` computes losses from the sums.
 
-        - sets: the expected experts of every pair, from `every_set`.
+        - sets: the experts that each pair would prefetch, from `every_set`.
         - used: the experts that the token uses.
-        - absent: the matrices that are not in memory, from `absent_of`.
+        - absent: the matrices that are not in memory, from `absent_of`. Only these must be read.
         """
         group, bits = self.groups[layer], mask_of(used)
         self._sums[group] += [[unused_and_missed(one, bits, absent) for one in row] for row in sets]
         self._n[group] += 1
 
     def means(self, group: int) -> list[list[float]]:
-        """Return the mean prediction loss (eq. 11) of every pair (K, P) in a group of layers.
+        """Return the mean prediction loss of every pair (K, P) in a group of layers.
 
-        The result is indexed [P - 1][K - 1]. K is the number of experts taken from each earlier
-        layer's prediction. P is the number of earlier layers whose predictions are used. The mean
-        is over the counted layers and tokens.
+        P is the number of earlier layers that predict the experts of a layer. K is the number of
+        experts taken from each prediction. The loss grows with each matrix of an expert that a pair
+        would prefetch in vain or leave to be read on demand (eq. 11 of the FIRM-MoE paper). The
+        mean is over the layers and tokens that were passed to `count`. The result is indexed [P -
+        1][K - 1].
         """
         found: list[list[float]] = self._weights.mean(self._sums[group], self._n[group])
         return found
 
     def observe(self, layer: int, unused: int, missed: int) -> None:
-        """Add the matrices that a layer prefetched in vain and those that it read on demand.
+        """Add the prefetching errors of one token in one layer to the sums for `losses`.
 
-        unused, missed: these two numbers for one token, from `unused_and_missed`.
+        - unused: how many matrices of experts were prefetched in vain.
+        - missed: how many matrices had to be read on demand.
         """
         group = self.groups[layer]
         self._ran[group] += unused, missed
         self._n_ran[group] += 1
 
     def token(self) -> None:
-        """Count a token after its last layer, and update the choice at the end of an interval.
+        """Count a finished token, and choose again how many predicted experts to prefetch, if due.
 
-        The choice says, for each group of layers, how many experts are taken from each earlier
-        layer's prediction, and how many earlier layers predict. It stays the same once it is final.
+        The choice is a pair (K, P) for each group of layers. P is the number of earlier layers that
+        predict the experts of a layer. K is the number of experts taken from each prediction. A new
+        choice is due after each interval of tokens (setting tune_steps). The choice is final after
+        `until` tokens.
         """
         self.tokens += 1
         if self.tuned or (self.tokens % self._steps and self.tokens < self.until):
@@ -433,11 +449,11 @@ class Tuner:
         return {GROUPS[group]: self.chosen[group] for group in self._used()}
 
     def losses(self) -> dict[str, float | None]:
-        """Return the mean prediction loss (eq. 11) of each group of layers since the start.
+        """Return the mean prediction loss of each group of layers, by the name of the group.
 
-        The loss counts matrices that were prefetched in vain or read on demand with the choices in
-        use at the time. The mean is per layer and token. It is None for a group without counted
-        tokens.
+        The loss grows with each matrix of an expert that was prefetched in vain or read on demand
+        (eq. 11 of the FIRM-MoE paper). It is the mean per layer and token since the start. The
+        value is None for a group without data.
         """
         ran = {group: self._weights.mean(self._ran[group], n) for group, n in self._n_ran.items()}
         return {GROUPS[group]: ran.get(group) for group in self._used()}
@@ -606,9 +622,11 @@ class FIRMSettings(LookAhead):
     def with_usual(self) -> FIRMSettings:
         """Return these settings with a value for n_ahead, the number of layers to predict ahead.
 
-        A value that was set is kept. Otherwise, the value is the largest number of earlier layers
-        that the setting `votes` uses. Without `votes`, it is 3 for the voting method mol, as in the
-        paper, and 1 for other methods.
+        - If n_ahead was set, it is kept.
+        - Otherwise, if `votes` was set, n_ahead is the largest P in it. `votes` has a pair (K, P)
+          for each group of layers. P is the number of earlier layers that predict the experts of a
+          layer.
+        - Otherwise, n_ahead is 3 if `agree` is "mol", as in the FIRM-MoE paper, and 1 if not.
         """
         if self.n_ahead is not None:
             return self
@@ -617,10 +635,12 @@ class FIRMSettings(LookAhead):
     def limited(self, depth: int, asked: Collection[str]) -> FIRMSettings:
         """Return these settings for replaying a trace with predictions for `depth` layers ahead.
 
-        In the result, n_ahead is at most `depth`. A recorded value of the setting `votes` that
-        needs predictions further ahead is dropped, because it had no effect. asked: the names of
-        the settings that the user set. Raises ConfigError if the user set a value that needs
-        predictions further ahead.
+        In the result, n_ahead (the number of layers to predict ahead) is at most `depth`. The
+        setting `votes` says how many earlier layers predict the experts of a layer. If that is more
+        than `depth`, a value of `votes` from the recorded run is dropped. If the user set the
+        value, ConfigError is raised.
+
+        asked: the names of the settings that the user set.
         """
         if self.deepest is None or self.deepest <= depth:
             return super().limited(depth, asked)
@@ -636,8 +656,11 @@ class FIRMSettings(LookAhead):
     def changed(cls, recorded: Mapping[str, Any], changes: Mapping[str, Any]) -> FIRMSettings:
         """Return the settings of a recorded run with some changes.
 
-        If a change affects how layers vote, the recorded values of votes, tune and n_ahead are
-        dropped, because they were chosen for the recorded way of voting.
+        The settings prefetch, agree, votes, tune and n_ahead determine how the experts to prefetch
+        are predicted. If one of them changes, the recorded values of votes, tune and n_ahead are
+        dropped, because they suit only the recorded predictions.
+
+        recorded, changes: the values of settings by name.
         """
         if any(changes.get(name, recorded.get(name)) != recorded.get(name) for name in _VOTING):
             recorded = {k: v for k, v in recorded.items() if k not in _VOTING[2:]}
@@ -670,10 +693,11 @@ class FIRMPlacement(Placement):
 
     @property
     def text(self) -> str:
-        """The text for the status line, with the numbers with which prediction starts.
+        """The policy's text in the status line, such as "firm q4_k, one precision, n=3, rank 8,1".
 
-        For each group of layers, these are the number of experts taken from each earlier layer's
-        prediction, and the number of earlier layers that predict. Tuning may change them later.
+        n is the number of matrices per expert that are prefetched. "8,1" means that the first 8
+        experts in the prediction of 1 earlier layer are prefetched. Different groups of layers can
+        have different pairs of numbers. Tuning may change the pairs later.
         """
         n_ahead = self.wants.n_ahead
         if not n_ahead:
@@ -685,10 +709,13 @@ class FIRMPlacement(Placement):
         return self.voting(chosen[group] for group in groups)
 
     def voting(self, votes: Iterable[Votes]) -> str:
-        """Return the text for the status line with the given pairs (K, P).
+        """Return the policy's text in the status line, with these numbers of predicted experts.
 
-        K is the number of experts taken from each earlier layer's prediction. P is the number of
-        earlier layers whose predictions are used. votes: a pair for each group of layers.
+        An example is "firm q4_k, one precision, n=3, rank 8,1".
+
+        votes: the pairs at the end of the text, one for each group of layers. In the pair (8, 1),
+        the first 8 experts in the prediction of 1 earlier layer are prefetched. Equal pairs are
+        shown once.
         """
         pairs = " ".join(f"{k},{p}" for k, p in dict.fromkeys(votes))
         asked = self.settings
@@ -699,18 +726,16 @@ class FIRMPlacement(Placement):
 class FIRM(Policy):
     """Computes every expert in one precision, and prefetches experts that earlier layers predict.
 
-    In decode, several earlier layers predict the experts of the next layer. This is called voting
-    (eq. 4 to 6). The first experts of each prediction are candidates, and the candidates on which
-    the layers agree are prefetched. The numbers of candidates and of voting layers are tuned for
+    In decode, each of P earlier layers predicts a list of experts for the next layer. An expert is
+    prefetched if it is among the first K of each list (voting, eq. 4 to 6). K and P are tuned for
     shallow, middle and deep layers (eq. 9 to 11, Algorithm 1). In a step with several sequences,
-    the experts that are expected for any token are prefetched. Prompts are handled as in the policy
-    dymoe with one precision.
+    the experts that are expected for any token are prefetched. For prompts, see `Prompts`.
 
-    By default, only the previous layer votes (rank), whole experts are prefetched, and all pairs of
-    numbers are compared on the same tokens. The paper's forms are options: votes of several layers
-    (mol), only the gate or gate and up, and hill climbing.
+    By default, only the previous layer predicts (rank), whole experts are prefetched, and all pairs
+    (K, P) are compared on the same tokens. The paper's forms are options: predictions of several
+    layers (mol), only the gate or gate and up, and hill climbing.
 
-    tuner: chooses the numbers of candidates and voting layers.
+    tuner: chooses K and P.
     """
 
     about = About(
@@ -737,10 +762,12 @@ class FIRM(Policy):
         budget_bytes: int,
         history: History,
     ) -> FIRMPlacement:
-        """Give each layer the same number of expert slots, in one slot group per layer and matrix.
+        """Divide a memory budget into slots, with about the same number of experts for each layer.
 
-        Raises PolicyError if the setting `votes` takes more experts from each prediction
-        (candidates) than a token uses in a layer.
+        Each matrix kind of a layer has its own slots.
+
+        The setting `votes` can say how many experts of each prediction are prefetched. Raises
+        PolicyError if that is more than a token uses in a layer.
         """
         settings = settings.with_usual()
         most = max(k for k, _ in read_votes(settings.votes or "1,1"))
@@ -788,11 +815,12 @@ class FIRM(Policy):
             self.tuner.chosen, self.tuner.tuned = read_votes(asked.votes), True
 
     def learned(self) -> Learned:
-        """Return the tuned value of the setting `votes`, for later runs.
+        """Return the numbers of predicted experts that tuning found, for later runs.
 
-        `votes` says how many earlier layers predict a layer's experts, and how many experts of each
-        prediction are used. The result also has the settings with which it was tuned, and the
-        number of slots. It is empty until tuning is finished.
+        The numbers are a value of the setting `votes`, such as "8,1/6,1/4,1" for shallow, middle
+        and deep layers. In "8,1", 8 is the number of experts taken from each prediction, and 1 is
+        the number of earlier layers that predict. The result also has the number of slots and the
+        settings that affect tuning. It is empty until tuning is finished.
         """
         asked, tuner = self.settings, self.tuner
         if not (tuner.tuned and tuner.tokens and self.wants.n_ahead) or asked.way == OFF:
@@ -884,7 +912,12 @@ class FIRM(Policy):
             self.tuner.count(layer, every, used, absent)
 
     def on_step(self, report: StepReport) -> tuple[()]:
-        """Update the tuner and the prefetching statistics after a decode step with one token."""
+        """Count a finished step for tuning and for the statistics of prefetching.
+
+        Tuning chooses how many predicted experts are prefetched. It counts only decode steps with
+        one token. The result is always empty, because this policy never changes the precision of
+        experts.
+        """
         if report.phase == _DECODE and report.n_tokens == 1 and self._ahead.on:
             self.tuner.token()
         self._ahead.step_done(report)
@@ -939,13 +972,14 @@ def recalled(
 ) -> FIRMSettings:
     """Return the settings with the value of `votes` from an earlier run, if it suits this run.
 
-    `votes` says how many earlier layers predict a layer's experts, and how many experts of each
-    prediction are used. The earlier run tuned it. The value suits if the settings that affect
-    tuning are equal and the number of slots is similar. Experts are then predicted only as many
-    layers ahead as `votes` needs. Otherwise, the result is `settings` unchanged.
+    `votes` says how many earlier layers predict the experts of a layer, and how many experts of
+    each prediction are prefetched. The value suits if the settings that affect tuning are equal and
+    the number of slots is similar. The result then also sets n_ahead (the number of layers to
+    predict ahead) to the number of layers in `votes`. Otherwise, the result is `settings`
+    unchanged.
 
-    - tuned: the value from the earlier run, with its settings and its number of slots.
-    - n_slots: the number of expert slots in this run.
+    tuned: the result of `FIRM.learned` in the earlier run. n_slots: the number of expert slots in
+    this run.
     """
     votes, slots = tuned.get("votes"), tuned.get("slots")
     n_ahead = look_ahead(settings, rules)

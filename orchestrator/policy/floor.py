@@ -53,10 +53,12 @@ Way = tuple[float, int, int, float, int | None]
 
 
 class Account:
-    """The quality loss that one sequence may still cause, in nats.
+    """A record of the quality loss that the tokens of one sequence cause, in nats.
 
-    - left: the loss that its earlier tokens were allowed but did not use.
-    - spent: the loss that its current token has used.
+    Each token may cause a fixed loss, and in addition the loss that earlier tokens did not use.
+
+    - left: the loss that earlier tokens did not use, up to a maximum.
+    - spent: the loss that the current token has caused in the layers so far.
     """
 
     __slots__ = ("left", "spent")
@@ -67,16 +69,16 @@ class Account:
 
 @dataclass(frozen=True, slots=True)
 class LayerCosts:
-    """The costs and savings of skipping an expert of one layer or computing it in a lower tier.
+    """The quality loss and the savings if an expert of one layer is skipped or computed in tier 1.
 
-    - skip: the estimated loss in nats of skipping each expert with gate weight 1, float64
-      [n_expert].
-    - low: the estimated loss in nats of computing each expert with gate weight 1 in tier 1, float64
-      [n_expert].
-    - high_bytes, low_bytes: the bytes of an expert in tiers 0 and 1. low_bytes is 0 without a tier
+    Tier 0 is the best precision in use, and tier 1 is lower.
+
+    - skip, low: the estimated loss in nats of skipping each expert, and of computing it in tier 1,
+      at gate weight 1, float64 [n_expert].
+    - high_bytes, low_bytes: the size of an expert in tiers 0 and 1. low_bytes is 0 without a tier
       1.
-    - present_bytes: the bytes that count as saved if an expert in memory is skipped. This saves
-      computing time instead of a read.
+    - present_bytes: the saving if an expert in memory is skipped. It is computing time, expressed
+      as a number of read bytes.
     """
 
     skip: memoryview
@@ -87,34 +89,32 @@ class LayerCosts:
 
     @property
     def dearest(self) -> float:
-        """The highest possible cost of skipping an expert or computing it in the low tier.
+        """An upper limit for the cost of skipping an expert of the layer, at gate weight 1.
 
-        The unit is nats per saved byte. If the policy's limit for this cost (the price) is above
-        this value, it excludes no expert.
+        The cost is the quality loss in nats, divided by the saved bytes. The limit combines the
+        highest loss of an expert with the smallest saving.
         """
         saved = (self.high_bytes, self.low_bytes, self.present_bytes)
         return max(self.skip) / min(each for each in saved if each)
 
     @property
     def least_present(self) -> float:
-        """The lowest cost of skipping an expert that is in memory, in nats per saved byte.
+        """The lowest cost of skipping an expert of the layer that is in memory, at gate weight 1.
 
-        The cost is that of an expert with gate weight 1. It is infinite if skipping saves nothing.
+        The cost is the quality loss in nats, divided by present_bytes: the number of bytes that
+        stands for the saved computing time. The cost is infinite if present_bytes is 0.
         """
         return min(self.skip) / self.present_bytes if self.present_bytes else math.inf
 
     def ways(self, expert: int, square: float, resident: int) -> Sequence[Way]:
-        """Return the possible ways to skip an expert or to compute it in a lower tier.
+        """Return the ways to skip an expert or to compute it in tier 1, a lower precision.
 
-        - An expert in memory in the high tier can only be skipped.
-        - An expert in memory in the low tier can be computed in that tier.
-        - An expert that is not in memory can be skipped. If reading it in the low tier costs less
-          per saved byte, the result has two ways: first the low tier, then skipping instead of the
-          low tier.
+        An expert in memory in tier 0 can be skipped. An expert in memory in tier 1 can be computed
+        in tier 1. An absent expert can be skipped. If tier 1 costs less than skipping, two ways
+        follow each other: from tier 0 to 1, then to skipping. A `Way` begins with its cost, the
+        quality loss in nats per saved byte.
 
-        Each way is a tuple `Way`, which begins with its cost in nats per saved byte. square: the
-        sum of the expert's squared gate weights over the tokens that need it. resident: the
-        expert's tier in memory, or ABSENT.
+        square: sum of the tokens' squared gate weights. resident: the tier in memory, or ABSENT.
         """
         skip, n_bytes, low_bytes = self.skip[expert], self.high_bytes, self.low_bytes
         if resident == 0:
@@ -133,10 +133,14 @@ class LayerCosts:
 
 
 def layer_costs(shape: ModelShape, estimate: KlEstimate, present: float) -> list[LayerCosts]:
-    """Return, for each layer, the costs and savings of skipping experts or using a lower tier.
+    """Return a LayerCosts object for each layer of a model.
 
-    estimate: the estimated losses. present: the saving of skipping an expert that is in memory,
-    divided by the saving of skipping an expert that is not.
+    Each object holds the quality loss and the savings if an expert is skipped or computed in a
+    lower tier.
+
+    estimate: the estimated quality losses. present: the value of skipping an expert that is in
+    memory, relative to skipping an expert that must be read. With 0.01, the saved computing time
+    counts as 1 % of the expert's bytes.
     """
     found = []
     for layer, nats in enumerate(estimate.nats):
@@ -150,16 +154,16 @@ def layer_costs(shape: ModelShape, estimate: KlEstimate, present: float) -> list
 def spend(
     ways: list[Way], squares: Mapping[int, float], account: Account, price: float, allowed: float
 ) -> dict[int, int]:
-    """Choose which experts of one token to skip or lower, cheapest first. Returns {expert: tier}.
+    """Choose which experts of one token to skip or compute in a lower tier. Returns {expert: tier}.
 
-    To lower an expert means to compute it in a lower tier.
+    Choices with the least quality loss per saved byte come first.
 
-    - ways: the possible ways to skip or lower an expert. The list is sorted in place.
-    - squares: the squared gate weight of each expert.
-    - account: the loss that the token's sequence has left. The chosen losses are added to
-      account.spent.
-    - price: the maximum cost of a way, in nats per saved byte.
-    - allowed: the loss that the token may cause in addition to account.left, in nats.
+    - ways: the possible choices, sorted in place.
+    - squares: each expert's squared gate weight.
+    - account: account.spent is the token's loss so far, and grows. account.left is the allowed loss
+      that earlier tokens did not use. The token may use it too.
+    - price: the maximum loss per saved byte, in nats.
+    - allowed: the token's own allowed loss up to this layer, in nats.
     """
     lowered: dict[int, int] = {}
     spent, most = account.spent, account.left + allowed
@@ -181,15 +185,16 @@ def spend_all(
     price: float,
     allowed: float,
 ) -> dict[int, int]:
-    """Choose which experts of several tokens to skip or lower. Returns {expert: tier}.
+    """Choose which experts of several tokens to skip or compute in a lower tier.
 
-    To lower an expert means to compute it in a lower tier. The cheapest ways are chosen first. Each
-    token that needs the expert must have enough loss left for this.
+    Returns {expert: tier}. Choices with the least quality loss per saved byte come first.
 
-    - ways: the possible ways to skip or lower an expert. The list is sorted in place.
-    - claims: for each expert, the account and the squared gate weight of each token that needs it.
-    - price: the maximum cost of a way, in nats per saved byte.
-    - allowed: the loss that each token may cause in addition to account.left, in nats.
+    - ways: the possible choices, sorted in place.
+    - claims: for each expert, (account, squared gate weight) of its tokens. account.spent is the
+      token's loss so far, and grows. account.left is the allowed loss that earlier tokens did not
+      use. The token may use it too.
+    - price: the maximum loss per saved byte, in nats.
+    - allowed: each token's allowed loss up to this layer.
     """
     lowered: dict[int, int] = {}
     ways.sort()
@@ -238,14 +243,16 @@ class ReadBehind:
         resident: memoryview,
         out: DecisionBuffer,
     ) -> None:
-        """Request the experts that were noted in the previous layer, and note those of this layer.
+        """Prefetch experts that were skipped or lowered twice within a few steps, for later steps.
 
-        An expert is noted if it was skipped or lowered twice within a few steps and is not in
-        memory in the high tier. The request comes one layer later, because the store accepts no
-        prefetch for the layer that is being computed. Requests over the rate are dropped.
+        Lowered means computed in a lower tier. Each call finds such experts in its layer, and
+        requests those that the previous call found. The store accepts no prefetch for the layer
+        that is being computed. Requests above the limit in bytes per second are dropped.
 
-        - lowered: the experts that are skipped or lowered in this layer.
-        - resident: for each expert of the layer, the best tier in memory, or ABSENT.
+        - step, layer: numbers of the running step and layer.
+        - lowered: experts skipped or lowered in this layer.
+        - resident: each expert's best tier in memory, or ABSENT.
+        - out: receives the requests.
         """
         before, experts = self._pending
         if experts:
@@ -263,7 +270,11 @@ class ReadBehind:
         self._pending = layer, again
 
     def step_done(self, us: float) -> None:
-        """After a step of `us` microseconds, allow more bytes to be read, according to the rate."""
+        """Allow more bytes to be prefetched, after a step that took `us` microseconds.
+
+        The added bytes are this time multiplied by the limit in bytes per second. Unused bytes add
+        up to at most the size of a few experts.
+        """
         most = _BURST_EXPERTS * self._bytes[0]
         self._granted = min(self._granted + self._rate * us / 1e6, most)
 
@@ -328,11 +339,16 @@ class FloorSettings(LookAhead):
 
 @dataclass(frozen=True, kw_only=True)
 class FloorPlacement(Placement):
-    """The expert slots of the policy `floor`, and the estimate of the quality loss.
+    """The memory slots for experts under the policy `floor`, and its estimate of the quality loss.
 
-    - room: the number of slots of each layer in each tier, indexed [layer][tier].
+    This policy skips experts that are not in memory, or computes them in a lower tier, within an
+    allowed loss.
+
+    - room: the number of experts for which each layer has slots in each tier, indexed
+      [layer][tier].
     - estimate: the estimated loss of lower tiers and of skipping; None if unknown.
-    - share: the fraction of the setting max_loss that the policy spends now.
+    - share: the fraction of the setting max_loss that a token may cause now. max_loss is the
+      allowed loss per token.
     """
 
     room: Sequence[Sequence[int]]
@@ -356,24 +372,22 @@ class FloorPlacement(Placement):
 
 
 class Floor(Policy):
-    """Skips or lowers experts that are not in memory, within a quality loss that the user allows.
+    """A policy that skips or lowers experts missing in memory, within an allowed quality loss.
 
-    "Lower" means to compute an expert in the low tier. Skipping or lowering an expert saves reads.
-    The experts with the least estimated loss per saved byte are chosen, up to a limit (the price).
-    The price rises while tokens lose less than allowed, and falls while they lose more. If the
-    allowed loss is not used up, experts in memory are skipped too, which saves computing time.
-    Prompts are lossless.
+    To lower an expert means to compute it in a lower precision. The experts with the least
+    estimated loss per saved byte are chosen. The limit for this value, the price, rises while
+    tokens lose less than the setting max_loss, and falls while they lose more. At a high price,
+    experts in memory are skipped too.
 
-    A token may spend the allowed loss of the layers so far, and the loss that earlier tokens of its
-    sequence left. `keep_top` experts of each token are never lowered or skipped.
-
-    An expert that is skipped or lowered twice within a few tokens is read afterwards, after all
-    other reads, within --transition-rate. Experts predicted for the next layer are prefetched,
-    unless they would be skipped at the current price and budget.
+    Prompts are computed without loss. The `keep_top` experts of each token with the highest gate
+    weights are not changed.
     """
 
     # The price is the same in all layers, because then no other distribution of the same loss saves
     # more bytes. orchestrator/allocation/estimate.py estimates the loss of a token.
+    # An expert that is skipped or lowered twice within a few tokens is read afterwards, after all
+    # other reads, within --transition-rate. Experts predicted for the next layer are prefetched,
+    # unless they would be skipped at the current price and budget.
     about = About(
         name="floor",
         summary=(
@@ -397,10 +411,11 @@ class Floor(Policy):
         budget_bytes: int,
         history: History,
     ) -> FloorPlacement:
-        """Give each layer the same number of slots, in one group per layer, matrix kind and tier.
+        """Divide a memory budget into expert slots, with about the same number for each layer.
 
-        Low copies get the fraction low_share of the budget. They get less if one high copy per
-        layer would not fit otherwise.
+        Each layer, matrix kind (such as `up` or `down`) and tier has its own group of slots. Slots
+        of the low tier get the fraction low_share of the budget. They get less if the high tier
+        could otherwise not hold one expert per layer.
         """
         settings = settings.with_usual()
         low_bytes, low_counts = 0, [0] * shape.n_layers
@@ -456,7 +471,8 @@ class Floor(Policy):
     def allowed(self) -> float:
         """The quality loss that one token may cause now, in nats.
 
-        It is the setting max_loss, or half of it if the latest text was unusual.
+        This is the setting max_loss. It is halved while recent tokens use other experts than the
+        texts with which quality losses were measured.
         """
         return self.placement.allowed
 
@@ -648,11 +664,15 @@ class Floor(Policy):
         out.prefetch_all(layer, [expert for expert in wanted if expert not in skipped], 0)
 
     def on_step(self, report: StepReport) -> tuple[()]:
-        """After a decode step, update the loss that each sequence has left, and the price.
+        """Adjust the limits for the quality loss of later tokens, after a decode step.
 
-        The price is the limit for the loss per saved byte. Each sequence keeps the allowed loss
-        that it did not use, up to the loss of a few tokens. If the report says that the text is
-        unusual, only half of max_loss is allowed from then on.
+        The allowed loss that a token did not use is kept for later tokens of its sequence, up to a
+        maximum. The maximum loss per saved byte (the price) rises if tokens lost less than allowed,
+        and falls if they lost more. Experts that exceed the price are neither skipped nor computed
+        in a lower tier.
+
+        If report.unusual is true, only half of the setting max_loss is allowed from then on.
+        Returns no transitions.
         """
         if report.unusual is not None:
             self._spend_share(0.5 if report.unusual else 1.0)
@@ -682,14 +702,14 @@ class Floor(Policy):
         return ()
 
     def report(self) -> Mapping[str, Any]:
-        """Return figures about the decoded tokens since the runtime started.
+        """Return figures about the decoded tokens since the runtime started, by name.
 
         - max_loss: the quality loss that one token may cause now, in nats.
-        - loss: the mean estimated loss of the tokens.
-        - missing: the fraction of the chosen experts that were not in memory in the high tier.
-        - lowered: the fraction of the chosen experts that were lowered or skipped.
-
-        It also has the figures about prefetching.
+        - loss: the mean estimated loss per token, in nats.
+        - missing: the fraction of the routed experts that were not in memory in the high tier.
+        - lowered: the fraction of the routed experts that were skipped or computed in a lower tier.
+        - prefetch: the state of prefetching, such as "on".
+        - recall, precision: the quality of predicting experts, for each layer.
         """
         return {
             "max_loss": self.allowed,

@@ -49,42 +49,40 @@ class Intervals(Background):
 
 
 def wants_to_learn(wants: PolicyRequirements, settings: Intervals) -> PolicyRequirements:
-    """Return `wants`, extended by the requirements of a policy that learns the usage of experts.
+    """Return `wants` with the further requirements of a policy that learns the usage of experts.
 
-    Such a policy needs, after each step, the number of tokens routed to each expert. It also needs
-    the tier of each expert in memory and after its transition, and a limit for the rate of
-    transitions.
+    After a step, such a policy gets the number of tokens routed to each expert. It also gets the
+    tier of each expert, and the tier to which an expert is being changed. The speed of such changes
+    is limited to the setting transition_rate, in bytes per second, or to a default.
     """
     rate = USUAL_RATE if settings.transition_rate is None else settings.transition_rate
     return replace(wants, counts=True, states=True, transition_rate=rate, learns=True)
 
 
 class Learning(Policy):
-    """Base class of policies that follow how often tokens use each expert, averaged over intervals.
+    """Base class of policies that learn how often tokens use each expert.
 
-    S is a moving average of the fraction f of tokens that use an expert (DynaExq, section 3.5). At
-    the end of each interval, S <- a S + (1 - a) f. An interval ends after update_steps decode
-    steps, or after a prefill step. With the setting update_ms, as in the paper, an interval instead
-    ends after this many milliseconds of compute time.
+    An interval ends after update_steps decode steps or a prefill step. With update_ms, it ends
+    after this many milliseconds of compute time. For each expert, S then becomes a S + (1 - a) f
+    (DynaExq, section 3.5).
 
-    a = alpha ** w, where alpha is the setting hotness_decay and w is at most 1. w is the number of
-    tokens that the layer computed, divided by the interval's number of tokens. Without update_ms,
-    the divisor is at least update_steps.
-
-    - updates: the number of finished intervals.
-    - _scores: S, float64 [n_layers, n_expert]. It is zero before the first interval ends.
-    - _at_rest: whether no expert is in transition or waits for one. The policy then has nothing to
-      do until the interval ends. A subclass that needs the counts of each step leaves this False.
+    - S: the average usage (_scores).
+    - f: the fraction of the layer's tokens that used the expert.
+    - a: hotness_decay ** w.
+    - w: the fraction of the interval's tokens that the layer computed. Without update_ms, an
+      interval counts as at least update_steps tokens.
     """
 
     settings: Intervals
 
     def _set_up(self) -> None:
-        self.updates = 0
+        self.updates = 0  # finished intervals
         self._scores: np.ndarray = np.zeros((self.shape.n_layers, self.shape.n_expert))
         self._counts = np.zeros((self.shape.n_layers, self.shape.n_expert), np.int64)
         self._steps = self._tokens = 0
         self._us = 0.0
+        # Whether no expert is in transition or waits for one. The policy then has nothing to do
+        # until the interval ends. A subclass that needs the counts of each step leaves this False.
         self._at_rest = False
 
     def recall(self, hotness: np.ndarray) -> None:

@@ -44,9 +44,10 @@ class LRU(Policy):
         budget_bytes: int,
         history: History,
     ) -> Placement:
-        """Divide a memory budget into slot groups, one for each matrix kind and slot size.
+        """Divide a memory budget into groups of slots, one for each matrix kind and slot size.
 
-        Each group has slots for the same fraction of the experts that use it.
+        A slot holds one matrix of an expert. Its kind is `up`, `gate`, `gate_up` or `down`. Each
+        group holds about the same fraction of the model's matrices of its kind and size.
         """
         layers_of: dict[tuple[int, int], list[int]] = {}
         for layer, tiers in enumerate(shape.slots):

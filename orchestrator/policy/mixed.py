@@ -43,21 +43,17 @@ from orchestrator.settings import inherit
 def exchanges(
     losses: np.ndarray, tiers: np.ndarray, pool_of: np.ndarray, free: np.ndarray, margin: float
 ) -> list[tuple[int, int]]:
-    """Return pairs (riser, faller) of experts that should exchange their tiers, largest gain first.
+    """Return pairs (riser, faller) of experts that should exchange their tiers.
 
-    The riser gets the better tier, and the faller gets the lower tier. The gain is the loss that
-    the exchange saves. An expert is given by the number layer * n_expert + index, and is in at most
-    one pair.
+    The riser gets the better tier. Pairs that save the most loss come first. An expert is the
+    number layer * n_expert + index.
 
-    - losses: the loss of each expert in each tier, weighted with its use, float64 [n_layers,
-      n_expert, n_tiers].
-    - tiers: the current tier of each expert, uint8 [n_layers, n_expert].
-    - pool_of: the number of the slot pool that holds a layer's experts in each tier, int64
-      [n_layers, n_tiers]. -1 means that the tier has no experts. Two experts are exchanged only if
-      their layers use the same pools in both tiers.
-    - free: which experts may change their tier, bool [n_layers, n_expert].
-    - margin: the minimum gain of a pair. 1 stands for the mean difference between an expert's
-      losses in the two tiers.
+    - losses: the loss of each expert and tier, weighted by use, [n_layers, n_expert, n_tiers].
+    - tiers: the current tiers, [n_layers, n_expert].
+    - pool_of: slot pool of each layer and tier; -1 for unused tiers. A pair must use the same
+      pools.
+    - free: experts that may be exchanged.
+    - margin: the minimum saving, relative to the mean loss difference between the two tiers.
     """
     _, n_expert, n_tiers = losses.shape
     flat, at = losses.reshape(-1, n_tiers), tiers.reshape(-1)
@@ -99,15 +95,15 @@ def moves(
     target: np.ndarray,
     losses: np.ndarray,
 ) -> list[Transition]:
-    """Return the transitions of experts to their wanted tiers for which slots are free now.
+    """Return the transitions (layer, expert, tier) to wanted tiers for which slots are free now.
 
-    Experts can block each other: no expert is moving, and no wanted tier has a free slot. Experts
-    that should get a lower tier then first move to the lowest tier, which has reserve slots.
+    If there are none and no transition is under way, experts that wait for a lower tier move to the
+    lowest tier instead. It has reserve slots.
 
-    - wanted: the wanted tier of each expert.
-    - resident, target: the tier of each expert in memory and after its transition, uint8 [n_layers,
-      n_expert].
-    - losses: the loss of each expert in each tier, weighted with its use, float64 [n_layers,
+    - wanted: each expert's wanted tier.
+    - resident, target: each expert's tier in memory, and its tier after a transition that is under
+      way, uint8 [n_layers, n_expert].
+    - losses: the loss of each expert and tier, multiplied by the expert's use, float64 [n_layers,
       n_expert, n_tiers].
     """
     lowest = losses.shape[2] - 1
@@ -141,12 +137,12 @@ class MixedSettings(Intervals):
 
 class _AnyTiers(Precisions):
     def high(self, offer: TierOffer) -> FileTier:
-        """Return the best tier that the policy uses.
+        """Return the best tier that the policy uses for a model.
 
-        In some tiers, the experts are small enough that all of them fit in the budget. The result
-        is usually one tier better than the best of these. It is a still better tier if one slot of
-        that tier takes a negligible part of the budget. The store requires at least one slot of
-        each tier in use.
+        Usually, this is one tier better than the best tier in which all experts fit in the memory
+        budget. Some experts can then have the better tier. A still better tier is returned if one
+        expert in that tier takes at most the fraction SMALL of the budget. offer: the tiers of the
+        model file, and the budget.
         """
         tiers = offer.tiers
         fits = next((each for each in tiers if offer.fits_whole(each)), tiers[-1])
@@ -191,17 +187,15 @@ class MixedPlacement(Placement):
 
 
 class Mixed(Learning):
-    """Chooses a tier for every expert so that the total loss is minimal within the memory budget.
+    """A policy that gives each expert a tier, so that the total loss is minimal in a memory budget.
 
-    All experts are resident. The total loss is the sum of w L over all experts:
+    All experts are in memory. The total loss is the sum of w L over all experts:
 
-    - L is the loss of one use of the expert in its tier. It is in nats if the model has a loss
-      table that converts errors into nats. Otherwise it is a mean squared error or a nominal loss.
-    - w is the fraction of tokens that use the expert, according to earlier runs. A small part of w
-      is the same for all experts.
+    - L: the loss of one use of the expert in its tier, in nats if known.
+    - w: the expert's share of the uses in its layer. Unused experts get a small share.
 
-    The number of experts per tier is fixed by the plan. After each interval of steps, pairs of
-    experts exchange their tiers in the background if that gains enough. No token waits for that.
+    The number of experts per tier is fixed. Pairs of experts may exchange tiers after an interval
+    of steps.
     """
 
     about = About(
@@ -327,13 +321,14 @@ class Mixed(Learning):
         self._exchanged += len(pairs[:MAX_QUEUE])
 
     def report(self) -> Mapping[str, Any]:
-        """Return figures about the policy's work since the runtime started.
+        """Return figures about the policy's work since the runtime started, by name.
 
-        - updates: the number of intervals after which the usage was updated.
-        - exchanges: how many pairs of experts exchanged their wanted tiers.
-        - moves: the number of transitions (changes of one expert's tier) that were requested.
-        - experts: the number of experts in each tier.
-        - loss: the total loss, as a fraction of the loss with every expert in the lowest tier.
+        - updates: the number of intervals after which the expert usage was updated.
+        - exchanges: the number of pairs of experts that got each other's tier as their wanted tier.
+        - moves: the number of requested transitions. A transition reads one expert in another tier.
+        - experts: the planned number of experts in each tier.
+        - loss: the total loss in the wanted tiers, divided by the total loss of all experts in the
+          lowest tier.
         """
         losses = self.weighted
         least = float(losses[..., -1].sum())
@@ -347,10 +342,11 @@ class Mixed(Learning):
 
 
 def pools_of(shape: ModelShape, settings: MixedSettings, tiers: np.ndarray) -> TierPools:
-    """Return the expert slots for a choice of the tier of each expert.
+    """Return pools of expert slots for a planned assignment of experts to tiers.
 
-    Usually each tier gets its own slots. A tier without experts instead uses the slots of the next
-    better tier, if a slot can hold several tiers and the better tier has experts.
+    Each tier gets its own slots, because the store requires slots for every tier. There is one
+    exception: if no expert is assigned to a tier, it shares the slots of the next better tier. This
+    requires that a slot can hold several tiers and that the better tier has experts.
 
     tiers: the tier of each expert, [n_layers, n_expert].
     """
@@ -379,8 +375,8 @@ def weighted(shape: ModelShape, scores: np.ndarray, losses: np.ndarray | None) -
     The result is float64 [n_layers, n_expert, n_tiers].
 
     - scores: the fraction of tokens that use each expert, [n_layers, n_expert].
-    - losses: the loss of one use in each tier. None stands for losses that depend only on the
-      number of bits per weight.
+    - losses: the loss of one use of each expert in each tier. With None, nominal losses are used:
+      each further bit per weight divides the loss by four.
     """
     each = nominal(shape) if losses is None else losses
     found: np.ndarray = weights(scores)[..., None] * each

@@ -171,10 +171,11 @@ class Policies(MutableMapping[str, type[Policy]]):
         return None
 
     def named(self, given: str | type[Policy]) -> str:
-        """Return the name of a policy that is given by name, as text `module:Class`, or as a class.
+        """Return the name of a policy, and add the policy to the registry if a class is given.
 
-        A name is returned unchanged. A class, or the class that `module:Class` imports, is added to
-        the registry. Raises PolicyError if the class cannot be imported or added.
+        given: the name of a policy, a text `module:Class`, or a policy class. A name is returned
+        unchanged. For `module:Class`, the class is imported. Raises PolicyError if the class cannot
+        be imported or added.
         """
         if not isinstance(given, str):
             return self.add(given)

@@ -39,13 +39,14 @@ class Pace:
 
     @property
     def rests(self) -> bool:
-        """Whether the reader should wait REST_S seconds before it looks for text again."""
+        """Whether the thread that reads an answer should wait REST_S seconds before it reads on."""
         return self._n_fast >= FAST
 
     def came(self) -> None:
-        """Record that the reader found new text.
+        """Record that the thread that reads an answer got new text.
 
-        If texts arrive fast, the reader from then on waits REST_S seconds before each look.
+        A text is fast if it comes less than REST_S seconds after the previous text. After a few
+        fast texts in a row, `rests` becomes true, until a read finds no text.
         """
         if self.rests:
             return
@@ -54,9 +55,9 @@ class Pace:
         self._last_s = now_s
 
     def nothing(self) -> None:
-        """Record that the reader found no new text.
+        """Record that the thread that reads an answer found no new text.
 
-        The reader then no longer waits REST_S seconds.
+        `rests` then becomes false, because the text no longer comes fast.
         """
         self._n_fast = 0
 
@@ -292,8 +293,9 @@ class Answer:
     def stats(self, mode: str, policy: dict[str, Any]) -> GenerationStats:
         """Return the statistics of the answer, such as its speed and its cache hit rate.
 
-        Call this after the end of the answer or after `cancel`. mode: the status line. policy:
-        figures that the policy reports about its own work. The result contains both arguments.
+        Call this after the end of the answer or after `cancel`. mode: the status line, a text that
+        names the policy and the precisions in use. policy: figures that the policy reports about
+        its own work. The result contains both arguments.
         """
         times_ms = [each / 1000 for each in self._request.token_times()]
         gaps_ms = [later - earlier for earlier, later in pairwise(times_ms)]

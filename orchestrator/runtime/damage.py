@@ -99,11 +99,12 @@ class InUse:
         self._checked: object = None  # the stamp of the file that is being compared
 
     def look(self) -> tuple[str, bool]:
-        """Look for changed files. Return (sentence for the user, whether answers may be wrong).
+        """Check whether a file of the running model was changed on disk.
 
-        The sentence is "" if there is nothing to report. Answers may be wrong after a file was
-        written to in place, unless its contents still match its checksums. They stay correct after
-        a file was replaced by a new file, because the old file stays open.
+        Returns (sentence for the user, whether answers may be wrong). The sentence is "" if there
+        is nothing to report. Answers may be wrong after a file was written to in place, unless its
+        contents still match its checksums. They stay correct after a file was replaced by a new
+        file, because the old file stays open.
         """
         replaced = ""
         for path, known in self._known.items():

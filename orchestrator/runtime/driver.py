@@ -30,10 +30,10 @@ _PAUSE_S = 0.0005
 
 
 class BaseDriver:
-    """A driver that does nothing, for models that run on llama.cpp's own path (`--policy plain`).
+    """The driver of a model without an expert store (`--policy plain`). Its methods do nothing.
 
-    These models have no expert store. The subclass Driver connects a policy with an expert store,
-    and overrides the methods.
+    A driver connects the expert store, which reads experts into memory, with the policy, which
+    decides about them. The subclass Driver does this, and overrides the methods.
     """
 
     store: Store | None = None
@@ -56,9 +56,9 @@ class BaseDriver:
     def set_prompts(self, n_bytes: int, keep: Callable[[int], int]) -> None:
         """Set the maximum memory for copies of earlier conversations, in bytes.
 
-        keep: a function that the driver calls before steps to change the limit for the copies. Its
-        argument is the new limit in bytes, which is below n_bytes if other parts need memory. It
-        returns how many bytes the copies then use.
+        keep: a function keep(limit) that limits the copies to a number of bytes, and returns how
+        many bytes they then use. The driver calls it before a step, when it divides the memory
+        again. The limit is below n_bytes if the KV cache or the expert slots need the memory.
         """
 
     def begin(self, phase: Phase) -> None:
@@ -75,16 +75,26 @@ class BaseDriver:
         """
 
     def between_steps(self) -> None:
-        """Forget the phase that `begin` set. Later steps derive their phase from their batch."""
+        """Clear the phase (prefill or decode) that `begin` set for steps.
+
+        Later steps derive their phase from their tokens. Call this after the last llama_decode of
+        an evaluation.
+        """
 
     def follow(self, phase: Phase) -> None:
-        """Prepare a step of llama.cpp's server core. phase: the phase of the step.
+        """Prepare for the next step of llama.cpp's server, which computes prompts and answers.
 
-        Before the first token of an answer, this waits for the experts that the policy requires.
+        Call this before each step. phase: whether the step computes a prompt (prefill) or answers
+        (decode). At the first decode step after a prompt, the call waits until the experts that the
+        policy requires are in memory.
         """
 
     def stop_waiting(self) -> None:
-        """Make answers stop waiting for experts that the policy requires. Safe on any thread."""
+        """End all waits for reads of experts. Safe on any thread.
+
+        An answer that waits for experts that the policy requires then begins without them. Call
+        this when the program ends.
+        """
 
     def warmup_mode(self) -> AbstractContextManager[None]:
         """Make steps in the `with` block use only a few experts, so that few must be read.
@@ -267,10 +277,10 @@ class Driver(BaseDriver):
             self._prompt_read = False
 
     def on_route_unasked(self, event: RouteEvent) -> None:
-        """Choose the precision of the experts of one MoE layer, in a step without the policy.
+        """Choose the precision of the experts of one MoE layer, without asking the policy.
 
-        Each expert gets the policy's default precision (tier), or a better precision that is in
-        memory.
+        This is for steps in whose phase (prefill or decode) the policy makes no choices. Each
+        expert gets the policy's default precision (tier), or a better precision that is in memory.
         """
         resident = self.store.view.resident_array[event.layer]
         self.store.decision.tier_array[:] = served(self.policy.wants.default_tier, resident)
@@ -289,8 +299,11 @@ class Driver(BaseDriver):
         """Report a computed step to the policy, and return the transitions that the policy wants.
 
         A transition (layer, expert, tier) makes the store read an expert in another precision
-        (tier). unusual: whether recent tokens used other experts than the texts with which quality
-        losses were measured. A driver with a loss meter ignores the argument, and determines the
+        (tier).
+
+        unusual: a value for the policy's report. It is true if recent tokens used other experts
+        than the texts with which quality losses were measured, because the losses may then be
+        wrong. If the driver estimates losses (`meter`), it ignores the argument and determines the
         value itself.
         """
         policy = self.policy
@@ -466,7 +479,10 @@ class Driver(BaseDriver):
 
     @property
     def may_wait(self) -> bool:  # type: ignore[override]
-        """Whether the first token of an answer may wait for experts that the policy requires."""
+        """Whether the policy requires some experts in memory before each answer.
+
+        The first token of an answer then waits until they are read.
+        """
         return self.policy.wants.waits
 
     def set_prompts(self, n_bytes: int, keep: Callable[[int], int]) -> None:

@@ -29,8 +29,9 @@ class Encoder:
     """The image encoder of a model.
 
     path: its file. limits: limits for the images of a request. n_bytes: memory that the encoder
-    takes, without the images of requests. whole_tokens: the model computes this many tokens of an
-    image at once; 0 if it does not matter. width: numbers in the embedding of an image token.
+    takes, without the images of requests. whole_tokens: the minimum micro-batch size in tokens, if
+    the model must compute all tokens of an image in one micro-batch; otherwise 0. width: the length
+    of the embedding vector of an image token.
     """
 
     path: Path

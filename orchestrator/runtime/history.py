@@ -41,9 +41,10 @@ class History:
             self._planner.tuned.learn(name, learned.tuned)
 
     def save(self) -> None:
-        """Write the history to files, unless the config forbids it.
+        """Write the expert usage and the settings that policies tuned to files, for later runs.
 
-        Raises OSError if a profile that the user named cannot be written.
+        Without the setting `remember`, only the file that the setting `profile` names is written.
+        Raises OSError if this file cannot be written.
         """
         self._planner.tuned.save()
         self.usage.save()

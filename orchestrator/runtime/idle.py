@@ -42,8 +42,8 @@ def likely(
 class Idle:
     """Reads experts that will probably be used, in a background thread, while no request runs.
 
-    Experts are read only into free slots, so nothing is evicted. No step may begin before `stop`
-    has returned. prefetched: number of experts that were read so far.
+    Experts are read only into free slots, so nothing is evicted. After `start`, call `stop` before
+    the model computes again. prefetched: number of experts that were read so far.
     """
 
     def __init__(self, store: Store) -> None:
@@ -72,10 +72,11 @@ class Idle:
             self._thread.start()
 
     def stop(self) -> None:
-        """End the reading thread, and wait until it has ended. Safe on any thread.
+        """End the thread that reads experts, and wait until it has ended. Safe on any thread.
 
-        If an expert is being read, the store completes the read in the background. If the store was
-        cancelled before, it computes steps again after this call.
+        If an expert is being read, the store completes the read in the background. If a thread was
+        running, this call also undoes an earlier `Store.cancel(True)`, so that the store may
+        compute steps again.
         """
         thread = self._thread
         if thread is not None:
@@ -87,7 +88,10 @@ class Idle:
                 self._thread = None
 
     def wait(self) -> None:
-        """Wait until the reading thread has read all experts. For tests and measurements."""
+        """Wait until the thread has read all experts that were given to `start`, or has failed.
+
+        For tests and measurements.
+        """
         thread = self._thread
         if thread is not None:
             thread.join()

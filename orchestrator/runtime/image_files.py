@@ -126,9 +126,11 @@ class ImageLimits:
         return {"bytes": self.file_bytes, "pixels": self.pixels, "count": self.count}
 
     def with_prepared(self, prepared_bytes: int, min_pixels: int) -> ImageLimits:
-        """Return these limits for a model, with memory for two of its largest images.
+        """Return a copy of these limits, completed with the image sizes of a model.
 
-        prepared_bytes, min_pixels: as in the class.
+        held_bytes is set to the memory that two of the model's largest images need. prepared_bytes:
+        memory of the largest image after it was scaled or cut into tiles for the model. min_pixels:
+        smaller images are enlarged to this many pixels; 0 if each image may take prepared_bytes.
         """
         held = _COPIES * 2 * prepared_bytes + prepared_bytes
         return replace(
@@ -140,11 +142,14 @@ class ImageLimits:
 
     @property
     def request_bytes(self) -> int:
-        """Memory that the images of a request may take, without the request itself."""
+        """Maximum bytes of memory for decoding and scaling the images of one request.
+
+        The body of the request, which contains the image files, is not included.
+        """
         return self.decode_bytes + self.held_bytes
 
     def prepared(self, image: Image) -> int:
-        """Return the memory of an image in the form that the model reads, at most."""
+        """Return the maximum bytes of memory that an image takes after scaling for the model."""
         if not self.min_pixels:
             return self.prepared_bytes
         # The sides are rounded to whole patches, which have fewer than _PATCH pixels each way.
@@ -174,7 +179,10 @@ class ImageLimits:
             )
 
     def check_memory(self, n_bytes: int, name: str) -> None:
-        """Raise ConfigError if decoding takes too much memory. name: beginning of the message."""
+        """Raise ConfigError if decoding images takes more memory than the limit decode_bytes.
+
+        n_bytes: memory that decoding takes. name: beginning of the message.
+        """
         if n_bytes > self.decode_bytes:
             raise ConfigError(
                 f"{name}: decoding would take {format_size(n_bytes)} of memory, and the limit is "

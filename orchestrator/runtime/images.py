@@ -77,12 +77,15 @@ def has_images(messages: Iterable[Any]) -> bool:
 
 
 def settle_images(messages: Sequence[Any], limits: ImageLimits | None, field: str) -> list[str]:
-    """Check all images of a conversation, and rewrite them in place as llama.cpp reads them.
+    """Check all images of a conversation, and rewrite them in place for llama.cpp.
 
-    The messages have the format of OpenAI's chat or responses, or of Anthropic. field: name of
-    their list in the request. limits: the limits of the model, or None if it takes no images.
-    Returns the texts of the images, as they are in the messages now. Raises ConfigError for images
-    that cannot be decoded within the limits, for addresses, and for audio and video.
+    Returns the new text of each image in the messages: base64 or a data: URL. Raises ConfigError
+    for images that cannot be decoded within the limits, for web addresses and file ids of images,
+    and for audio and video.
+
+    messages: in the format of OpenAI's chat or responses API, or of Anthropic's API. limits: the
+    limits of the model, or None if it takes no images. field: name of the messages in the request,
+    for errors.
     """
     found = []
     for where, may_have_images, part in _parts(messages, field):

@@ -128,18 +128,21 @@ class KeptConversations:
             work.result()
 
     def answered(self, sequences: Iterable[int], is_good: bool) -> None:
-        """Save the sequences of a finished request, if many of their tokens are in no file.
+        """Save the conversations of a finished request to files, in the background.
 
-        Call this before another request uses the sequences. is_good: whether the request succeeded;
-        sequences of a failed request are not saved.
+        A conversation is saved if at least half of its tokens, and at least _UNSAVED_TOKENS tokens,
+        are not in a file yet. Call this before another request uses the sequences. sequences: the
+        numbers of the sequences that hold the conversations. is_good: whether the request
+        succeeded; conversations of a failed request are not saved.
         """
         for each in sequences:
             self._submitted(self._keep, each, is_good)
 
     def after_that(self, work: Callable[[], None]) -> bool:
-        """Call `work` on the thread, after all work that was submitted before.
+        """Call `work` on the background thread that reads and writes conversations.
 
-        Returns False, and does not call `work`, if the thread has been shut down.
+        The thread first completes all work that was submitted before. Returns False, and does not
+        call `work`, if the thread has been shut down.
         """
         return self._submitted(work) is not None
 

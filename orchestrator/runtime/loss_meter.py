@@ -74,23 +74,26 @@ class LossMeter:
 
     @property
     def needs_tiers(self) -> bool:
-        """Whether `holds` has not been called yet. It must be called before `counted`."""
+        """Whether the precisions (tiers) of the experts are not known yet.
+
+        The method `holds` sets them. Call it before `counted`, which estimates a loss from them.
+        """
         return self._tiers is None
 
     def holds(self, tiers: np.ndarray) -> None:
-        """Set the precision (tier) of each expert, from which `counted` estimates the loss.
+        """Set the precision (tier) of each expert in steps in which the policy makes no choices.
 
-        These precisions are for steps in which the policy does not decide. tiers: uint8 [n_layers,
-        n_expert].
+        The method `counted` uses these values to estimate the quality loss of such steps. The
+        experts themselves are not changed. tiers: uint8 [n_layers, n_expert].
         """
         if self._tiers is None or not np.array_equal(tiers, self._tiers):
             self._tiers, self._of_use = tiers.copy(), self.estimate.of_use(tiers)
 
     def counted(self, counts: np.ndarray) -> None:
-        """Add the estimated loss of a step in which the policy did not decide.
+        """Add the estimated quality loss of a step in which the policy chose no precisions.
 
-        The experts have the precisions that the last call of `holds` set. counts: number of tokens
-        of the step that used each expert, [n_layers, n_expert].
+        The precision (tier) of each expert is the value that was last passed to `holds`. counts:
+        number of tokens of the step that used each expert, [n_layers, n_expert].
         """
         self._in_step += float(np.vdot(counts, self._of_use))
 
@@ -105,16 +108,18 @@ class LossMeter:
         self._in_step = 0.0
 
     def mean(self, phase: int) -> float | None:
-        """Return the mean estimated loss of a phase since the start, in nats per token.
+        """Return the mean estimated quality loss since the start, in nats per token.
 
-        Return None if no tokens were computed in this phase.
+        phase: Phase.PREFILL for prompts, or Phase.DECODE for answers. Returns None if no tokens of
+        this phase were computed.
         """
         return self.since(([0.0 for _ in Phase], [0 for _ in Phase]), phase)
 
     def mark(self) -> tuple[list[float], list[int]]:
-        """Return (loss in nats, number of tokens) of each phase until now, to pass to `since`.
+        """Return the estimated quality loss and the number of tokens since the start, for `since`.
 
-        The result has a list of losses and a list of token counts, each with one item per phase.
+        The result is (losses in nats, numbers of tokens). Each of the two lists has one item for
+        prefill and one for decode.
         """
         return list(self.nats), list(self.tokens)
 

@@ -116,19 +116,23 @@ class ListedMark(NamedTuple):
 
     @property
     def n_bytes(self) -> int:
-        """The size of the model's state and the policy's state in the file, in bytes."""
+        """The total size of the states that the file holds for this mark, in bytes.
+
+        A mark is a length to which the saved sequence can be truncated. It has a state of the
+        model, a state of the policy, or both.
+        """
         return max(0, self.part_bytes) + max(0, self.policy_bytes)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Listed:
-    """The description of a file in the prompt cache, which holds one sequence.
+    """The description of a file in the prompt cache, which holds one sequence of tokens.
 
-    key: identifies the model and settings of the run (state_key). tokens: the tokens of the
-    sequence, int32. marks: entries for states that were saved at earlier lengths of the sequence.
-    has_part: whether the sequence can be truncated only to such lengths. state_end: size of
-    llama.cpp's data at the start of the file. n_stored: number of entries in llama.cpp's list of
-    tokens, including a possible header.
+    key: identifies the model and settings of the run (state_key). tokens: the tokens, int32.
+    has_part: whether the model has sliding windows or recurrent layers. The sequence can then be
+    truncated only to the lengths in `marks`. marks: lengths for which the file has saved states.
+    state_end: size of llama.cpp's data at the start of the file, in bytes. n_stored: number of
+    entries in llama.cpp's token list, which may also have a header and images.
     """
 
     path: Path
@@ -140,18 +144,21 @@ class Listed:
     n_stored: int
 
     def usable(self, common: int) -> int:
-        """Return how many tokens of this file a prompt can reuse.
+        """Return how many tokens of the saved sequence in this file a prompt can reuse.
 
-        common: length of the common prefix of the file's tokens and the prompt.
+        common: length of the common prefix of the saved tokens and the prompt. The result may be
+        less than `common` if the model has sliding windows or recurrent layers. Their state can be
+        restored only at the lengths for which the file has one.
         """
         places = [each.length for each in self.marks if each.part_bytes >= 0]
         return usable(len(self.tokens), self.has_part, places, common)
 
     def file_marks(self) -> list[FileMark]:
-        """Return the model states that the file holds for earlier lengths of the sequence.
+        """Return the places in the file that hold states of the model, for truncating the sequence.
 
-        Each FileMark has the offset and the size of a state in the file, and the number of tokens
-        to which the sequence can be truncated with it.
+        Models with sliding windows or recurrent layers need such a state to continue from an
+        earlier length of the sequence. Each FileMark has the offset and the size of a state in
+        bytes, and this length in tokens.
         """
         found, at = [], self.state_end
         for each in self.marks:
@@ -224,13 +231,15 @@ class PromptFolder:
         marks: Sequence[Mark],
         write_state: Callable[[Path], Stored | int | None],
     ) -> None:
-        """Save a sequence to a file, and remove files that hold only the beginning of it.
+        """Save a sequence to a file. Files that hold only a prefix of the sequence are removed.
 
-        write_state: writes llama.cpp's data to the given path. It returns the size of the data, or
-        a Stored if it also wrote model states. It returns 0 if it fails, and None if there is
-        nothing to save. marks: states at earlier lengths of the sequence, which are saved too.
-        has_part: whether the sequence can be truncated only to such lengths. If saving fails, a
-        sentence is added to `notes`, and no error is raised.
+        If saving fails, a sentence is added to `notes`, and no error is raised.
+
+        - key: identifies the model and settings (state_key).
+        - has_part: whether the sequence can be truncated only at marks.
+        - marks: lengths to which the sequence can be truncated, with their states.
+        - write_state: writes llama.cpp's data to a path. It returns their size in bytes, or a
+          Stored if model states are included. It returns 0 on failure, and None to save nothing.
         """
         path = self._target(key, tokens)
         remove_abandoned(path)
@@ -267,14 +276,13 @@ class PromptFolder:
     ) -> tuple[Mark, ...] | None:
         """Verify a saved file, and restore llama.cpp's state of the sequence from it.
 
-        Returns the marks of the file, the positions to which the sequence can be truncated. Returns
-        None if the file is damaged, cannot be read or does not fit in memory. A damaged file is
-        removed.
+        Returns the marks: the lengths to which the sequence can be truncated, with their saved
+        states. Returns None if the file is damaged, cannot be read or does not fit in memory. A
+        damaged file is removed.
 
-        read_state: restores the state from a path, and returns False if memory is too small for it.
-        most_bytes: maximum total size of the states in the returned marks; the earliest marks are
-        left out if necessary. If most_bytes is None, all marks are returned, but without the
-        model's states.
+        read_state: restores the state from a path; returns False if memory is too small.
+        most_bytes: maximum size of the returned states; the earliest marks are left out if
+        necessary. With None, model states are not returned, because read_state restores them.
         """
         try:
             with open(listed.path, "rb") as file:

@@ -64,15 +64,18 @@ class Quantization:
 
 @dataclass(frozen=True, slots=True)
 class Quantizations:
-    """The models of a repository on this machine, sorted by falling size.
+    """A table that says how each model of a Hugging Face repository would run on this machine.
+
+    The rows are sorted by the size of the model, largest first.
 
     - best: the file name of the best choice; None if no model runs.
     - ram_bytes: the memory that a model may take.
     - free_bytes: free space on the disk of huggingface_hub's cache.
     - disk_bytes_per_s: read speed of the disk that holds the user cache.
-    - header_bytes: the number of bytes that were downloaded.
-    - first_tokens: the length of the prompt to which first_s in the rows refers.
-    - left_out: the number of smaller models that were not examined.
+    - header_bytes: the number of bytes of model headers that were downloaded.
+    - first_tokens: the length of the prompt for which `Outlook.first_s` (time to the first token)
+      is predicted.
+    - left_out: the number of smaller models without a row.
     - disturbed: a note if other programs ran during measurements, otherwise empty.
     """
 
@@ -101,10 +104,11 @@ class Quantizations:
         return _here(row, self.free_bytes)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the table as JSON values.
+        """Return the table as a dict of JSON values, with one object in `rows` for each model.
 
-        Each row directly contains the fields of its outlook, which say how the model would run.
-        They are None if this is unknown.
+        An object in `rows` has the fields of `Outlook`, the predicted memory and speed. They are
+        None if they are unknown. The object also has `here`, the result of the method `here`, and
+        `best`, whether the model is the best choice.
         """
         found = asdict(self)
         for row, model in zip(found["rows"], self.rows, strict=True):

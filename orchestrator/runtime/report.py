@@ -65,12 +65,14 @@ def _in_use(loader: Loader, loaded: Loaded) -> str:
 
 
 def memory_now(library: Library, loaded: Loaded, prompts: int) -> dict[str, int]:
-    """Return the bytes of host memory in use, as {purpose: bytes}.
+    """Return the host memory of a loaded model, divided by purpose, as {purpose: bytes}.
 
-    The entry "free" has the bytes that are free under the memory cap. The entry "stranded context"
-    is memory of KV cells that are no longer in use, but still resident. The entry "rest of the
-    process" is resident memory that no other entry explains. The result is empty if the model is on
-    a GPU. prompts: bytes in use by copies of earlier conversations.
+    All entries except "free" are memory in use. "free" is the unused part of the memory cap
+    (--ram). "stranded context" is memory of KV cells that are no longer in use, but still resident.
+    "rest of the process" is resident memory that no other entry explains. The result is empty if
+    the model is on a GPU.
+
+    prompts: bytes that copies of earlier conversations take.
     """
     plan, driver = loaded.plan, loaded.driver
     if plan.device:
@@ -131,7 +133,11 @@ def computed(matrices: Sequence[int], tiers: Sequence[str]) -> Mix | None:
 
 
 class StoreCosts:
-    """Measures what an expert store does after this object was created, such as hits and reads."""
+    """Measurements of an expert store (a cache of expert weights) since this object was created.
+
+    `fields` returns them: cache hit rates, bytes read, time spent waiting for reads, precisions of
+    the experts, and the estimated quality loss.
+    """
 
     def __init__(
         self,

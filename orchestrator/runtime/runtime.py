@@ -62,15 +62,21 @@ _WRITE_S = 7.0
 _LOOK_S = 0.05
 
 
-class _Switch:
-    """Sets the switch interval of Python's threads, which is short while any runtime answers."""
+class _SwitchInterval:
+    """Shortens the switch interval of Python's threads while any model is ready to answer requests.
+
+    A thread then waits less for Python's lock, which policies need between the layers of a step.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._n_quick, self._before_s = 0, 0.0
 
-    def quicken(self) -> None:
-        """Shorten the switch interval of Python's threads, because a runtime starts to answer."""
+    def shorten(self) -> None:
+        """Set the switch interval of Python's threads to at most _SWITCH_S.
+
+        Each call needs one call of `restore` later.
+        """
         with self._lock:
             if not self._n_quick:
                 self._before_s = sys.getswitchinterval()
@@ -78,9 +84,9 @@ class _Switch:
             self._n_quick += 1
 
     def restore(self) -> None:
-        """Report that a runtime has ended.
+        """Undo one call of `shorten`.
 
-        After the last runtime, the switch interval of Python's threads is restored.
+        When all calls are undone, the switch interval is as before the first call.
         """
         with self._lock:
             self._n_quick -= 1
@@ -88,7 +94,7 @@ class _Switch:
                 sys.setswitchinterval(self._before_s)
 
 
-_switch = _Switch()
+_switch_interval = _SwitchInterval()
 
 
 @dataclass(frozen=True)
@@ -114,14 +120,17 @@ class About:
 
 @dataclass(frozen=True)
 class Stats:
-    """A snapshot of a model's experts, with counters since the model was loaded.
+    """A snapshot of a loaded model: the experts in memory, the use of experts, and counters.
 
-    mode: the status line. device_bytes: GPU memory in use. policy: figures that the policy reports
-    about its own work.
+    - mode: the status line, which tells the user how the model runs.
+    - device_bytes: GPU memory in use.
+    - policy: figures that the policy reports about its own work.
+    - resident: the best tier (precision; 0 is the best) in which each expert is in memory, or
+      ABSENT, uint8 [layers, experts].
+    - used: how often tokens used each expert since loading, uint32 [layers, experts].
+    - counts: the counters of the expert store since loading.
 
-    The other fields are None for a model without an expert store. resident: best tier of each
-    expert in memory, or ABSENT, uint8 [layers, experts]. used: how often tokens used each expert,
-    uint32 [layers, experts]. counts: the store's counters.
+    Without an expert store, `resident`, `used` and `counts` are None.
     """
 
     mode: str
@@ -278,7 +287,7 @@ class Runtime(Closing):
             )
         loaded.driver.set_prompts(cache_mib << 20, native.keep_prompts)
         self._decoding = threads.start(native.run, "decode")
-        _switch.quicken()
+        _switch_interval.shorten()
         self._native = native
         self._idle()
 
@@ -610,7 +619,7 @@ class Runtime(Closing):
                 self._turns.notify_all()
 
     def stats(self) -> Stats:
-        """Return a snapshot of the experts and of the store's counters."""
+        """Return which experts are in memory, how often tokens used each expert, and counters."""
         loaded = self._loaded
         device_bytes = context_memory(self._loader.bindings.library(), loaded.context.handle)[1]
         store = loaded.driver.store
@@ -629,10 +638,10 @@ class Runtime(Closing):
         )
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes of host memory in use, as {purpose: bytes}.
+        """Return the host memory of the loaded model, divided by purpose, as {purpose: bytes}.
 
-        The entry "free" has the bytes that are free under the memory cap. The result is empty if
-        the model is on a GPU. Safe on any thread.
+        All entries except "free" are memory in use. "free" is the unused part of the memory cap
+        (--ram). The result is empty if the model is on a GPU. Safe on any thread.
         """
         library = self._loader.bindings.library()
         return memory_now(library, self._loaded, self._loaded.driver.prompts)
@@ -705,7 +714,7 @@ class Runtime(Closing):
                 self._kept.leave(end_s and end_s + _WRITE_S)
             self._native.close()
             self._native = None
-            _switch.restore()
+            _switch_interval.restore()
         self._loader.history.learn(loaded.driver)
         loaded.close()
         self._is_ending = False

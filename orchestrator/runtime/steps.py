@@ -12,10 +12,12 @@ from orchestrator.runtime.driver import BaseDriver
 
 
 class Sequences:
-    """The sequences of a context in addition to the evaluator's main sequence.
+    """The additional sequences of a llama.cpp context: all except its main sequence.
 
-    They are numbered from 0. All sequences share the KV cells of the context. lengths: number of
-    tokens of each sequence.
+    The main sequence has llama.cpp's id 0 and no number here. The additional sequences are numbered
+    from 0. All sequences share the KV cells of the context.
+
+    lengths: number of tokens of each additional sequence.
     """
 
     def __init__(self, context: LlamaContext, n: int) -> None:
@@ -177,11 +179,12 @@ class Steps:
             self._driver.restore_sequence(name, known)
 
     def step_each(self, tokens: Sequence[int], numbers: Sequence[int]) -> bool:
-        """Append one token to each of several sequences and evaluate them in one step.
+        """Append one token to each of several additional sequences, and evaluate them in one step.
 
-        numbers: the sequence of each token. Number 0 is the first sequence in addition to the main
-        sequence. Returns False if the step was cancelled; the tokens are then dropped again. Raises
-        the error that made the step fail.
+        tokens: one token for each entry of `numbers`. numbers: numbers of the sequences, as in
+        `Sequences`: 0 is the first additional sequence, and the main sequence has no number.
+        Returns False if the step was cancelled; the tokens are then dropped again. Raises the error
+        that made the step fail.
         """
         work = self._sequences
         work.check(tokens, numbers)

@@ -53,7 +53,10 @@ class StoreSpecs:
 
     @cached_property
     def checksums(self) -> Checksums:
-        """The tensors of the model's files, with the checksums that the files contain."""
+        """The checksums that the model's files contain, in an object that lists them by tensor.
+
+        They are read from the files on first use.
+        """
         return Checksums(self._model)
 
     @cached_property
@@ -69,10 +72,14 @@ class StoreSpecs:
 
 
 def store_spec(config: Config, model: ExpertModel, plan: Plan, misses: Misses) -> StoreSpec:
-    """Return the parameters of the expert store for a plan, without checksums.
+    """Return the parameters of the expert store (a cache of experts in memory) for a memory plan.
 
-    The slots hold matrices in the same layout as the file. misses: how the store handles experts
-    that are missing in a GPU's memory. Raises ConfigError for a plan without an expert store.
+    The result is not complete. `StoreSpecs.of` adds checksums, compute times, and the CPU's own
+    memory layout of the experts. Without this addition, the store keeps experts in the layout of
+    the file.
+
+    misses: how the store handles experts that are missing in a GPU's memory. Raises ConfigError for
+    a plan without an expert store.
     """
     placement = plan.placement
     if placement is None:
@@ -122,13 +129,14 @@ def store_layers(
     tiers: Sequence[int],
     slots: SlotPlan,
 ) -> StoreLayers:
-    """Return the file positions and slot groups of all experts, in the form of StoreSpec.layers.
+    """Return where the experts of each layer are in the files, and which slot group caches them.
 
-    A slot group is a set of slots in memory, each of the same size. layer_ids: llama.cpp's number
-    of each MoE layer. slices: the positions of expert matrices in the files, [layer][kind][tier],
-    where a kind is up, gate, gate_up or down. tiers: the precisions in use, as indices of the last
-    axis of `slices`. The result numbers them 0, 1, and so on. slots: contains the slot group of
-    each layer, kind and tier.
+    The result has the form of StoreSpec.layers: (layer number, {(kind, tier): Slices}) for each MoE
+    layer. A kind is up, gate, gate_up or down. A tier is a position in `tiers`.
+
+    layer_ids: llama.cpp's number of each MoE layer. slices: positions in the files,
+    [layer][kind][tier of the file]. tiers: the precisions in use, as indices of the last axis of
+    `slices`. slots: has the slot group (slots of one size) of each layer, kind and tier.
     """
     return tuple(
         (

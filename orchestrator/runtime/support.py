@@ -106,11 +106,13 @@ def _answer(
 
 
 def support_of(path: Path, vocabulary: bool = True) -> Support | None:
-    """Find out in a child process whether and how the model in a file can run.
+    """Return whether and how moe-edge can run the model in a file, found out in a child process.
 
-    Return None if moe-edge's build of llama.cpp is not installed.
+    Return None if this is unknown, for example because moe-edge's build of llama.cpp is not
+    installed.
 
-    vocabulary: also load the vocabulary. Without it, the check is faster.
+    vocabulary: whether the check also loads the vocabulary. The check is faster without the
+    vocabulary.
     """
     try:
         found: Support | None = ask_child(_found, path, vocabulary)

@@ -24,7 +24,10 @@ class Task:
         self._function()
 
     def end(self) -> None:
-        """Record that the function has ended, so that join returns."""
+        """Record that the task's function has ended, so that `join` returns.
+
+        The thread that ran the function calls this.
+        """
         self._ended.set()
 
     def join(self, timeout_s: float | None = None) -> None:

@@ -130,9 +130,9 @@ class Gate:
         return not (self.running or self._lines)
 
     def open(self, cells: int) -> None:
-        """Set the number of KV cells in the context that all requests share.
+        """Set the number of KV cells that requests can reserve: the size of the shared context.
 
-        Call this after the model is loaded.
+        Call this after a model was loaded. Requests that wait are not started by this call.
         """
         self._cells = cells
 
@@ -250,7 +250,10 @@ class UnreadAnswers:
             give_up()
 
     def leave(self, owner: object) -> None:
-        """Stop counting the answer of `owner`. An unknown owner is ignored."""
+        """Stop counting an answer towards the memory limit, for example after it was read.
+
+        `owner` identifies the answer, as in `keep`. An unknown owner is ignored.
+        """
         n_bytes, _ = self._kept.pop(owner, (0, None))
         self.n_bytes -= n_bytes
 
@@ -268,10 +271,11 @@ class Conversation:
     n_common: int = 0
 
     def n_shared_with(self, before: Conversation) -> int:
-        """Return the number of equal pieces at the start of this conversation and an earlier one.
+        """Return the number of equal digests at the start of this conversation and of `before`.
 
-        Returns 0 unless this conversation repeats `before`, adds pieces to it, or changes at most
-        its last piece. Also returns 0 if only tools and system messages are equal.
+        `before` is an earlier conversation. A digest stands for a message, or for a piece of a
+        prompt. Returns 0 if more than the last digest of `before` differs or is missing here. Also
+        returns 0 if only digests of tools and system messages are equal.
         """
         shared = 0
         for ours, theirs in zip(self.pieces, before.pieces, strict=False):
@@ -283,11 +287,12 @@ class Conversation:
 
 
 def conversations_of(data: dict[str, Any], most: int) -> list[Conversation]:
-    """Return one Conversation (digests of the text) for each sequence that a request needs.
+    """Return one Conversation, with digests of its text, for each sequence that a request needs.
 
-    A request with several prompts needs one sequence for each prompt, but at most `most` sequences.
-    A request with one prompt and `n` answers needs n sequences. Only the first of these has
-    digests, because llama.cpp copies the prompt to the other sequences.
+    `data` is the request. If it has several prompts, each prompt needs a sequence. If there are
+    more than `most` prompts, the result is `most` conversations without digests. A request for `n`
+    answers to one prompt needs n sequences. Only the first conversation then has digests, because
+    llama.cpp copies the prompt from the first sequence to the others.
     """
     n = data.get("n_cmpl", data.get("n", 1))  # llama.cpp prefers n_cmpl, too
     messages = data.get("messages", data.get("input"))
@@ -348,11 +353,12 @@ class SlotManager:
         self._n_taken = 0
 
     def take(self, asked: Iterable[Conversation], cells: int = 0) -> tuple[list[int], int]:
-        """Take a free slot for each conversation. Return (slots, number of KV cells in them).
+        """Take a free slot for each conversation. Return (slots, number of old KV cells in them).
 
-        A slot keeps the KV cells of its last request until a new prompt starts in it. The result
-        counts these cells. `cells` is the number of KV cells that this request may use in each of
-        its slots.
+        A slot is a sequence of llama.cpp's server. It keeps the KV cells of its last request until
+        a new prompt starts. The number of old KV cells is an upper bound for these, added up over
+        all taken slots. `cells` is the number of KV cells that the new request may use in each
+        slot. The result does not count them.
         """
         taken, held = [], 0
         for each in asked:
@@ -399,12 +405,14 @@ async def finish_despite_cancel(
 
 
 def bodies_bytes(longest_bytes: int, parallel: int, factor: int, image_bytes: int = 0) -> int:
-    """Return the memory to reserve for all request bodies together, in bytes.
+    """Return the memory to reserve for the bodies of all HTTP requests together, in bytes.
 
-    It is enough for bodies that are being received or wait, one body that is being parsed, and the
-    bodies of `parallel` running answers. `longest_bytes` is the length of the longest allowed body
-    without its images, and `image_bytes` the largest allowed length of its images. `factor` is the
-    memory for parsing and tokenizing text, in bytes for each byte of the body.
+    It is enough for KEPT bodies that arrive or wait (KEPT_IMAGES of them with images), one body
+    that is being parsed, and the bodies of `parallel` running answers.
+
+    `longest_bytes` is the length of the longest allowed body without its images, and `image_bytes`
+    the largest allowed length of its images. `factor` is the memory for parsing and tokenizing
+    text, in bytes for each byte of the body.
     """
     images_bytes = image_bytes * (KEPT_IMAGES + IMAGE_FACTOR * (1 + parallel))
     return longest_bytes * (KEPT + factor * (1 + parallel)) + images_bytes
@@ -438,10 +446,11 @@ class Bodies:
         return self._line.waiting
 
     def keep(self, n_bytes: int, client: str, most_bytes: int) -> None:
-        """Add n_bytes to the memory that a client's bodies take. A negative n_bytes frees memory.
+        """Reserve n_bytes more memory for the bodies of a client's HTTP requests.
 
-        `most_bytes` is the limit for all clients together. Raises Refusal (an error response) if
-        too little memory is free for this client.
+        A negative n_bytes frees memory. `client` names the sender of the requests. `most_bytes` is
+        the limit for the bodies of all clients together. Raises Refusal (an error response) if too
+        little memory is free for this client.
         """
         total, own = self.kept_bytes + n_bytes, self._of_client[client] + n_bytes
         if n_bytes > 0 and own > CLIENT_SHARE * (most_bytes - total):
@@ -455,11 +464,11 @@ class Bodies:
     async def run(
         self, call: Callable[[], T], client: str, give_up: Callable[[], None] = lambda: None
     ) -> T:
-        """Run `call`, which parses one body, on the parsing thread. Return its result.
+        """Run `call`, which parses the body of a client's request, on the parsing thread.
 
-        `call` starts when it is its client's turn. If this coroutine is cancelled before that,
-        `call` never runs. If it is cancelled later, it calls `give_up` to end `call` soon, and
-        waits for the end.
+        Returns the result of `call`. The clients that wait for the thread take turns. If this
+        coroutine is cancelled before `call` starts, `call` never runs. If this coroutine is
+        cancelled while `call` runs, it calls `give_up` to end `call` soon, and waits for that end.
         """
         ticket = self._line.join(client=client)
         try:
@@ -471,10 +480,10 @@ class Bodies:
 
 
 class Body:
-    """The body of one request, whose memory `Bodies` limits.
+    """The body of one HTTP request. Its memory counts towards the limit that `Bodies` enforces.
 
-    `data` holds the bytes until the request may run. The owner must always call `take` at the end,
-    which frees the memory.
+    `data` holds the bytes of the body until the request may run. The owner must call `take` at the
+    end in any case, because only `take` frees the memory.
     """
 
     def __init__(
@@ -502,10 +511,11 @@ class Body:
         self._n_bytes = n_bytes
 
     async def run(self, call: Callable[[], T]) -> T:
-        """Run `call`, which parses this body, on the parsing thread. Return its result.
+        """Run `call`, which parses this body, on the thread that parses all bodies.
 
-        `call` starts when it is its client's turn. If this coroutine is cancelled, a query to
-        llama.cpp's server that `call` waits for is cancelled too.
+        Returns the result of `call`. The clients that wait for the thread take turns. `call` may
+        use `ask` to query llama.cpp's server. If this coroutine is cancelled, the running query is
+        cancelled, too.
         """
         return await self._bodies.run(call, self._client, self.give_up)
 
@@ -562,10 +572,10 @@ def return_memory() -> None:
 
 
 def trim_memory() -> None:
-    """Free unused objects, and return the free memory of all threads to the operating system.
+    """Free unused Python objects, and return free memory of all threads to the operating system.
 
-    Without this, the process grows by about 15 MiB during several changes of the model. Measured:
-    with it, by 4 MiB.
+    In a measurement with several changes of the model, the process grew by 4 MiB in total with
+    calls of this function, and by about 15 MiB without them.
     """
     gc.collect()
     with suppress(AttributeError, OSError):

@@ -29,10 +29,10 @@ from orchestrator.serve.wire import (
     error_event,
     failure_at,
     grammar_failure,
-    has_costs,
     is_whole,
     message_of,
     progress_of,
+    takes_costs,
     with_costs,
     with_progress,
     without_empty_events,
@@ -102,13 +102,15 @@ class Outlet:
 
 @dataclass(eq=False)
 class Exchange:
-    """An ASGI response that computes and sends the answer to a request, after waiting for its turn.
+    """An ASGI response that waits for the request's turn, then computes and sends the answer.
 
-    `places` and `cells` are the numbers of answers and KV cells that the request reserves in
-    `Gate`. `conversations` has one entry for each sequence, to find a slot that holds the beginning
-    of the prompt. `settings` are the policy settings of the request. `shape` converts llama.cpp's
-    answer to the format of the route. If `compute` is given, it computes the answer instead of
-    llama.cpp's server. `outlet` makes the writer of the response; None makes an `Outlet`.
+    - places, cells: the numbers of answers and of KV cells that the request reserves in `Gate`.
+    - conversations: digests of each prompt. With them, `SlotManager` finds a sequence that holds
+      the beginning of the prompt.
+    - settings: the policy settings of the request.
+    - shape: converts llama.cpp's answer to the format of the path `route`.
+    - compute: computes the answer instead of llama.cpp's server, if given.
+    - outlet: makes the writer of the HTTP response. Default: the class `Outlet`.
     """
 
     state: State
@@ -215,7 +217,7 @@ class Exchange:
             status, is_stream = answer.status, answer.is_stream
             if self.shape is not None:
                 text = self.shape.shape(text, is_stream)
-            if status == 200 and has_costs(text, is_stream, self.route):
+            if status == 200 and takes_costs(text, is_stream, self.route):
                 text = with_costs(text, answer.costs(), is_stream, self.route)
             if out.status is None:
                 await out.begin(status, STREAM if is_stream else JSON)

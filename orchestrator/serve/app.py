@@ -90,7 +90,7 @@ def application(state: State, log: Callable[[str], None]) -> Starlette:
         "/openapi.json": endpoints.description,
         "/": endpoints.page,
         MODELS: endpoints.local_models,
-        TASKS: endpoints.begin_task,
+        TASKS: endpoints.start_or_stop_task,
         "/api/tags": endpoints.ollama_models,
         "/api/ps": endpoints.ollama_running,
         "/api/version": endpoints.ollama_version,
@@ -262,11 +262,18 @@ class Endpoints:
         return page_response(self._state.changes is not None)
 
     async def local_models(self, _request: Request) -> Response:
-        """Return the models on this machine, and the latest task."""
+        """Return the models on this machine, the latest task and the latest comparison, as JSON.
+
+        A task lists, downloads or loads models, or compares the models of a repository.
+        """
         return JSONResponse(self._changes().as_dict())
 
-    async def begin_task(self, request: Request) -> Response:
-        """Start or stop a task that lists, compares, downloads or loads models."""
+    async def start_or_stop_task(self, request: Request) -> Response:
+        """Start the task that a request names, or stop the running task if the action is "stop".
+
+        A task lists, downloads or loads models, or compares the models of a repository. The
+        response is that of `local_models`.
+        """
         changes, patience = self._changes(), self._state.settings.patience
         read = read_body(request, TASK_BYTES, TASK_BYTES, lambda _n_bytes: None)
         try:
@@ -274,7 +281,7 @@ class Endpoints:
         except asyncio.TimeoutError:
             raise late_body(patience) from None
         settle_fields(TASKS, data, 0)
-        changes.begin(data["action"], data.get("model", ""))
+        changes.carry_out(data["action"], data.get("model", ""))
         return JSONResponse(changes.as_dict())
 
     def _changes(self) -> ModelChanges:

@@ -41,13 +41,16 @@ class Words:
 
     @classmethod
     def of(cls, model: ExpertModel) -> Words:
-        """Create a `Words` object for the tokenizer of a model."""
+        """Return an estimator of the memory that the tokenizer of a model takes."""
         keys = ("tokenizer.ggml.model", "tokenizer.ggml.pre")
         return cls(*(metadata_value(model.parts[0], key, str, "") for key in keys))
 
     @property
     def body_factor(self) -> int:
-        """Memory for parsing and tokenizing a body, in bytes for each byte of the longest body."""
+        """Memory to reserve for parsing and tokenizing a request body, as a multiple of its length.
+
+        The length is that of the longest body that the server accepts.
+        """
         return WHOLE_FACTOR if self.is_whole else BODY_FACTOR
 
     def count_tokens(self, text: str, model: Model) -> tuple[int, int]:

@@ -30,9 +30,11 @@ class _Stopped(Exception):
 
 @dataclass
 class Task:
-    """The latest task.
+    """A client's task for `ModelChanges`, such as the download of a model, and its progress.
 
-    - model: the repository or the model to which the action applies; "" for LIST.
+    - action: LIST, COMPARE, PULL (download) or LOAD.
+    - model: the repository to compare, or the model to download or load; "" for LIST.
+    - state: RUNNING, DONE, STOPPED or FAILED.
     - doing, done: the current activity, and the share of it that is done; None if it is unknown.
     - error: a sentence if the state is FAILED, otherwise "".
     """
@@ -55,7 +57,11 @@ class _Local:
 
 
 class ModelChanges:
-    """Lists, compares, downloads and loads models. It runs one task at a time, on a thread."""
+    """Downloads models and changes the server's loaded model, as clients request it.
+
+    It also lists the models on this machine, and compares the models of a repository by their
+    predicted memory and speed. It runs one such task at a time, on a thread of its own.
+    """
 
     def __init__(
         self,
@@ -80,7 +86,12 @@ class ModelChanges:
         self._process: subprocess.Popen[str] | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the models on this machine, the latest task and the latest comparison."""
+        """Return the models on this machine, the latest task and the latest comparison, for JSON.
+
+        The task is the latest action of a client, such as a download, with its progress. The
+        comparison says how the models of a repository would run on this machine. Both are None at
+        the start.
+        """
         loaded = self._loaded().resolve()
         return {
             "models": [
@@ -91,11 +102,13 @@ class ModelChanges:
             "compared": self._compared,
         }
 
-    def begin(self, action: str, model: str) -> None:
-        """Start a task, or stop the running one.
+    def carry_out(self, action: str, model: str) -> None:
+        """Start a task, or stop the running task if `action` is STOP.
 
-        A task begins after the end of a running LIST, which takes less than a second. Raises
-        Refusal (an error response) if any other task is running, or if `model` is missing.
+        `action` is the kind of task: LIST the models on this machine, COMPARE the models of a
+        repository, PULL (download) a model, or LOAD it. `model` names the repository or the model.
+        If a LIST task is running, the new task waits for its end, for less than a second. Raises
+        Refusal (an error response) if a task of another kind is running, or if `model` is missing.
         """
         if action == STOP:
             self.stop()

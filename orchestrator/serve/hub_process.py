@@ -93,7 +93,11 @@ def _write(**said: Any) -> None:
 
 
 def main() -> None:
-    """Read a request from stdin, carry it out, and write the result to stdout."""
+    """Carry out one request of the server: read it from stdin, and write the result to stdout.
+
+    The request is a JSON object. Its field `action` names a function in ACTIONS, and the other
+    fields are the arguments. The result is a line of JSON: {"result"} or {"error"}.
+    """
     asked = json.load(sys.stdin)
     try:
         result = ACTIONS[asked.pop("action")](**asked)

@@ -175,9 +175,11 @@ class Lines(Outlet):
         await super().begin(status, LINES if self._is_stream else content_type, more)
 
     async def part(self, data: bytes, more: bool = True) -> None:
-        """Send the lines of JSON for a part of an answer in OpenAI's format.
+        """Convert a part of an answer from OpenAI's format to Ollama's JSON lines, and send them.
 
-        `more` is False for the last part. Incomplete events of a stream wait for the next part.
+        `data` is the part in OpenAI's format. `more` is False for the last part. If `data` ends
+        inside an event of a stream, the incomplete event is kept for the next call. An answer that
+        is not a stream is kept until its last part.
         """
         self._rest += data
         made: list[dict[str, Any]] = []
@@ -193,9 +195,9 @@ class Lines(Outlet):
             await super().part(text, more)
 
     async def ping(self) -> None:
-        """Send the headers to a waiting client, if they have not been sent yet.
+        """Send the HTTP headers to a waiting client, if they have not been sent yet.
 
-        Further pings are impossible, because lines of JSON have no comments.
+        Later calls do nothing, because Ollama's format has no line that clients would ignore.
         """
         if self.status is None:
             await self.begin(200, STREAM)

@@ -28,12 +28,13 @@ _TRUNCATION = {"auto": DROP, "disabled": REFUSE}
 def drop_oldest(
     route: str, data: dict[str, Any], served: Served, asker: Body, setting: str | None
 ) -> int:
-    """Drop the oldest exchanges of a conversation that is too long for the context, in place.
+    """Remove the oldest exchanges from a conversation that is too long for the context.
 
-    An exchange is a question and everything up to the next one. Returns the number of dropped
-    messages. `data` is a request in the form of the path `route`, after settle_request. `setting`
-    is the value of --overflow. If it is None, the field `overflow` of the request decides instead.
-    `asker` sends the queries that count tokens. Call this on a thread.
+    An exchange is a question and everything up to the next question. Returns the number of removed
+    messages. `data` is the request of the path `route`, checked by `settle_request`. It is changed
+    in place. `setting` is the value of --overflow. If it is None, the field `overflow` of the
+    request decides. `asker` is the request's body, which can query llama.cpp's server for numbers
+    of tokens. Call this on a thread, because it waits for llama.cpp.
     """
     wish = _TRUNCATION.get(data.pop("truncation", ""), data.pop("overflow", REFUSE))
     name = "input" if route == RESPONSES else "messages"

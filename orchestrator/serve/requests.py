@@ -771,16 +771,15 @@ def _check_schemas(name: str, asked: Any) -> None:
 def settle_probs(
     route: str, data: dict[str, Any], most_tokens: int, n_dropped: int = 0
 ) -> Shaping | None:
-    """Translate a request's fields for token probabilities, and limit the memory that they take.
+    """Translate the fields of a request for token probabilities into llama.cpp's fields, in place.
 
-    Returns the Shaping, a converter of llama.cpp's answer to the format of the path, or None if no
-    conversion is needed. `most_tokens` is the longest possible answer, and `n_dropped` the number
-    of messages that were dropped from the conversation. A request without a limit of tokens gets a
-    limit with which the probabilities fit in memory. Raises Refusal (an error response) if the
-    request's own limit is too large for that.
+    Returns an object that converts llama.cpp's answer to the format of the path `route`, or None if
+    no conversion is needed.
 
-    The memory is PROBS_BYTES for each answer to one prompt. The answers to several prompts share
-    it, because llama.cpp keeps them until the last one is complete.
+    The probabilities of an answer must fit in PROBS_BYTES. Answers to several prompts share this
+    memory. If the request has no limit of generated tokens, a limit that fits is added. Raises
+    Refusal (an error response) if the request's own limit is too large. `most_tokens` is the
+    longest possible answer. `n_dropped` is the number of messages that --overflow removed.
     """
     shaping = Shaping(route, data, n_dropped)  # before the fields change
     name = {CHAT: "top_logprobs", COMPLETIONS: "logprobs"}.get(route, "n_probs")
@@ -852,15 +851,15 @@ def _limit(data: dict[str, Any], n_tokens: int) -> None:
 def settle_length(
     route: str, data: dict[str, Any], served: Served, n_answers: int, asker: Body
 ) -> int:
-    """Return the number of KV cells that a request reserves, for its prompt and its answers.
+    """Return the number of KV cells to reserve for a request: those of its prompt and its answers.
 
-    If the request does not limit the generated tokens, this adds a limit to `data`. The limit is
-    the server's default. Without a default, it is the request's equal share of the context, minus
-    the prompt, but at least RESERVED_TOKENS. It never exceeds the rest of the context.
+    If the request `data` has no limit of generated tokens, a limit is added: the server's
+    --max-tokens. Without that option it is the number of all KV cells divided by --parallel, minus
+    the prompt, but at least RESERVED_TOKENS. The limit never exceeds the rest of the context.
 
-    `n_answers` is the number of answers to one prompt. `asker` sends the query that counts the
-    tokens of the prompt. Raises Refusal (an error response) if the prompt does not fit in the
-    context.
+    `n_answers` is the number of answers to one prompt. `asker` is the request's body, which can
+    query llama.cpp's server for numbers of tokens. Raises Refusal (an error response) if the prompt
+    is too long.
     """
     body, most = written(data), served.about.n_ctx
     counted = check_length(route, body, served, asker)
@@ -876,12 +875,13 @@ def settle_length(
 
 
 def check_length(route: str, body: bytes, served: Served, asker: Body) -> int | None:
-    """Return the number of tokens of a request's prompt, or None if it cannot be counted.
+    """Count the tokens of a request's prompt, and check that it fits in the context.
 
-    The result is None for a list of texts, for infill requests, and for requests that llama.cpp
-    will refuse. `asker` sends the query that counts the tokens. Call this on a thread, because it
-    waits for llama.cpp. Raises Refusal (an error response) if the prompt does not fit in the
-    context or the chat template fails.
+    Returns the number of tokens. Returns None if they cannot be counted: for a list of texts, for
+    infill requests, and for requests that llama.cpp will refuse. `body` is the request as JSON
+    text. `asker` is the same request's Body, which can query llama.cpp's server for numbers of
+    tokens. Call this on a thread, because it waits for llama.cpp. Raises Refusal (an error
+    response) if the prompt does not fit or the chat template fails.
     """
     counting = COUNTED_BY.get(route)
     prompt = json.loads(body).get("prompt") if counting is None else None

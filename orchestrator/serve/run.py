@@ -105,9 +105,10 @@ class Protocol(H11Protocol):
             self._close()
 
     def on_response_complete(self) -> None:
-        """Finish a request.
+        """Finish a request after its response is complete.
 
-        If the connection is being closed, start the timeout for unread data.
+        If the connection is being closed, the client has patience_s seconds to read the rest of the
+        response. After that the rest is dropped.
         """
         super().on_response_complete()
         if self.transport.is_closing():
@@ -148,10 +149,10 @@ class _Server(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen on the sockets. The system queues up to BACKLOG new connections.
+        """Listen on the sockets, with a queue of BACKLOG new connections in the operating system.
 
-        asyncio itself gets a backlog of 1. If accepting a connection fails, it retries as many
-        times as its backlog, without a pause.
+        asyncio is started with a queue length (backlog) of 1, and the length is raised afterwards.
+        With a larger length, asyncio would repeat a failed accept that many times without a pause.
         """
         asyncio.get_running_loop().set_exception_handler(self._failed)
         await super().startup(sockets)

@@ -217,10 +217,11 @@ def _logits(
 def judged(prompt: Prompt, parts: Iterable[np.ndarray], top: int, n_generated: int) -> Scores:
     """Return the log-probabilities of a prompt's tokens, except the tokens that the server added.
 
-    `parts` are arrays of logits, float32 [m, n_vocab], with one row for each token of the prompt.
-    If n_generated is 0, they have no row for the prompt's last token. If n_generated is 1, they
-    have this row, and the most likely next token is added to the result. `top` is the number of
-    alternatives for each token.
+    If n_generated is 1, the result also has the most likely next token. Otherwise n_generated is 0.
+
+    `parts` are arrays of logits, float32 [m, n_vocab]. Their rows, in order, are the predictions
+    after each token of the prompt. The row after the last token is present only if n_generated is
+    1. `top` is the number of most likely tokens to return for each position.
     """
     n_prompt = len(prompt.tokens)
     n = n_prompt + n_generated

@@ -37,17 +37,19 @@ MOST_NOTED = 256
 def most_scored(config: Config) -> int:
     """Return the maximum number of prompt tokens whose log-probabilities one request may ask for.
 
-    The number is the context length of one sequence (`config.ctx`), but at least SCORED_MOST.
+    The number is the context length of one sequence (`config.ctx`) or SCORED_MOST, whichever is
+    larger. It may exceed the context, because a request can have several prompts.
     """
     return max(SCORED_MOST, config.ctx or 0)
 
 
 def answering(config: Config, settings: ServeSettings, words: Words, threads: str) -> Answering:
-    """Return the settings with which the runtime computes answers for the server.
+    """Return the settings of the runtime that computes answers for the server.
 
-    They reserve memory for the HTTP server, the bodies of requests, and unread answers. `threads`
-    is the prefix of the names of the runtime's threads. Raises ConfigError or TextFileError if the
-    file of --chat-template or --mmproj cannot be used.
+    One setting is the memory that the server itself needs, for HTTP, the bodies of requests, and
+    unread answers. `words` estimates the memory for tokenizing a body. `threads` is the prefix of
+    the names of the runtime's threads. Raises ConfigError or TextFileError if the file of
+    --chat-template or --mmproj cannot be used.
     """
     encoder = encoder_of(config)
     return Answering(
@@ -67,10 +69,11 @@ def answering(config: Config, settings: ServeSettings, words: Words, threads: st
 def front_bytes(
     config: Config, settings: ServeSettings, words: Words, images: ImageLimits | None
 ) -> int:
-    """Return the memory of the HTTP server, the bodies of requests, and unread answers.
+    """Return the memory that the server needs in addition to the loaded model, in bytes.
 
-    `images` are the limits of the model for images, or None if it takes none. While an answer runs,
-    the tokens of another request with images may be counted.
+    It is for HTTP, the bodies of requests, token probabilities, unread answers, and the images of
+    one request that is being checked before it may run. `words` estimates the memory for tokenizing
+    a body. `images` are the limits of the model for images, or None if the model takes no images.
     """
     parallel = settings.parallel
     longest_bytes, image_bytes = body_limits(config, settings, images)

@@ -183,9 +183,9 @@ class Service:
         return served is None or served.runtime.close(end_s) or self._give_up()
 
     def drain(self) -> None:
-        """Stop a server that has no requests left, and free its memory.
+        """Shut down the server and free its model. Call this after the last request has ended.
 
-        Its conversations are saved to --prompt-cache.
+        Its conversations are saved in the folder of --prompt-cache.
         """
         self.stop()
         self.close(monotonic() + DAY_S)

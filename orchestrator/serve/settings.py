@@ -151,10 +151,12 @@ class ServeSettings(Settings):
         return self.body_limit or max(LEAST_BODY_BYTES, BODY_BYTES * (n_ctx or 0))
 
     def most_with_images(self, n_ctx: int | None) -> tuple[int, int]:
-        """Return the maximum length of a body without its images, and of its images, in bytes.
+        """Return (maximum length of a body without its images, maximum length of its images).
 
-        This is for a model that takes images. What --body-limit adds to the default length of a
-        body is for images. n_ctx is the value of --ctx, or None if the option was not given.
+        Both limits are in bytes, for a model that takes images. Without --body-limit, the limit for
+        images is IMAGE_BYTES. With --body-limit, text may take up to the default length of a body,
+        and images the remaining bytes of --body-limit. n_ctx is the value of --ctx, or None if the
+        option was not given.
         """
         usual = max(LEAST_BODY_BYTES, BODY_BYTES * (n_ctx or 0))
         if self.body_limit is None:

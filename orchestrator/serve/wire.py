@@ -144,9 +144,10 @@ async def read_body(
 
 
 def check_text(body: bytes, most_bytes: int) -> None:
-    """Raise Refusal (an error response) if a body is too long even without images in base64.
+    """Raise Refusal (an error response) if a request's body is too long without its images.
 
-    Call this before the body is parsed. most_bytes is the longest body without images.
+    The body need not be parsed: runs of at least 1024 base64 characters count as images. most_bytes
+    is the maximum length of the rest.
     """
     if len(body) > most_bytes:
         n_runs = sum(found.end() - found.start() for found in _LONG_RUN.finditer(body))
@@ -211,7 +212,11 @@ def written(data: dict[str, Any]) -> bytes:
 
 
 def length_of(body: bytes) -> int:
-    """Return the length of a body in bytes. An escaped slash, as in base64 of PHP, counts once."""
+    """Return the length of a JSON text in bytes, with each escaped slash counted as one byte.
+
+    PHP escapes all slashes, also those in the base64 text of images. Without this rule, an image
+    from such a client would count as longer than it is.
+    """
     return len(body) - body.count(b"\\/")
 
 
@@ -276,9 +281,9 @@ def failure_at(status: int, text: bytes) -> int:
 
 
 def grammar_failure(text: bytes) -> str | None:
-    """Return the reason if an answer failed because of its grammar, or None for other failures.
+    """Return why llama.cpp could not follow the grammar of an answer, or None for other failures.
 
-    `text` is the answer, beginning at the offset that `failure_at` returned.
+    `text` is the end of llama.cpp's answer, from the error on.
     """
     at = text.find(GRAMMAR_FAILED)
     sentence = text[at:].partition(b": ")[2].partition(b'"')[0]
@@ -323,11 +328,13 @@ def error_event(route: str, error: bytes) -> bytes:
     return head + b"data: " + error + b"\n\n"
 
 
-def has_costs(part: bytes, is_stream: bool, route: str) -> bool:
+def takes_costs(part: bytes, is_stream: bool, route: str) -> bool:
     """Return whether to add measurements, such as cache hits, to this part of an answer.
 
-    They belong in a part with `timings`, or in the event `message_delta` of Anthropic's streams. On
-    paths whose answers have no `timings`, they belong in an answer that is not a stream.
+    `part` is a complete answer, or events of a stream. The result is True if `part` has llama.cpp's
+    own measurements (`timings`) or Anthropic's event `message_delta`. The result is also True for a
+    complete answer if the path `route` is Anthropic's /v1/messages or OpenAI's /v1/responses,
+    because llama.cpp sends no `timings` there.
     """
     if not is_stream and route in _WITHOUT_TIMINGS:
         return True
@@ -374,8 +381,8 @@ def _append_timings(text: bytes, ours: bytes) -> bytes:
 def mapped(part: bytes, is_stream: bool, change: Callable[[Any], Any]) -> bytes:
     """Return a part of an answer after applying `change` to its parsed JSON.
 
-    In a stream, `change` is applied to each event. Parsing blocks all other threads, because it
-    holds Python's lock. The longest answers take about 12 ms.
+    `part` is a complete answer, or whole events of a stream. In a stream, `change` is applied to
+    the JSON of each event.
     """
     return _each(part, is_stream, lambda text: _changed(text, change))
 

@@ -150,10 +150,13 @@ class Benchmark(ABC):
         ]
 
     def measure_all(self, listed: Sequence[Case]) -> list[list[Result]]:
-        """Measure each case `on.runs` times, and return a list of measurements for each case.
+        """Measure each case (a system under a memory cap) several times, and return the results.
 
-        All cases are measured before any is repeated, so that compared runs are only minutes apart.
-        A case that failed is not repeated.
+        The option `runs` is the number of times. The result has one list for each of the `listed`
+        cases, with a dict of measurements for each time.
+
+        All cases are measured once before any case is measured again, so that compared measurements
+        are only minutes apart. A case that failed is not repeated.
         """
         for case in listed:
             self.file_of(case.tier)  # generate the files now, so that a full disk fails early
@@ -232,14 +235,19 @@ class Benchmark(ABC):
         return int(case.cap * self.file_bytes)
 
     def shape(self) -> ModelShape:
-        """Return the sizes and the number of the model's experts in the high precision."""
+        """Return the sizes of the model, for experts in the high precision.
+
+        They are the number of layers, the number of experts per layer, and the bytes of each expert
+        in memory.
+        """
         return model_shape(self.model, (0,))
 
     @property
     def cap_words(self) -> str:
-        """The title of a table under a memory cap, with a placeholder for the cap.
+        """A title for tables of measurements under a memory cap, as a format string for the cap.
 
-        The cap is a fraction of the file or of the experts.
+        The cap is a fraction. If it limits the memory of the whole process, it is a fraction of the
+        model file. If it limits only the expert slots, it is a fraction of the experts.
         """
         if self.on.caps_process:
             return "process memory limited to {:.0%} of the file"

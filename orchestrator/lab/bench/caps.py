@@ -64,10 +64,11 @@ class CapOptions(BenchOptions):
     )
 
     @property
-    def further(self) -> str | None:
-        """The name of the further policy to measure, or None.
+    def extra_policy(self) -> str | None:
+        """The name of a policy that is measured in addition to our own policies, or None.
 
-        Raises SettingError or PolicyError if the policy is unknown.
+        It is the policy of the option `policy`. Raises SettingError or PolicyError if this policy
+        is unknown.
         """
         return policy_name(self.policy)
 
@@ -77,13 +78,15 @@ class CapOptions(BenchOptions):
 
 
 class Computing(NamedTuple):
-    """Compute time per token of upstream llama.cpp with all experts in memory.
+    """Compute time per token of upstream llama.cpp with all experts in memory, in milliseconds.
 
-    Each field has one value per run, in milliseconds.
+    The first three fields have one value for each run of the benchmark. `low` and `fewer` are empty
+    if they were not measured.
 
     - high: all experts in the high precision.
-    - low: all experts in the low precision; empty if not measured.
-    - fewer: only the fraction `fewer_share` of the experts per token; empty if not measured.
+    - low: all experts in the low precision.
+    - fewer: fewer experts per token, in the high precision.
+    - fewer_share: the number of experts per token in `fewer`, as a fraction of the usual number.
     """
 
     high: Sequence[float]
@@ -94,9 +97,9 @@ class Computing(NamedTuple):
     def of_mix(self, run: int, mix: Mapping[str, float]) -> float:
         """Estimate the compute time per token if some experts have low precision or are skipped.
 
-        The estimate interpolates between the measured times. It is in milliseconds.
+        Return milliseconds, interpolated between the times in this object.
 
-        - run: index of the run.
+        - run: the number of the run of the benchmark whose times are used, an index into `high`.
         - mix: fraction of the experts with the low precision ("low"), and of skipped ones ("skip").
         """
         high = self.high[run]
@@ -110,10 +113,12 @@ class Computing(NamedTuple):
 
 
 def computing(rows: Sequence[Result], fewer_share: float) -> Computing:
-    """Return the compute times of llama.cpp, from the rows with everything in memory.
+    """Return llama.cpp's compute time per token with everything in memory, for each benchmark run.
 
-    llama.cpp is measured with and without repacked weights. For each run, the faster time is used.
-    `fewer_share` is the fraction of the experts per token in the rows with fewer experts.
+    - rows: the rows of the benchmark. Only rows without a memory cap are used. If several rows have
+      the same role, such as with and without repacked weights, the fastest one of each run counts.
+    - fewer_share: the fraction of the usual experts per token that rows with the role "fewer" use.
+      It becomes a field of the result.
     """
     high, low, fewer = (
         best_runs([row for row in rows if row["cap"] is None and row["role"] == role])
@@ -142,10 +147,13 @@ def add_disk_bound(row: Result, runs: Sequence[Result], compute: Computing) -> N
 
 
 def step_bytes(part: Result) -> list[float]:
-    """Return the number of bytes that each step needed from the disk.
+    """Return the number of bytes that each decode step needed from the disk, one number per step.
 
-    These are all bytes read on demand, and a fraction of the prefetched bytes. The fraction is the
-    used fraction of all bytes that the part prefetched. `part` has the results of some steps.
+    - part: the measurements of these steps.
+
+    The bytes of a step are all bytes read on demand, plus the useful share of its prefetched bytes.
+    This share is the same for each step: the fraction of all prefetches in `part` that a token
+    used.
     """
     used = part["store"]["used_ahead"]
     return [demand + used * ahead for demand, ahead in part["step_reads"]]
@@ -169,18 +177,20 @@ class Caps(Benchmark):
     )
 
     def cases(self) -> list[Case]:
-        """Return the cases to measure: first with everything in memory, then under each cap.
+        """Return the cases to measure: first with everything in memory, then under each memory cap.
 
-        The cases under a cap are upstream llama.cpp, all our policies, and llama.cpp with all
-        experts in a smaller type. This is the largest type with which the model fits in memory.
-        Batched decoding is measured with our policies only.
+        A case is one system, with its settings, under one memory cap. The systems under a cap are
+        upstream llama.cpp, our engine with each policy, and llama.cpp with all experts in a smaller
+        type. For each cap, this type is the largest with which the whole model fits in memory.
+
+        If several sequences decode in one batch, only our engine is measured.
         """
         options = self.on
         if options.together > 1:
             listed = [REFERENCE]
             for cap in options.caps:
                 listed += policies(cap, options.retention)
-                listed += foreign_policies(cap, options.further)
+                listed += foreign_policies(cap, options.extra_policy)
             return listed
         listed = [*RESIDENT]
         for cap in options.caps:
@@ -189,7 +199,7 @@ class Caps(Benchmark):
                 mapped(cap),
                 Case("upstream mmap, repack", "upstream", cap, "", repacked),
                 *policies(cap, options.retention),
-                *foreign_policies(cap, options.further),
+                *foreign_policies(cap, options.extra_policy),
             ]
             tier = self.largest_whole(cap)
             if tier is None:
@@ -199,9 +209,11 @@ class Caps(Benchmark):
         return listed
 
     def largest_whole(self, cap: float) -> str | None:
-        """Return the largest type that all experts can have if the model must fit under a cap.
+        """Return the largest type of experts with which the whole model fits under a memory cap.
 
-        `cap` is the memory cap as a fraction. Returns None if no type is small enough.
+        All experts have the same type (precision). cap: a fraction of the size of the model file.
+        If the cap limits only the expert slots, it is a fraction of the size of all experts. The
+        result is None if no type is small enough.
         """
         model, options = self.model, self.on
         config = Config.build(model=self.high, ctx=options.n_ctx, ubatch=options.n_ubatch)

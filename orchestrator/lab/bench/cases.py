@@ -17,7 +17,8 @@ class Case:
 
     - system: "upstream" (upstream llama.cpp, with settings of PlainModel) or "engine" (ours, with
       settings of Config).
-    - cap: fraction of the experts or of the file that fits in memory. None means no cap.
+    - cap: the memory cap; None for no cap. If it limits the whole process, it is a fraction of the
+      model file. If it limits expert slots or GPU memory, it is a fraction of the experts.
     - one_token: the expert slots hold only the experts of one token in one layer, so there are no
       cache hits.
     - tier: type of all experts. None keeps the types of the model file.
@@ -48,9 +49,10 @@ class Case:
 
 
 def chosen(cases: list[Case], words: Sequence[str]) -> list[Case]:
-    """Return the cases whose names contain one of the words, or all cases without words.
+    """Return the cases whose names contain at least one of the given words.
 
-    Raises ConfigError if no case matches.
+    If no words are given, return all cases. Raises ConfigError if words are given, but match no
+    case.
     """
     found = [case for case in cases if not words or any(word in case.name for word in words)]
     if words and not found:
@@ -63,10 +65,12 @@ PLAIN, MANAGED = "our plain path", "our managed path"
 REFERENCE = Case(MANAGED, "engine", None, "reference", {"policy": "lru", "force_managed": True})
 
 
-def resident(name: str, role: str, tier: str | None = None) -> list[Case]:
-    """Return two cases of llama.cpp with everything in memory: with and without repacked weights.
+def resident_pair(name: str, role: str, tier: str | None = None) -> list[Case]:
+    """Return two benchmark cases: llama.cpp with everything in memory, with and without repacking.
 
-    `tier` is the type of all experts; None is the high precision.
+    Repacking changes the layout of weights for faster products. name: the beginning of the names of
+    both cases. role: how a report uses the cases (see Case). tier: type of all experts; None is the
+    high precision.
     """
     flags = {"mmap": False, "extra_bufts": True}
     repacked = Case(f"{name}, repack", "upstream", None, role, flags, tier=tier)
@@ -74,47 +78,51 @@ def resident(name: str, role: str, tier: str | None = None) -> list[Case]:
     return [repacked, other]
 
 
-UPSTREAM = resident("upstream", "upstream")
+UPSTREAM = resident_pair("upstream", "upstream")
 # Cases with everything in memory. Those with low-precision or fewer experts show how much compute
 # time a mix of precisions saves.
 RESIDENT = (
     *UPSTREAM,
-    *resident(f"all {LOW}", "low", LOW),
-    *resident("fewer experts", "fewer"),
+    *resident_pair(f"all {LOW}", "low", LOW),
+    *resident_pair("fewer experts", "fewer"),
     Case(PLAIN, "engine", None, "", {"policy": "plain"}),
     REFERENCE,
 )
 
 
 def uniform(cap: float, tier: str) -> Case:
-    """Return the case of llama.cpp with all experts in the type `tier`, under a memory cap.
+    """Return a benchmark case: llama.cpp with all experts in the type `tier`, under a memory cap.
 
-    The type must be so small that the whole model fits. Nothing is then read from the disk.
+    cap: the fraction of the model that fits in memory (see Case). The caller must choose a type
+    that is so small that the whole model fits. Decoding then reads nothing from the disk.
     """
     flags = {"mmap": False, "extra_bufts": True}
     return Case(f"all {tier}", "upstream", cap, "", flags, tier=tier)
 
 
 def mapped(cap: float) -> Case:
-    """Return the case of llama.cpp with its default, a memory-mapped file.
+    """Return a benchmark case: llama.cpp with a memory-mapped model file, under a memory cap.
 
-    Under the cap, the operating system reads the pages that are missing.
+    Mapping the file is llama.cpp's default. The operating system then reads missing pages when they
+    are used. cap: the fraction of the model that fits in memory (see Case).
     """
     return Case("upstream mmap", "upstream", cap, "mmap", {"mmap": True})
 
 
 def global_lru(cap: float) -> Case:
-    """Return the case of the baseline policy, one LRU cache for the experts of all layers.
+    """Return a benchmark case: our engine with the baseline policy `lru`, under a memory cap.
 
-    `cap` is the fraction of the experts or of the file that fits in memory.
+    This policy has one LRU cache for the experts of all layers. cap: the fraction of the model that
+    fits in memory (see Case).
     """
     return Case("lru", "engine", cap, "", {"policy": "lru", "force_managed": True})
 
 
 def policies(cap: float, retention: float) -> list[Case]:
-    """Return one case for each of our policies and precision mixes under one memory cap.
+    """Return benchmark cases of our engine: one for each policy and mix of precisions.
 
-    `retention` is the fraction of experts that the policy dymoe keeps in the high precision.
+    - cap: the memory cap of all cases, as the fraction of the model that fits in memory (see Case).
+    - retention: the fraction of the experts that the policy dymoe keeps in the high precision.
     """
     dymoe = {"policy": "dymoe", "retention": retention}
     return [
@@ -153,9 +161,10 @@ SKIP_AHEAD = "6 cache + 4/0 + prefetch"
 
 
 class PaperRatios(NamedTuple):
-    """Two speed-ups that the DyMoE paper prints for a row of its Table 3, relative to row 1.
+    """The two speed-ups that the DyMoE paper prints for one row of its Table 3.
 
-    Each is a pair: on a GPU with 16 GB, and on a GPU with 24 GB.
+    Each row is DyMoE with some of its techniques. The speed-ups are relative to row 1, which loads
+    each expert on demand. Each field is a pair: on a GPU with 16 GB, and on a GPU with 24 GB.
 
     - tpot: speed-up of the time per output token (decoding).
     - ttft: speed-up of the time to the first token.

@@ -54,22 +54,26 @@ class Part(NamedTuple):
 
 
 def prompt(n: int, name: str = PROMPT) -> Part:
-    """Return the part of a measurement that reads a prompt in a new conversation."""
+    """Describe one part of a measurement: a prompt of n tokens in a new conversation.
+
+    Nothing is computed yet: `play` runs the part. name: identifies the part in the results.
+    """
     return Part(name, PROMPT, n)
 
 
 def settle(n: int, seconds: float) -> Part:
-    """Return the part of a measurement that decodes n warm-up tokens, which reports ignore.
+    """Describe one part of a measurement: n decode steps for warm-up, which reports ignore.
 
-    It ends early after `seconds`.
+    Nothing is computed yet: `play` runs the part. It ends early after `seconds`.
     """
     return Part("settle", DECODE, n, seconds)
 
 
 def decode(n: int, seconds: float) -> Part:
-    """Return the part of a measurement that decodes n tokens.
+    """Describe one part of a measurement: n decode steps, each for one token.
 
-    It ends early after `seconds`, but not before 8 tokens.
+    Nothing is computed yet: `play` runs the part. It ends early after `seconds`, but not before 8
+    steps.
     """
     return Part(DECODE, DECODE, n, seconds, MIN_STEPS)
 
@@ -99,12 +103,12 @@ class Job:
     - parts: prompts and decode steps, in order.
     - text: file of conversations that supplies the tokens; None uses random tokens.
     - warm: read every expert before the first token.
-    - warm_host: read every expert in every precision into host memory before the first token, for a
-      GPU.
-    - counts: also count the operations of the emulated GPU.
+    - warm_host: for a GPU, read every expert in every precision into host memory before the first
+      token.
+    - counts: also count GPU operations. The GPU must then be the emulated one, a library that
+      computes on the CPU.
     - device: the device whose memory is reported.
-    - start_seconds: time limit for everything except the decode steps; None for
-      the default.
+    - start_seconds: time limit for everything except the decode steps; None for the default.
     - copy_times: how often the device copies each expert, to imitate a slower link.
     - sequences: number of sequences that decode in one batch; only for "engine".
     """
@@ -286,7 +290,11 @@ def run_device(job: Job) -> Result:
 
 
 def run_upstream(job: Job) -> Result:
-    """Measure upstream llama.cpp as the job says."""
+    """Run a job's prompts and decode steps with upstream llama.cpp, and return the measurements.
+
+    The result is a dict. "parts" has the times of each prompt or group of decode steps (see
+    `play`). "memory" has the bytes of GPU memory in use, if the job names a device.
+    """
     from orchestrator.lab.bench.plain import PlainModel
     from orchestrator.native import context_memory
     from orchestrator.native.llama import Bindings
@@ -308,7 +316,12 @@ def run_upstream(job: Job) -> Result:
 
 
 def run_engine(job: Job) -> Result:
-    """Measure our engine as the job says."""
+    """Run a job's prompts and decode steps with our engine, and return the measurements.
+
+    The result is a dict. "parts" has the times of each prompt or group of decode steps (see
+    `play`). "policy" has figures of the policy, if the model has an expert store. "memory" has the
+    planned and used bytes of GPU memory, if the job names a device.
+    """
     from orchestrator.config import Config
     from orchestrator.plan.records import Needs, PlanRequest
     from orchestrator.runtime.runtime import Runtime
@@ -342,9 +355,12 @@ def run_engine(job: Job) -> Result:
 
 
 def store_counters(stats: Any) -> Result:
-    """Return the counters of an expert store, the cache of experts in memory, as a dict.
+    """Return the counters of an expert store as a dict.
 
-    The values are sums over prefill and decode, because a part of a measurement has only one phase.
+    An expert store is the cache of experts in memory. It counts prefill and decode separately. The
+    result has their sums.
+
+    - stats: the store's counters since their last reset.
     """
     routed = [prefill + decode for prefill, decode in zip(*stats.routed, strict=True)]
     demand, prefetched = sum(stats.demand_bytes), sum(stats.prefetch_bytes)
@@ -393,7 +409,12 @@ def counter_of(job: Job) -> Callable[[], dict[str, int]] | None:
 
 
 def measure(fields: dict[str, Any]) -> Result:
-    """Perform a job, given as the fields of Job, and return its result."""
+    """Perform one measurement in this process, and return the results as a dict.
+
+    fields: the fields of a Job, which describes the system, the model, the prompts and the decode
+    steps. The results have the times of the steps, and the peak memory of this process
+    ("peak_rss").
+    """
     job = Job(**fields)
     if job.counts:
         from orchestrator.native.llama import Bindings

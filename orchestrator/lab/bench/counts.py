@@ -57,11 +57,14 @@ FIGURES = (*COUNTS, *STORE)
 
 
 def cases(model: ExpertModel, retention: float) -> list[Case]:
-    """Return the cases whose GPU operations are counted.
+    """Return the benchmark cases (systems with settings) whose GPU operations are counted.
 
-    Some cases have all experts on the GPU: upstream llama.cpp, our engine without an active
-    policy, and a policy that decides in each layer, with and without prefetching. Other cases have
-    a share of the experts on the GPU: the rows of DyMoE's Table 3, and DynaExq.
+    In the first cases, the GPU holds all experts. These are upstream llama.cpp, our engine without
+    an active policy, and a policy that decides in each layer, with and without prefetching. In the
+    other cases, the GPU holds at most a quarter of the experts. These are the six systems of Table
+    3 of the DyMoE paper, and the policy dynaexq.
+
+    retention: the fraction of the experts that the policy dymoe keeps in the high precision.
     """
     everything = [
         Case(UPSTREAM, "upstream", settings={"gpu": 0}),
@@ -98,7 +101,7 @@ def job(case: Case, high: Path, low: Path, model: ExpertModel) -> Job:
     if case.system == "engine":
         settings |= {"device": "cuda0", "misses": "copy", "io_threads": 1}
         if case.one_token:
-            settings["expert_ram"] = token_bytes(model)
+            settings["expert_ram"] = no_hits_slot_bytes(model)
     return Job(
         system=case.system,
         model=str(high),
@@ -115,10 +118,11 @@ def job(case: Case, high: Path, low: Path, model: ExpertModel) -> Job:
     )
 
 
-def token_bytes(model: ExpertModel) -> int:
-    """Return the size of the expert slots in cases that must have no cache hits, in bytes.
+def no_hits_slot_bytes(model: ExpertModel) -> int:
+    """Return the size of expert slots that are too small for any cache hit, in bytes.
 
-    This is twice the size of the experts that one token uses in one layer.
+    The slots hold twice the experts that one token uses in one layer. All layers share the slots,
+    so later layers evict these experts before the next token.
     """
     share = model.n_expert_used / model.n_expert / model.n_layers
     return 2 * int(share * model.tier_bytes[0])
@@ -180,9 +184,14 @@ def build_emulation() -> Path:
 def count_rows(
     library: Path, retention: float, note: Note, only: Sequence[str] = ()
 ) -> list[Result]:
-    """Count the GPU operations of each case in its own process, and return the rows.
+    """Count the GPU operations of each benchmark case in its own process, and return the results.
 
-    `only` selects the cases whose names contain one of these words; empty selects all.
+    The result has a dict for each case, with its operations per layer and decoded token.
+
+    - library: the library of the emulated GPU, which computes on the CPU.
+    - retention: the fraction of the experts that the policy dymoe keeps in the high precision.
+    - note: receives the name of each case.
+    - only: count only cases whose names contain one of these words; empty for all cases.
     """
     rows: list[Result] = []
     with tempfile.TemporaryDirectory(prefix="moe-edge-counts-") as folder, emulated_gpu(library):
@@ -202,7 +211,13 @@ def count_rows(
 
 
 def count(retention: float, note: Note) -> Report:
-    """Count the GPU operations of all cases on the emulated GPU, and return the report.
+    """Count the GPU operations per token of llama.cpp and our engine, and return the report.
+
+    The GPU is emulated by a library that computes on the CPU. The report has one table, with a row
+    for each system and its settings.
+
+    - retention: the fraction of the experts that the policy dymoe keeps in the high precision.
+    - note: receives progress messages.
 
     Raises MoeEdgeError if the emulated GPU cannot be compiled.
     """

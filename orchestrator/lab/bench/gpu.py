@@ -129,9 +129,15 @@ class GpuOptions(BenchOptions):
 
     @classmethod
     def of(cls: type[Asked], given: Mapping[str, Any]) -> Asked:
-        """Return the options that were given on the command line.
+        """Return the options of `moe-edge bench gpu` for the values given on the command line.
 
-        With --table3, some of the other options have different defaults.
+        An option that was not given has its default. The option --table3 measures the rows of Table
+        3 of the DyMoE paper. With it, some other options have other defaults, such as the number of
+        layers.
+
+        - given: maps names of options to their values.
+
+        Raises ConfigError if values are invalid or contradict each other.
         """
         if given.get("table3"):
             quick = ("shape", "layers") if given.get("quick") else ()
@@ -163,9 +169,9 @@ class GpuOptions(BenchOptions):
 
     @property
     def caps_process(self) -> bool:
-        """Whether a memory cap applies to more than the cache of experts.
+        """Whether a memory cap limits more than the cache of experts. Here, this is always True.
 
-        This is always True, because a cap limits all GPU memory of the model.
+        In this benchmark, a cap limits all GPU memory of the process that runs the model.
         """
         return True
 
@@ -202,18 +208,22 @@ class FixedMemory:
     layers: tuple[int, ...]
 
     def vram_bytes(self, share: float) -> int:
-        """Return the GPU memory, in bytes, that holds the fraction `share` of the experts.
+        """Return the GPU memory in bytes that a model needs with a part of its experts on the GPU.
 
-        It also holds the rest of the model in our engine and in upstream llama.cpp, whichever needs
-        more.
+        The rest of the model needs different amounts of memory in our engine and in upstream
+        llama.cpp. The result includes the larger of the two amounts.
+
+        - share: the part of the experts, as a fraction of the bytes of all experts.
         """
         return max(self.ours, self.theirs) + int(share * sum(self.layers))
 
     def cpu_moe(self, share: float) -> int:
-        """Return the number of layers whose experts llama.cpp must leave on the CPU.
+        """Return the smallest value of llama.cpp's option --n-cpu-moe with which the model fits.
 
-        With this value of llama.cpp's option --n-cpu-moe, the model fits into vram_bytes(share). It
-        is the smallest such value.
+        The value is the number of layers whose experts llama.cpp leaves on the CPU. The GPU has
+        vram_bytes(share) bytes of memory.
+
+        - share: fraction of the bytes of all experts for which this memory is computed.
         """
         left = self.vram_bytes(share) - self.theirs
         n = len(self.layers)
@@ -259,7 +269,14 @@ class Gpu(Benchmark):
     cap_words = "space for {:.0%} of the experts on the GPU"
 
     def run(self, on: Any, note: Note = lambda text: None) -> Report:
-        """Measure all cases and return the report. With --counts, count operations instead.
+        """Run the benchmark that the options `on` select, and return its report.
+
+        By default, the benchmark measures the speed of llama.cpp and of our policies under each
+        memory cap. With the option counts, it counts GPU operations per decode step. With the
+        option predict, it simulates instead of measuring.
+
+        - on: the GpuOptions.
+        - note: receives progress messages.
 
         Raises MoeEdgeError if the GPU or the model cannot be used.
         """
@@ -399,11 +416,15 @@ class Gpu(Benchmark):
         return found
 
     def measure_fixed_memory(self, gpu: int | None) -> None:
-        """Measure the GPU memory that our engine and llama.cpp need in addition to the experts.
+        """Measure how much GPU memory a model needs apart from its experts, and store the result.
 
-        The result is stored in `fixed_memory`. `gpu` is the number of the GPU. None means that the
-        device is no GPU, but keeps expert slots in main memory. Its memory is then estimated, not
-        measured. Raises MoeEdgeError if an engine fails.
+        Our engine and upstream llama.cpp are measured. The result is the attribute `fixed_memory`.
+
+        - gpu: number of the GPU. None stands for a device whose memory is main memory, such as an
+          emulated GPU. The memory that the engines report is then used, because their total use
+          cannot be measured.
+
+        Raises MoeEdgeError if one of the two engines fails.
         """
         options, model = self.on, self.model
         rows = {case.name: case for case in paper_rows(1.0, options.retention)}
@@ -433,10 +454,14 @@ class Gpu(Benchmark):
         self.fixed_memory = FixedMemory(ours, theirs, layers)
 
     def bandwidth(self, number: int, seconds: float = 1.5) -> disk.Bandwidth:
-        """Measure the disk bandwidth and, once per run, the bandwidth of copies to the GPU.
+        """Measure the speed of the disk and return it.
 
-        With --table3, nothing is read from the disk. The disk bandwidth is then measured only at
-        the start of each run.
+        The first call of each run also measures the speed of copies to the GPU, and adds it to
+        `copies`. With the option --table3, the model files are in memory. Later calls of the same
+        run then return the disk speed of the first call.
+
+        - number: index of the run.
+        - seconds: approximate duration of the disk measurement.
         """
         if len(self.copies) <= number:
             self.copies.append(self.ask_link())
@@ -459,7 +484,13 @@ class Gpu(Benchmark):
         return found
 
     def measured(self, case: Case, runs: Sequence[Result]) -> None:
-        """With --table3: print the figures of a row as soon as it has ended."""
+        """Report the results of a case as a progress message, after each of its runs.
+
+        A case is one system under one memory cap. The message has the times per token and of the
+        prompts. It is sent only with the option --table3.
+
+        - runs: the results of all runs of the case so far.
+        """
         if self.on.table3:
             self.note(table3.line(case, self.row(case, runs), self.on.prompt_tokens))
 
@@ -500,11 +531,14 @@ class Gpu(Benchmark):
         return super().notes(rows) + lines
 
     def compare(self, rows: Sequence[Result], runs: Sequence[Sequence[Result]]) -> None:
-        """Add speed-ups and a lower bound of the time per token to the rows.
+        """Add speed-ups and a lower bound of the time per token to the rows of the report.
 
-        TPOT and TTFT are compared with the fastest row of llama.cpp under the same cap, and with
-        the row that loads experts on demand. The bound is the compute time with everything on the
-        GPU, or the time of the cache misses if that is longer.
+        A row has the metrics of one system under one cap on GPU memory. Speed-ups are relative to
+        the fastest row of llama.cpp under the same cap, and to the row that loads experts on
+        demand. The lower bound is the time to compute a token or to load its missing experts,
+        whichever is longer.
+
+        - runs: the measurements of each row.
         """
         for same in caps_of(rows):
             upstream = [row for row in same if row["role"] == "upstream"]
@@ -585,14 +619,14 @@ def ask_device(name: str, copy_times: int = 1) -> Result:
 
 
 def wait_ms(run: Result, speeds: Result, disk_speed: float) -> float:
-    """Return the shortest possible time that a token waits for missing experts, in milliseconds.
+    """Return a lower bound of the time that a token waits for experts, in milliseconds.
 
-    Missing experts are read from disk, copied to the GPU, or computed on the host. These three can
-    overlap, so the result is the longest of their times at peak speed.
+    An expert that is not on the GPU is read from disk, copied to the GPU, or computed by the CPU.
+    The bound is the longest of these times at peak speed, because they can overlap.
 
-    - run: the result of one process, with the number of bytes of each kind.
-    - speeds: peak speeds of copies and of the host, with the fields of native.Bandwidths.
-    - disk_speed: peak speed of the disk, in bytes per second.
+    - run: results of one process, with the bytes that were read, copied and computed.
+    - speeds: peak speeds of copies and of the CPU, as in native.Bandwidths.
+    - disk_speed: peak speed in bytes per second.
     """
     link = link_speed(speeds)
     by_host = per_token(run, "host_computed_bytes")

@@ -58,7 +58,11 @@ def model_bytes(options: BenchOptions, tiers: Sequence[str]) -> int:
 
 
 def uniform_tiers(options: BenchOptions) -> tuple[str, ...]:
-    """Return the types in which all experts of the model can be generated, the largest first."""
+    """Return the quantization types in which the benchmark's model can be written.
+
+    All experts of a written file have the same type. Types have names such as "q4_k", and the
+    largest type comes first. `options` select the model.
+    """
     if options.trained:
         with ExpertModel.open(DEMO_MODEL) as demo:
             found = [tier.name for tier in demo.tiers]

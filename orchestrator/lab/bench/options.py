@@ -47,14 +47,14 @@ WORDS = Notation(lambda text: tuple(filter(None, map(str.strip, text.split(","))
 class BenchOptions(Settings):
     """Options that all benchmarks share. Raises ConfigError for an invalid value.
 
-    - shape: the shape of a model with random weights, or "demo" for the trained demo model, which
-      reads a text.
-    - caps: memory caps of the process, as fractions of the model file. The demo model and that of
-      `quick` are smaller than the process itself, so their caps apply to the expert slots only.
+    - shape: "demo" for the trained demo model, or the shape of a model with random weights, such as
+      "olmoe".
+    - quick: measure a tiny model, to test the benchmark.
+    - caps: limits of the process's memory, as fractions of the model file. With `quick` or "demo",
+      limits of the experts' memory, as fractions of the experts.
     - tokens: number of measured decode steps, after `warmup` unmeasured steps.
-    - max_seconds: time limit for the decode steps of one process. At least 8 steps are measured.
-    - layers, vocab: number of layers and of vocabulary entries of a model with random weights; None
-      uses those of the shape.
+    - max_seconds: time limit for these steps.
+    - layers, vocab: number of layers and vocabulary entries of a random-weight model.
     """
 
     shape: str = setting(
@@ -169,9 +169,9 @@ class BenchOptions(Settings):
 
     @property
     def same_layers(self) -> bool:
-        """Whether all layers of a random-weight model have the same experts.
+        """Whether all layers of a random-weight model get the same experts.
 
-        Such a model is written as fast as the disk allows.
+        If so, the experts of only one layer are generated, so that a large file is written faster.
         """
         return False
 

@@ -147,7 +147,14 @@ class PairedOptions(BenchOptions):
     rows: tuple[str, ...] = inherit(BenchOptions, "rows", option=False)
 
     def side(self, words: Sequence[str], model: Path) -> dict[str, Any]:
-        """Return the settings for the child process of one side, from its NAME=VALUE words.
+        """Return the settings of one of the two compared configurations, for its child process.
+
+        The result has arguments of Config.build. For upstream llama.cpp, it has arguments of
+        PlainModel, and "upstream" is True.
+
+        - words: the settings that the user gave, each as NAME=VALUE. The word "upstream" selects
+          upstream llama.cpp.
+        - model: the model file.
 
         Raises ConfigError for an unknown setting.
         """
@@ -189,13 +196,14 @@ class Side:
     @classmethod
     @contextmanager
     def started(cls, tree: Path, python: str, options: Mapping[str, Any]) -> Iterator[Side]:
-        """Start the child process of a side, and yield the side when its model is loaded.
+        """Start the child process of one of the two compared configurations.
 
+        Yields a Side, the object that controls the process, after the process has loaded its model.
         The process ends at the end of the `with` block.
 
         - tree: the source checkout whose code the process runs.
         - python: path of the Python interpreter that runs the code.
-        - options: the settings of the side.
+        - options: the settings of the configuration, from PairedOptions.side.
 
         Raises MoeEdgeError if the process fails.
         """
@@ -241,11 +249,14 @@ class Side:
 
 
 def in_turns(sides: Mapping[str, Side], prompt: int, turns: int = TURNS) -> None:
-    """Let the sides compute in alternation, and add the times to their `ms`.
+    """Time the decode steps or the prompts of several configurations in alternation.
 
-    Only one side computes at a time, so that other load on the machine affects all sides equally.
-    The order is reversed after each turn. `prompt` is the number of tokens of a prompt to measure.
-    With 0, decode steps are measured.
+    Each configuration has a child process with a loaded model. Only one process computes at a time,
+    so that other load on the machine affects all equally. Their order is reversed after each turn.
+
+    - sides: the child processes, by name. The measured times are appended to the list `ms` of each.
+    - prompt: length of the timed prompts, in tokens; 0 times decode steps instead.
+    - turns: number of turns of each process.
     """
     steps = 2 if prompt else STEPS
     order = list(sides.values())

@@ -211,10 +211,14 @@ def expert_bytes(trace: Trace) -> int:
 
 
 def replayed(trace: Trace, case: Case, speed: float, measured_from: int) -> Result:
-    """Simulate a case with the experts that a trace records, and return the row.
+    """Simulate the prompts and decode steps of a benchmark case, and return its metrics.
 
-    `speed` is the bandwidth of the link to the GPU, in bytes per second. The first `measured_from`
-    decode steps are left out of the decode times.
+    A case is a policy with its settings under a cap on GPU memory. The metrics, such as the time
+    per token and the hit rate, have the keys of a row of the measured table.
+
+    - trace: the experts that each token uses in each layer.
+    - speed: bandwidth of the link to the GPU, in bytes per second.
+    - measured_from: number of first decode steps that the decode times ignore.
     """
     settings, every = dict(case.settings), expert_bytes(trace)
     settings.pop("force_managed", None)
@@ -255,11 +259,14 @@ def replayed(trace: Trace, case: Case, speed: float, measured_from: int) -> Resu
     }
 
 
-def left_out(shape: synthetic.Shape, cases: Sequence[Case]) -> dict[str, float]:
-    """Return the decode time that a simulation lacks, in ms per token and layer, by row name.
+def measured_minus_simulated(shape: synthetic.Shape, cases: Sequence[Case]) -> dict[str, float]:
+    """Return the measured minus the simulated decode time of each benchmark case.
 
-    This is the decode time that was measured on an H200 GPU, minus the simulated time of the same
-    steps. Rows that were not measured on the H200 are left out.
+    The result maps names of cases to milliseconds per token and layer. The measured times are those
+    of an H200 GPU. Cases that were not measured on this GPU are left out.
+
+    - shape: the tensor sizes of the simulated model.
+    - cases: policies with their settings under a cap on GPU memory.
     """
     decode = (Phase.DECODE, 1, 128)
     steps = [(Phase.PREFILL, MEASURED_PROMPT, 2), (Phase.DECODE, 1, SETTLE_STEPS), decode]
@@ -290,7 +297,9 @@ def predict(on: Any, note: Note) -> Report:
     trace = draw_trace(replace(shape, n_layer=layers), Run(layers, steps), on.seed)
     some = default_path(DEMO_MODEL)
     under = {cap: table3.rows_under(cap, cap == on.caps[0], on.retention, some) for cap in on.caps}
-    lacking = left_out(shape, table3.rows_under(table3.ALL_ROWS_CAP, True, on.retention, some))
+    lacking = measured_minus_simulated(
+        shape, table3.rows_under(table3.ALL_ROWS_CAP, True, on.retention, some)
+    )
     rows = []
     for cases in under.values():
         for case in cases:

@@ -21,17 +21,21 @@ def named(run: Result, name: str) -> list[Result]:
 
 
 def times_ms(run: Result, name: str) -> list[float]:
-    """Return the times of all steps of the parts with this name, in milliseconds.
+    """Return the times of the prompts or decode steps of one process, in milliseconds.
 
-    `run` is the result of one process.
+    - run: the measurements of the process. They consist of named parts, each with one or more
+      prompts or decode steps.
+    - name: the parts to use, such as "decode".
     """
     return [each for part in named(run, name) for each in part["ms"]]
 
 
 def median_ms(runs: Sequence[Result], name: str) -> list[float]:
-    """Return the median time of the parts with this name for each run, in milliseconds.
+    """Return the median time of the prompts or decode steps in each run, in milliseconds.
 
-    Medians are used because other load on the machine affects a mean far more.
+    - runs: the measurements of each run. They consist of named parts, each with one or more prompts
+      or decode steps.
+    - name: the parts to use, such as "decode".
     """
     return [float(np.median(times_ms(run, name))) for run in runs]
 
@@ -50,9 +54,13 @@ def good(rows: Sequence[Result]) -> list[Result]:
 
 
 def best_runs(rows: Sequence[Result], key: str = "tpot_ms_p50_runs") -> list[float]:
-    """For each run, return the smallest time among all rows. Returns [] if all rows failed.
+    """Return the smallest time among several table rows, separately for each run.
 
-    `key` selects the time, by default the median decode step.
+    A run is one repetition of the measurement. Each row has a list of times, one for each run, and
+    the result is such a list too. Rows whose measurement failed are ignored. If all rows failed,
+    the result is [].
+
+    - key: the key of the list in a row. By default, its times are those of the median decode step.
     """
     return [min(each) for each in zip(*(row[key] for row in good(rows)), strict=True)]
 
@@ -71,7 +79,10 @@ def add_ratio(
 
 
 def caps_of(rows: Sequence[Result]) -> list[list[Result]]:
-    """Return one list of rows for each memory cap, with the caps and the rows in their order."""
+    """Group rows of a benchmark by memory cap, and return one list of rows for each cap.
+
+    The lists, and the rows in each list, are in the order in which they first appear in `rows`.
+    """
     caps = dict.fromkeys(row["cap"] for row in rows)
     return [[row for row in rows if row["cap"] == cap] for cap in caps]
 
@@ -100,7 +111,12 @@ def add_bound(row: Result, compute_ms: Sequence[float], waits_ms: Sequence[list[
 
 
 def per_token(run: Result, key: str) -> float:
-    """Return a counter of the expert store, divided by the number of decoded tokens of a run."""
+    """Return the mean value of a counter per decoded token, such as the bytes read from disk.
+
+    - run: the measurements of one process.
+    - key: name of the counter, such as "bytes". It is one of the counters of the expert store, the
+      cache of experts in memory.
+    """
     parts = named(run, DECODE)
     return float(sum(part["store"][key] for part in parts) / sum(part["tokens"] for part in parts))
 
@@ -175,9 +191,10 @@ def step(digits: int) -> Column:
 
 
 def moved(key: str = "bytes_per_token") -> Column:
-    """Return the definition of a table column: megabytes that were read or copied per token.
+    """Return the table column "MB/tok": megabytes of experts that were loaded per token.
 
-    `key` is the key under which a row has the number of bytes per token.
+    - key: the row's key for the number of bytes per token. By default, these are the bytes read
+      from disk. GPU benchmarks give the key of the bytes copied to the GPU.
     """
     return Column("MB/tok", key, fixed(1, MB))
 

@@ -75,13 +75,15 @@ def on_gpu() -> list[Case]:
 
 
 def rows_under(cap: float, first: bool, retention: float, table: Path) -> list[Case]:
-    """Return the cases of our engine that have a fraction `cap` of the experts on the GPU.
+    """Return the benchmark cases of our engine for one cap on GPU memory.
 
-    Above the cap ALL_ROWS_CAP, some cases are left out.
+    A case is a policy with its settings. Up to a cap of 25 %, the cases are the six rows of Table 3
+    of the DyMoE paper, and the policies dynaexq and floor. Above it, four of the six rows remain.
 
-    - first: whether this is the first cap of the run, which always has the case "load on demand".
-    - table: file with the loss table that the policy `floor` needs. A loss table has the error of
-      each expert's output in each precision.
+    - cap: fraction of the experts that fits on the GPU.
+    - first: return row 1, "load on demand", for any cap.
+    - retention: fraction of experts that dymoe keeps in high precision.
+    - table: file with each expert's error in each precision, for floor.
     """
     paper = paper_rows(cap, retention)
     if cap > ALL_ROWS_CAP:
@@ -92,12 +94,15 @@ def rows_under(cap: float, first: bool, retention: float, table: Path) -> list[C
 
 
 def write_losses(path: Path, high: Path) -> Path:
-    """Write a loss table for a random-weight model, and return the path.
+    """Write a loss table for a random-weight model to the file `path`, and return `path`.
 
-    A loss table has the error of each expert's output in each precision. The errors are those of
-    the demo model: its layers are spread evenly over the model's layers, and its experts are
-    repeated as often as needed. `high` is the model's file. Raises LossTableError if the demo model
-    has no table.
+    A loss table has the error of each expert's output in each precision. The errors are not
+    measured. They are copied from the loss table of the trained demo model, from a layer at the
+    same relative depth.
+
+    - high: file of the random-weight model.
+
+    Raises LossTableError if the demo model has no loss table.
     """
     table = losses.load(losses.default_path(DEMO_MODEL), None)
     with ExpertModel.open(high) as model:
@@ -117,10 +122,10 @@ def write_losses(path: Path, high: Path) -> Path:
 
 
 def memory_folder(n_bytes: int) -> Path | None:
-    """Return a folder of a file system in main memory that can hold models of n_bytes bytes.
+    """Return a folder in main memory for model files of n_bytes bytes in total.
 
-    A measurement loads the experts into memory a second time. Returns None if there is too little
-    memory for both copies.
+    Returns None if main memory is too small. Main memory must have space for twice this size,
+    because the measured engine also keeps a copy of the experts in main memory.
     """
     folder = MEMORY_FOLDER / "moe-edge-bench"
     there = sum(path.stat().st_size for path in folder.glob("*.gguf"))
@@ -133,18 +138,24 @@ def memory_folder(n_bytes: int) -> Path | None:
 
 
 def paper_text(row: Row, part: str) -> str | None:
-    """Return the paper's two speed-ups of a row over row 1, with 16 and 24 GB of GPU memory.
+    """Format two speed-ups that the DyMoE paper has for a row of its Table 3, such as "1.88/2.20".
 
-    `part` is "tpot" or "ttft".
+    They are the speed-ups on GPUs with 16 and 24 GB, relative to the table's first row, which loads
+    experts on demand. Returns None if the paper has none for the row.
+
+    - row: a row of our benchmark, which has the same name as the row of the paper.
+    - part: "tpot" (time per output token) or "ttft" (time to the first token).
     """
     ratios = PAPER_RATIOS.get(row["name"])
     return None if ratios is None else "/".join(f"{each:.2f}" for each in getattr(ratios, part))
 
 
 def columns(prompt_tokens: int) -> tuple[Column, ...]:
-    """Return the columns of the table.
+    """Return the columns of the table that `moe-edge bench gpu --table3` prints.
 
-    `prompt_tokens` is the length of the shorter of the two measured prompts.
+    The columns include decode times, hit rates, and speed-ups next to those of the DyMoE paper. Two
+    columns are the times to read a prompt of `prompt_tokens` tokens, and one of 4 times this
+    length.
     """
     return (
         NAME,
@@ -162,9 +173,11 @@ def columns(prompt_tokens: int) -> tuple[Column, ...]:
 
 
 def add_over_row_1(rows: Sequence[Result]) -> None:
-    """Add the speed-ups over row 1 to the rows of all caps.
+    """Add to each row of the benchmark its speed-ups over the row "load on demand".
 
-    Row 1 has no cache hits, so its time does not depend on the cap.
+    That row is row 1 of Table 3 of the DyMoE paper. The speed-ups are those of the time per output
+    token and of the time to the first token. The rows of all memory caps are compared with the same
+    row, because without cache hits its time does not depend on the cap.
     """
     base = [row for row in rows if row["name"] == ON_DEMAND]
     add_ratio(rows, "speedup_tpot", base)

@@ -83,16 +83,17 @@ class Rows:
 
     @staticmethod
     def n_bytes(n_tokens: int, shape: tuple[int, int]) -> int:
-        """Return the size in bytes of the file for n_tokens tokens.
+        """Return the size in bytes of a file with the activations of n_tokens tokens.
 
-        `shape` is (rows per token, row length).
+        `shape` is (activation vectors per token, length of a vector).
         """
         return 2 * n_tokens * shape[0] * shape[1]
 
     def put(self, token: int, values: np.ndarray) -> None:
-        """Store the rows of n consecutive tokens, the first of which has the index `token`.
+        """Store the activations of n consecutive tokens in the file.
 
-        `values` are finite float32 numbers [n, rows per token, row length].
+        - token: index of the first of these tokens.
+        - values: finite float32 numbers [n, activation vectors per token, length of a vector].
         """
         rows = values.reshape(-1, values.shape[-1])
         exponents = np.frexp(np.abs(rows).max(axis=1))[1] - 1
@@ -101,9 +102,10 @@ class Rows:
         self._values[at] = np.ldexp(rows, -exponents[:, None])
 
     def take(self, rows: np.ndarray) -> np.ndarray:
-        """Return the rows with the given indices as float32 [n, row length].
+        """Return stored activation vectors, float32 [n, length of a vector].
 
-        Row i of a token has the index token * per_token + i.
+        - rows: the indices of the n vectors. Each token has `per_token` consecutive vectors, so
+          vector i of a token has the index token * per_token + i.
         """
         values = self._values[rows].astype(np.float32)
         found: np.ndarray = np.ldexp(values, self._exponents[rows, None].astype(np.int32))

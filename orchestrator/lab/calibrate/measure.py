@@ -244,13 +244,15 @@ class OutputSums:
         self.gates[event.layer] += np.bincount(ids, weights, self._n_expert)
 
     def seen(self, layer: int, kind: int, node: Node) -> None:
-        """Update the sums with a computed product of a layer's expert matrices.
+        """Update the statistics with a computed product of a layer's expert matrices.
 
-        The inputs of the layer are taken from its first product, and the outputs of its experts
-        from the product of the down matrices.
+        A gate or up product supplies the inputs of the layer's experts, of which a sample may be
+        kept. The down product supplies the experts' outputs. The mean squares of the outputs are
+        added to `squares`.
 
+        - layer: index of the layer among the MoE layers.
         - kind: kind of the matrices, such as DOWN.
-        - node: the tensor with the product.
+        - node: the tensor of llama.cpp's graph that holds the product.
         """
         if kind != DOWN:
             if self._inputs is None or self._inputs[0] != layer:

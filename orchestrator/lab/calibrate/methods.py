@@ -29,7 +29,7 @@ from orchestrator.lab.calibrate.capture import (
     read_calibration,
 )
 from orchestrator.lab.calibrate.gptq import ROWS_AT_ONCE, Gptq, computing, kept_factors
-from orchestrator.lab.observe import CalibrationBudget, window_bytes
+from orchestrator.lab.observe import CalibrationBudget, expert_input_bytes
 
 
 def gather(
@@ -208,9 +208,14 @@ def _reading(
 
 @contextmanager
 def gptq_of(method: Method, source: Path, progress: Progress) -> Iterator[Gptq]:
-    """Yield a GPTQ quantizer for the experts of a model.
+    """Yield one GPTQ quantizer for all experts of the model file `source`.
 
-    The model reads the calibration text of `method` while the layers are quantized in order.
+    GPTQ needs the experts' inputs. The model therefore reads the calibration text of `method`
+    before the quantizer is yielded, and records the inputs of the first layers. When the caller
+    quantizes a later layer, the model reads the text again if needed. The caller must quantize the
+    layers in order.
+
+    - progress: receives the completed fraction of the reading.
     """
     threads = compute_threads(method.threads)
     with ExpertModel.open(source) as model:
@@ -218,7 +223,7 @@ def gptq_of(method: Method, source: Path, progress: Progress) -> Iterator[Gptq]:
         n = max(width for width, _ in shapes)
         # Each thread of pack holds rows in float32, their encodings and the encodings' candidates.
         run = min(RUN_WEIGHTS, max(width * rows for width, rows in shapes))
-        own = window_bytes(model, WINDOW) + _TORCH_BYTES + threads * _RUN_COPIES * 4 * run
+        own = expert_input_bytes(model, WINDOW) + _TORCH_BYTES + threads * _RUN_COPIES * 4 * run
         # Memory of the factorized Hessians, and of the mean Hessian of the layer.
         own += 8 * n**2 * (kept_factors(threads) + threads)
         # Memory for the largest Hessian, while its inputs are summed or while it is factorized.
@@ -242,7 +247,7 @@ def calibrated(method: Method, model: ExpertModel, progress: Progress) -> tuple[
     Returns the importance matrix and one line that identifies the text.
     """
     columns = sum(shape[0] for layer in model.shapes for shape in layer if shape is not None)
-    own = window_bytes(model, WINDOW) + 4 * model.n_expert * columns  # the sums of squares
+    own = expert_input_bytes(model, WINDOW) + 4 * model.n_expert * columns  # the sums of squares
     with _reading(method, model.path, own) as (capture, calibration, _):
         return gather(capture, model, calibration, progress), calibration.summary()
 

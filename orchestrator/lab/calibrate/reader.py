@@ -23,9 +23,9 @@ from orchestrator.lab.observe import (
     CalibrationBudget,
     Node,
     Observer,
+    expert_input_bytes,
     expert_product,
     load_within,
-    window_bytes,
 )
 from orchestrator.plan.footprint import vocabulary_size
 from orchestrator.policy import DEFAULT
@@ -61,11 +61,15 @@ class Step(NamedTuple):
 
 
 class TextReader(Closing):
-    """A loaded model that reads the same text repeatedly. Free it with close.
+    """A loaded model that can read one text several times, with changes to its experts.
 
-    - steps: the windows (pieces of text) that are read together in each step, by index.
+    The text consists of windows (pieces of text). Several windows are read together in each step.
+    Free the object with close.
+
+    - steps: for each step, the indices of its windows.
     - reading: the indices of the windows of the current step.
-    - scored: bool [n] for each window; True for the tokens whose logits are computed.
+    - scored: for each window, a bool array with one value per token. True means that the logits of
+      the token are computed.
     """
 
     def __init__(
@@ -91,7 +95,7 @@ class TextReader(Closing):
         with ExpertModel.open(path) as model:
             n_vocab = vocabulary_size(model)
             self._layer_of = {il: layer for layer, il in enumerate(model.layer_ids)}
-            window_of = partial(window_bytes, model)
+            window_of = partial(expert_input_bytes, model)
         total, longest = sum(map(len, windows)), max(map(len, windows))
         logits_bytes = LOGITS_BYTES if ram is None else ram // _LOGITS_SHARE
         sizes = [min(total, _MOST_TOKENS)]
@@ -140,10 +144,12 @@ class TextReader(Closing):
             self._observer.owned = stack.pop_all()
 
     def read(self, change: Change, seen: Seen | None = None, masks: bool = False) -> Iterator[Step]:
-        """Read the whole text once, and yield the result of each step.
+        """Read the whole text once, and yield the logits of each step as a Step.
 
-        - change: called in each layer. It may set experts to a lower precision, or skip them.
-        - seen: receives the products of expert matrices.
+        In each step, the model reads several windows (pieces of the text) in one batch.
+
+        - change: called in each layer. It may lower the precision of experts, or skip them.
+        - seen: receives each computed product of a layer's expert matrices.
         - masks: whether `change` may skip an expert for some tokens but not for others.
 
         Raises NativeError if the evaluation fails, and the exceptions of `change` and `seen`.

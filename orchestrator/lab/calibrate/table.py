@@ -93,20 +93,25 @@ class Moved(NamedTuple):
 
 
 def passes(tiers: Sequence[str]) -> list[tuple[str, str | None]]:
-    """Return the passes of a calibration over its text, each as (name, precision).
+    """Return the passes of a calibration, each as (name, precision).
 
-    In each pass the model reads the whole text. Some experts are computed in the given precision,
-    or are skipped if the precision is None. `tiers` are the precisions of the model file, best
-    first.
+    In each pass, the model reads the whole text while some experts, drawn at random, are changed.
+    They are computed in the given precision, or skipped if the precision is None. All other experts
+    keep the best precision.
+
+    - tiers: the precisions of the model file, best first.
     """
     return [*((name, None) for name in (PARTS, ALL)), *((tier, tier) for tier in tiers[1:])]
 
 
 def parts_of(n_layers: int, n_windows: int) -> np.ndarray:
-    """Divide the layers into groups of consecutive layers, which are called parts.
+    """Divide the layers of a model into groups of consecutive layers, called parts.
 
-    The number of parts is at most _PARTS and at most n_windows. Returns the index of each layer's
-    part, int [n_layers].
+    In one pass of a calibration, each window (piece of the text) is read with experts skipped in
+    only one part. Each part needs at least one window. The number of parts is therefore at most
+    n_windows, and at most 8.
+
+    Returns the index of each layer's part, int [n_layers].
     """
     n = min(_PARTS, n_layers, n_windows)
     return np.arange(n_layers) * n // n_layers
@@ -120,17 +125,17 @@ def moved(
     against: Reference,
     progress: Progress,
 ) -> Moved:
-    """Read the text once with some experts changed, and measure the effect on the output.
+    """Read a text once with some experts changed, and return the effect on the model's output.
 
-    A changed expert is computed in a lower precision, or is skipped.
+    A changed expert is computed in a lower precision, or skipped. The effect is the KL divergence
+    from the unchanged model.
 
-    - reader: the loaded model with its text.
-    - name: a name from passes(). It decides which experts are changed, and how.
-    - costs float64 [n_layers, n_expert]: the loss if a token with gate weight 1 uses the changed
-      expert.
-    - unusual float64 [n_layers, n_expert]: a number that is larger for experts that are used less
-      often.
-    - against: the log-probabilities of the unchanged model.
+    - reader: the model with its text.
+    - name: name of a pass from passes(), which decides how experts are changed.
+    - costs float64 [n_layers, n_expert]: predicted loss per use of a changed expert with gate
+      weight 1.
+    - unusual float64 [n_layers, n_expert]: larger for rarely used experts.
+    - against: log-probabilities of the unchanged model.
     """
     n_layers, n_windows = len(costs), len(reader.scored)
     part = parts_of(n_layers, n_windows)
@@ -174,14 +179,17 @@ def moved(
 
 
 def fitted(tiers: Sequence[str], found: dict[str, Moved], text: str, weights: np.ndarray) -> Fit:
-    """Return the factors that convert the losses of a loss table to KL divergence.
+    """Return the factors that convert the errors of experts to KL divergence.
+
+    The errors are the losses in a model's loss table. The KL divergence is that of the model's
+    output if some experts are computed in a lower precision, or skipped.
 
     - tiers: the precisions of the model file, best first.
-    - found: the measured effect of each pass over the text, by the name of the pass.
+    - found: the measured KL divergence of each pass from passes(), by name.
     - text: a description of the text.
-    - weights: float64 [n], the number of tokens of each window (piece of text).
+    - weights: the token count of each window (piece of text), float64 [n].
 
-    Raises ConfigError if no factor can be computed, because the losses do not change the output.
+    Raises ConfigError if the changes had no measurable effect.
     """
     n_layers = found[ALL].lost.shape[1]
     part = parts_of(n_layers, len(weights))
@@ -237,9 +245,13 @@ def fitted(tiers: Sequence[str], found: dict[str, Moved], text: str, weights: np
 
 
 def spread(measured: np.ndarray, foreseen: np.ndarray) -> float:
-    """Return the standard error of log(sum(measured) / sum(foreseen)), where both are [n].
+    """Return the standard error of log(sum(measured) / sum(foreseen)).
 
-    It is estimated with a bootstrap over the n windows, with a fixed random seed.
+    It is estimated with a bootstrap over the n windows (pieces) of a text, with a fixed random
+    seed.
+
+    - measured, foreseen: for each window, float64 [n], the measured and the predicted KL divergence
+      times the window's share of the tokens.
     """
     n = len(measured)
     drawn = np.random.default_rng(_SEED).integers(0, n, (_DRAWS, n))
@@ -271,13 +283,14 @@ class Parts:
 
     @property
     def total_s(self) -> float:
-        """The predicted duration of all parts together, in seconds."""
+        """The predicted duration of the calibration, the sum over its named parts, in seconds."""
         return sum(self._seconds.values())
 
     def begin(self, name: str) -> Progress:
-        """Begin the part with this name, and return its progress callback.
+        """Record the start of a named part of the calibration, and return its progress callback.
 
-        The part calls it with its completed fraction.
+        All earlier parts then count as complete. The code of the part must call the callback with
+        the completed fraction of the part, 0 to 1.
         """
         names = list(self._seconds)
         self._done_s = sum(self._seconds[each] for each in names[: names.index(name)])
@@ -312,7 +325,8 @@ class Kept:
         key = json.dumps({"form": _FORM, "model": identity(model), **asked}, sort_keys=True)
         known = self.folder / "asked.json"
         is_same = known.exists() and known.read_text("utf-8") == key
-        self.went_on = is_same and self.table.exists()  # save() writes the table before any pass
+        # save() writes the table before any pass.
+        self.went_on = is_same and self.table_path.exists()
         if not is_same:
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir(parents=True)
@@ -320,19 +334,22 @@ class Kept:
                 file.write(key.encode())
 
     @property
-    def table(self) -> Path:
-        """Path of the saved loss table.
+    def table_path(self) -> Path:
+        """Path of the loss table as it is saved before the passes over the text.
 
-        The factors that convert its losses to KL divergence are still missing.
+        This table lacks the factors that convert its losses to KL divergence. The calibration
+        computes the factors last, and writes them to its output file only.
         """
-        # When this file exists, the file `rows` is complete.
+        # When this file exists, the file of log_probs_path is complete.
         return self.folder / "table.json"
 
     @property
-    def rows(self) -> Path:
-        """Path of the file with the log-probabilities of the model's best tier.
+    def log_probs_path(self) -> Path:
+        """Path of the file with the log-probabilities of the calibration text.
 
-        An empty file is created if none exists.
+        The model computes them in its best precision. The file has the values of the whole
+        vocabulary for each scored token of the text. If the file does not exist, an empty file is
+        created.
         """
         path = self.folder / "logits.f32"
         path.touch()
@@ -403,7 +420,7 @@ def measure_losses(
             note(f"Continued the interrupted run saved in {kept.folder}.")
         config = Config.build(model=source, threads=method.threads)
         time = CalibrationTime.of(model, config, text.n_tokens)
-        seconds = {} if kept.table.exists() else _first_parts(method, source, reference, time)
+        seconds = {} if kept.table_path.exists() else _first_parts(method, source, reference, time)
         todo = [name for name, _ in passes(tiers) if not kept.arrays(name)]
         parts = Parts(seconds | dict.fromkeys(todo, time.pass_s))
         note(
@@ -412,9 +429,9 @@ def measure_losses(
         )
         show(parts.share)
         run = _Run(method, model, text, kept, parts)
-        if not kept.table.exists():
-            save(kept.table, model, run.measured(reference, types, note))
-        table = load(kept.table, model)
+        if not kept.table_path.exists():
+            save(kept.table_path, model, run.measured(reference, types, note))
+        table = load(kept.table_path, model)
         try:
             table = replace(table, fit=run.fit(table, tiers))
         except (BudgetError, ConfigError, NativeError) as error:
@@ -494,7 +511,7 @@ class _Run:
                 reader.read(sums.route, sums.seen) if sums else reader.read(lambda *_: None), 1
             ):
                 if at == 0:
-                    rows = Reference(scored, step.logits.shape[1], self._kept.rows)
+                    rows = Reference(scored, step.logits.shape[1], self._kept.log_probs_path)
                 for logits in step.logits:
                     rows.rows[at] = log_softmax(logits)
                     at += 1
@@ -533,10 +550,10 @@ class _Run:
         known = list(self._kept.arrays("scored").values())
         windows, ram = self._text.windows, self._method.ram
         n_rows = sum(int(each.sum()) for each in known)
-        n_vocab = self._kept.rows.stat().st_size // (4 * n_rows)
+        n_vocab = self._kept.log_probs_path.stat().st_size // (4 * n_rows)
         with (
             TextReader(self._model.path, windows, self._threads, ram, tier, known) as reader,
-            Reference(n_rows, n_vocab, self._kept.rows) as whole,
+            Reference(n_rows, n_vocab, self._kept.log_probs_path) as whole,
         ):
             # Fewer tokens are scored if less memory is available than in the run that saved the
             # log-probabilities.

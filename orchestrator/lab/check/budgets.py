@@ -135,15 +135,18 @@ def _comparison_settings(config: Config) -> dict[str, Any]:
 
 
 def three_budgets(config: Config, planner: Planner, tier: str) -> Iterator[tuple[str, Config]]:
-    """Yield lossless runs of a model with three memory budgets, as (budget name, config).
+    """Yield configs to run a model losslessly with three memory budgets: (budget name, config).
 
-    - "minimum": the smallest possible budget, with the baseline policy.
-    - "half way": a budget between the other two, with every other lossless policy that needs no
-      loss table, a file with the measured error of each expert in each precision.
-    - "everything": all experts in memory, with the baseline policy. If the memory is too small, the
-      run uses all of the memory, and the budget has another name.
+    A lossless run computes all experts in the precision `tier`, and its logits must equal
+    llama.cpp's.
 
-    Raises BudgetError if the minimum exceeds the limit.
+    - "minimum": the smallest possible budget.
+    - "half way": about the mean of the other two, for each policy in half_way() that can run with
+      it.
+    - "everything": all experts in memory. If memory is too small, all of it is used, and the budget
+      has another name.
+
+    Raises BudgetError if the minimum exceeds the memory cap of `config` or the free memory.
     """
     capped = "vram" if planner.machine.device else "ram"
     allowed = getattr(config, capped)
@@ -169,10 +172,17 @@ def three_budgets(config: Config, planner: Planner, tier: str) -> Iterator[tuple
 
 
 def budgets_of(config: Config, path: Path, tier: str) -> list[tuple[str, Config]]:
-    """Plan the lossless runs of one tier with three memory budgets: (budget name, config).
+    """Return configs to run a model losslessly with three memory budgets: (budget name, config).
 
-    A child process plans them, so that planning leaves no memory allocated here. Raises BudgetError
-    if even the smallest budget exceeds the limit, and MoeEdgeError if planning fails.
+    They are the results of three_budgets: with the smallest possible budget, with a medium budget,
+    and with all experts in memory. A child process computes them, so that no memory stays allocated
+    here.
+
+    - path: the model file.
+    - tier: the precision in which all experts are computed.
+
+    Raises BudgetError if even the smallest budget exceeds the memory cap of `config` or the free
+    memory, and MoeEdgeError for another failure.
     """
     settings = settings_of(config.with_changes(model=path, low=None, low_tier=None))
     found = run_job(CheckJob(settings, os.devnull, None, 0, budgets=tier))
@@ -184,10 +194,11 @@ def budgets_of(config: Config, path: Path, tier: str) -> list[tuple[str, Config]
 
 
 def half_way() -> list[str]:
-    """Return the names of the policies that run with the memory budget "half way".
+    """Return the names of the policies that a check runs with the medium memory budget.
 
-    These are all lossless policies except the baseline policy, and except those that need a loss
-    table, a file with the measured error of each expert in each precision.
+    This budget is half way between the smallest possible budget and a budget for all experts. The
+    policies are those that can run losslessly. The baseline policy and the policies with a limit on
+    the quality loss (`max_loss`) are left out.
     """
     return [
         name

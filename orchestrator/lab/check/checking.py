@@ -153,7 +153,12 @@ class _Check:
         return support is None or support.runs != NOT
 
     def run(self) -> None:
-        """Compare each requested tier with llama.cpp, then run the model as a chat would."""
+        """Perform the runs of the check, and store their results in `report`.
+
+        For each requested precision, the logits of our engine are compared with those of llama.cpp.
+        The last run loads the model with the user's own options, as a chat would. It measures
+        memory and speed.
+        """
         asked = self._as_asked()
         if self.asked_ram is not None:
             # --ram limits this process together with the process of a run.

@@ -208,9 +208,11 @@ def play(evaluator: Evaluator, job: CheckJob) -> Result:
 
 
 def counted(inside: Inside) -> Result:
-    """Return the hit rate and the memory use of the expert cache, for the report.
+    """Return statistics of a model's expert cache, such as its hit rate and its memory use.
 
-    Returns {} if our engine does not manage the model's experts.
+    Returns {} if llama.cpp runs the model without our expert cache.
+
+    - inside: the parts of the loaded model.
     """
     if not inside.managed:
         return {}

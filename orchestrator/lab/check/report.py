@@ -44,10 +44,12 @@ def render(report: dict[str, Any]) -> str:
 
 
 def row(report: dict[str, Any]) -> list[str]:
-    """Return the results of a run as a row of the table in docs/reports.md.
+    """Return lines of text with one row for the table in docs/reports.md.
 
-    The result is a list of lines. It is empty if the run with the user's options is missing, or if
-    the check found a problem.
+    The row has the speed and the memory use of the check's last run, which uses the user's own
+    options. The list is empty if that run is missing or failed, or if the check found a problem.
+
+    - report: the report of `moe-edge check`.
     """
     run, machine = report["as_asked"], report["machine"]
     if not report["ok"] or not run or "error" in run:

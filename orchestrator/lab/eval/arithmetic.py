@@ -27,9 +27,10 @@ def mean(values: np.ndarray) -> Estimate:
 
 
 def perplexity(nll: np.ndarray) -> Estimate:
-    """Return exp(mean(nll)) for the negative log-likelihoods nll [n] of n tokens.
+    """Return the perplexity exp(mean(nll)) and its standard error.
 
-    The standard error is a first-order estimate: perplexity * standard error of mean(nll).
+    `nll` are the negative log-likelihoods of n tokens, [n]. The standard error is perplexity *
+    (standard error of mean(nll)), a first-order estimate.
     """
     average = mean(nll)
     value = math.exp(average.value)

@@ -212,7 +212,10 @@ class TextScores:
         }
 
     def part(self, places: np.ndarray) -> TextScores:
-        """Return the scores of only the tokens at the given positions, int [m]."""
+        """Return the scores of a selection of the n scored tokens.
+
+        - places: indices of the selected tokens among the n tokens, int [m].
+        """
         return replace(
             self,
             nll=self.nll[places],

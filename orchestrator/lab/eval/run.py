@@ -162,11 +162,12 @@ class EvalOptions:
 
 
 def eval_config(config: Config, options: EvalOptions) -> Config:
-    """Return the config with which a model is evaluated.
+    """Return a copy of `config` with the settings that an evaluation needs.
 
-    It differs from `config` in some settings. The logits of all tokens are computed. Experts are
-    computed in exactly the tiers that the policy chooses, unless `reuse` is set. The number of
-    threads is fixed, so that the result does not depend on the machine's load.
+    The logits of all tokens are computed. Each expert is computed in exactly the precision that the
+    policy chooses. With `options.reuse`, an expert that is in memory in a higher precision may be
+    used in that precision instead. The number of threads is fixed, so that it does not depend on
+    the machine's load.
     """
     return config.with_changes(
         threads=config.n_threads,
@@ -180,10 +181,11 @@ def eval_config(config: Config, options: EvalOptions) -> Config:
 
 
 def best_config(config: Config, best: str) -> Config:
-    """Return the config of the reference model, with all experts in the precision `best`.
+    """Return the config of the reference model, which an evaluation compares with its model.
 
-    The KV cache has its default type. The reference model has the same memory cap as `config`, but
-    no separate cap on its expert slots.
+    The reference model is the same model with all experts in the precision `best`. Its KV cache has
+    the default type. It has the memory cap of `config`, but no separate cap on its cache of
+    experts.
     """
     return config.compared(
         policy=BASELINE,
@@ -288,9 +290,11 @@ def read_reference(
 
 
 def text_report(scores: TextScores, best: str) -> dict[str, Any]:
-    """Return the metrics of a scored text as a dict for JSON.
+    """Return the metrics of an evaluated text, such as its perplexity, as a dict for JSON.
 
-    `best` names the tier that the model was compared with.
+    - scores: the scores of the text's tokens. They may include a comparison with a reference model,
+      which has all experts in the best precision.
+    - best: name of this precision.
     """
     result: dict[str, Any] = {
         "tokens": len(scores.nll),

@@ -150,11 +150,14 @@ def windows_of(
     limit: int | None,
     prompt: int | None = None,
 ) -> list[Window]:
-    """Cut documents into windows of at most `length` tokens, each from one document.
+    """Cut documents into windows (pieces) of at most `length` tokens, each from one document.
 
-    Each window begins with the BOS token if the model uses one. At most `limit` tokens are scored.
-    If `prompt` is given, a document's context and at least the first `prompt` tokens of each window
-    are read as a prompt.
+    Each window begins with the BOS token if the model uses one. The context before a document is
+    also cut into windows, but is not scored.
+
+    - limit: maximum number of scored tokens in all windows; None means no limit.
+    - prompt: at least this many tokens at the start of each window are read as a prompt, and not
+      scored. None means that windows have no prompt.
     """
     begin = tokenize("")
     size = length - len(begin)

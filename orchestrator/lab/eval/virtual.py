@@ -45,11 +45,14 @@ def _computing_us(evaluator: Evaluator) -> float:
 
 
 class VirtualStore(Closing):
-    """Simulates a model's expert store, so that a policy decides as with a disk of a given speed.
+    """Simulates a model's expert store (cache of experts) with a disk of a given speed.
 
-    The decisions of some policies depend on the experts that are cached, and so on the speed of the
-    disk. The policy sees only the simulated store. The model computes with the policy's decisions
-    until this object is closed. step_us holds the simulated duration of each decode step, in
+    Some policies choose the precision of an expert depending on the experts in memory, and
+    therefore on the speed of the disk. During the simulation, the policy sees the simulated store
+    instead of the real store. The real store then supplies the experts in the chosen precisions,
+    because the model needs their weights.
+
+    The simulation ends with close. `step_us` has the simulated duration of each decode step, in
     microseconds.
     """
 
@@ -85,7 +88,7 @@ class VirtualStore(Closing):
         real.set_step_done(self.on_step)
 
     def close(self) -> None:
-        """End the simulation. The policy then decides from the real store again."""
+        """End the simulation. The policy's choices then depend on the real expert store again."""
         self._inside.driver.set_route()
         self._inside.store.set_step_done(self._inside.driver.step_done)
         self._store.close()
@@ -116,9 +119,13 @@ class VirtualStore(Closing):
         self._tiers[:] = served(tiers, resident)
 
     def on_route(self, event: RouteEvent) -> None:
-        """Simulate one layer of a step, and apply the policy's decision to the real store.
+        """Let the policy choose the precisions for one layer of a step, and apply its choice.
 
-        The policy decides from the experts that are in the simulated store.
+        The policy sees the simulated expert store. The real expert store then supplies the experts
+        in the chosen precisions, because the model needs real weights. The simulated clock advances
+        by the time of the layer.
+
+        - event: the experts that the router of the layer chose.
         """
         clock, shadow, inside = self._clock, self._store, self._inside
         if event.step != self._step:

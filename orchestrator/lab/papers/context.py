@@ -47,7 +47,10 @@ BITS = (3.0, 2.0)
 
 
 def table_3(on: Measured) -> Made:
-    """Make Table 3: the quality loss if rarely used experts have only 2 or 3 bits."""
+    """Reproduce Table 3 of the near-data paper: the quality loss with 2 or 3 bits for rare experts.
+
+    Rare experts are those that a prompt rarely uses.
+    """
     found = NearBits().measure(on.subject())
     rows = [row for row in found.tables[0].rows if row["hot"]]
     half = max((row["hot"] for row in rows), default=0)
@@ -95,7 +98,7 @@ def _is(row: Row, way: str, bits: float, hot: int) -> bool:
 
 
 def figure_2(on: Measured) -> Made:
-    """Make Figure 2: how often each expert of a layer is used."""
+    """Reproduce Figure 2 of the near-data paper: how often each expert of a layer is used."""
     routes = on.routes
     counts = total_counts(routes)
     by_rank = sorted_shares(counts)
@@ -144,7 +147,7 @@ def figure_2(on: Measured) -> Made:
 
 
 def figure_3(on: Measured) -> Made:
-    """Make Figure 3: how many experts of a step are used again by later steps.
+    """Reproduce Figure 3 of the near-data paper: how many experts of a step later steps use again.
 
     Also compares how often two sequences use each expert.
     """
@@ -207,7 +210,7 @@ def figure_3(on: Measured) -> Made:
 
 
 def figure_4(on: Measured) -> Made:
-    """Make Figure 4: how well a prompt predicts the experts of its answer."""
+    """Reproduce Figure 4 of the near-data paper: how well a prompt predicts an answer's experts."""
     found = PromptContext().measure(on.subject())
     rows = found.tables[0].rows
 
@@ -270,7 +273,15 @@ _FREE = (
 
 
 def figure_5(on: Measured) -> Made:
-    """Make Figure 5: the simulated time of a prompt and its answer, compared with other methods."""
+    """Reproduce Figure 5 of the near-data paper: the simulated time of a prompt and its answer.
+
+    The paper's method keeps the experts that a prompt uses most on the GPU. The other experts are
+    in a near-data memory, which computes them itself. The method is compared with other placements,
+    such as all experts in the near-data memory.
+
+    `on` is our model and text, which supply a part of the routing. Returns tables, a plot, and the
+    comparison with the paper's numbers.
+    """
     results = near_data(on)
     compared = [
         Compared(
@@ -343,7 +354,11 @@ def _near_times(results: Sequence[dict[str, Any]]) -> str:
 
 
 def figure_6(on: Measured) -> Made:
-    """Make Figure 6: the simulated decode speed, compared with other methods."""
+    """Reproduce Figure 6 of the near-data paper: the simulated decode speed of its method.
+
+    The paper's method keeps the experts that a prompt uses most on the GPU. The other experts are
+    in a near-data memory, which computes them itself. The method is compared with other placements.
+    """
     results = near_data(on)
     paper = {
         ("mixtral-8x7b", 3.0): "8.7",

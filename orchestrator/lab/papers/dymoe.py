@@ -51,7 +51,7 @@ def accuracy(on: Measured) -> Findings:
 
 
 def table_1(on: Measured) -> Made:
-    """Make Table 1: the quality loss of each precision alone."""
+    """Reproduce Table 1 of the DyMoE paper: the quality loss of each precision alone."""
     subject, found = on.subject(), accuracy(on)
     rows = found.tables[0].rows
     here = ", ".join(f"{row['configuration']} {row['kl'][0]:.4f}" for row in rows)
@@ -86,9 +86,13 @@ def _times(rows: Sequence[Row]) -> str:
 
 
 def table_2(on: Measured) -> Made:
-    """Make Table 2: the quality loss if less important experts are lowered or skipped.
+    """Reproduce Table 2 of the DyMoE paper: the quality loss if experts have two precisions.
 
-    A lowered expert is computed in the low precision.
+    For each token, the experts with the largest gate scores have the high precision. The others are
+    computed in the low precision, or skipped. Three fractions of experts in the high precision are
+    measured.
+
+    `on` is the model and the text. Returns a table, and the comparison with the paper's numbers.
     """
     subject, found = on.subject(), accuracy(on)
     rows = found.tables[1].rows
@@ -112,7 +116,10 @@ def table_2(on: Measured) -> Made:
 
 
 def figure_3(on: Measured) -> Made:
-    """Make Figure 3: the quality loss if important experts, or random ones, keep high precision."""
+    """Reproduce Figure 3 of the DyMoE paper: the quality loss by the choice of important experts.
+
+    Important experts keep the high precision. They are also compared with random experts.
+    """
     found = Critical().measure(on.subject(FEW))
     compared = []
     for table in found.tables[2:]:  # prompts, of which the paper skips experts
@@ -131,9 +138,9 @@ def figure_3(on: Measured) -> Made:
 
 
 def figure_4(on: Measured) -> Made:
-    """Make Figure 4: how often heavy hitters and all tokens use each expert.
+    """Reproduce Figure 4 of the DyMoE paper: how often heavy hitters use each expert.
 
-    Heavy hitters are the tokens that receive the most attention.
+    Heavy hitters are the tokens that receive the most attention. They are compared with all tokens.
     """
     found = loads(on.trace(PROMPT, 8, "dymoe"), HEAVY)
     if not found:
@@ -205,7 +212,10 @@ def _loads_panel(load: Load) -> Panel:
 
 
 def figure_5(on: Measured) -> Made:
-    """Make Figure 5: the quality loss with one layer at a time in the low tier."""
+    """Reproduce Figure 5 of the DyMoE paper: the quality loss with one layer in low precision.
+
+    Each layer in turn has the low precision, and all other layers have the best precision.
+    """
     found = Depth().measure(on.subject())
     kl = [row["kl"][0] for row in found.tables[0].rows]
     third = max(1, len(kl) // 3)
@@ -241,7 +251,11 @@ def figure_5(on: Measured) -> Made:
 
 
 def figure_6(on: Measured) -> Made:
-    """Make Figure 6: the similarity of the hidden states of neighbouring layers."""
+    """Reproduce Figure 6 of the DyMoE paper: how similar the hidden states of layers are.
+
+    Each layer is compared with the layer before. Also measures how well a layer's experts are
+    predicted from the layer before.
+    """
     found = Similarity().measure(on.subject())
     cosines = [
         value[0]
@@ -286,10 +300,14 @@ def _cases(on: Measured) -> list[tuple[Case, dict[str, Any]]]:
 
 @cache
 def simulated(on: Measured) -> Times:
-    """Simulate the systems of Table 3 for each cache size and prompt length.
+    """Simulate the speed of the systems in Table 3 of the DyMoE paper, and of an LRU cache.
 
-    Each prompt starts with an empty cache. The decode time is that of an answer to the prompt of
-    middle length.
+    Each system is a way to load experts from the disk, such as a cache with prefetching. `on` is
+    the model and the text.
+
+    Returns milliseconds by system name, cache size (fraction of all experts) and part. The part
+    "prompt 64" is the time to read a prompt of 64 tokens, starting with an empty cache. The part
+    "decode" is the mean decode step after the prompt of LENGTHS[1] tokens.
     """
     high, found = on.subject().high, Times()
     for n in LENGTHS:
@@ -313,9 +331,14 @@ def simulated(on: Measured) -> Times:
 
 @cache
 def live(on: Measured) -> Times:
-    """Measure the real times of the systems of Table 3 for each cache size and prompt length.
+    """Measure the speed of the systems in Table 3 of the DyMoE paper, and of an LRU cache.
 
-    Each time is the median over several rounds. In each round, every system is measured once.
+    Each system is a way to load experts from the disk, such as a cache with prefetching. `on` is
+    the model and the text.
+
+    Returns milliseconds by system name, cache size (fraction of all experts) and part. The part
+    "prompt 64" is the time to read a prompt of 64 tokens, and "decode" is the time of a decode
+    step. Times are medians over several rounds, in which the systems take turns.
     """
     subject = on.subject()
     with subject.model() as model:
@@ -390,7 +413,14 @@ def _table(title: str, times: Times) -> Table:
 
 
 def table_3(on: Measured) -> Made:
-    """Make Table 3: speed with each part of DyMoE added in turn."""
+    """Reproduce Table 3 of the DyMoE paper: the speed as techniques are added to loading on demand.
+
+    The techniques are a cache of experts, prefetching, and low precision for less important
+    experts, or skipping them. Speeds are simulated and also measured.
+
+    `on` is the model and the text. Returns tables, a plot, and the comparison with the paper's
+    numbers.
+    """
     times, timed = simulated(on), live(on)
     names = _names(times)
     said = [
@@ -441,7 +471,13 @@ def table_3(on: Measured) -> Made:
 
 
 def figure_10(on: Measured) -> Made:
-    """Make Figure 10: the speed of DyMoE over loading on demand and over an LRU cache."""
+    """Reproduce Figure 10 of the DyMoE paper: how many times as fast as simpler methods DyMoE is.
+
+    DyMoE caches and prefetches experts, and skips the less important experts. The simpler methods
+    are loading every expert on demand, and an LRU cache. All times are simulated.
+
+    `on` is the model and the text. Returns plots, and the comparison with the paper's numbers.
+    """
     times = simulated(on)
     names = _names(times)
     lru, best = names[0], names[-1]
@@ -487,7 +523,13 @@ def figure_10(on: Measured) -> Made:
 
 
 def figure_11(on: Measured) -> Made:
-    """Make Figure 11: the quality loss by the fraction of experts that keep high precision."""
+    """Reproduce Figure 11 of the DyMoE paper: the quality loss by the retention ratio.
+
+    The retention ratio is the fraction of experts that keep the high precision. The others have the
+    low precision, or are skipped.
+
+    `on` is the model and the text. Returns a table, plots, and the comparison with the paper.
+    """
     found = Retention().measure(on.subject())
     rows = [row for row in found.tables[0].rows if row["retention"] is not None]
     labels = dict.fromkeys(row["configuration"] for row in rows)

@@ -24,8 +24,7 @@ from orchestrator.lab.study.dynaexq import (
     HotMemory,
     Residency,
 )
-from orchestrator.lab.study.firm import NO_PREFETCH, Played, expert_bytes, on_link
-from orchestrator.lab.study.firm import Part as Replayed
+from orchestrator.lab.study.firm import NO_PREFETCH, Played, Variant, expert_bytes, on_link
 from orchestrator.lab.study.routing import (
     active_in_decode,
     active_in_prefill,
@@ -104,7 +103,10 @@ def _activated(on: Measured, rows: list[Row], said: str, what: str) -> Made:
 
 
 def table_1(on: Measured) -> Made:
-    """Make Table 1: the fraction of a layer's experts that a decode step uses, by batch size."""
+    """Reproduce Table 1 of the DynaExq paper: how many of a layer's experts a decode step uses.
+
+    The result is a fraction of the layer's experts for each batch size.
+    """
     rows = [
         {"batch": batch, "length": None, "active": active_in_decode(on.routes, batch)}
         for batch in BATCHES
@@ -117,9 +119,9 @@ def table_1(on: Measured) -> Made:
 
 
 def table_2(on: Measured) -> Made:
-    """Make Table 2: the fraction of a layer's experts that the prompts of a batch use.
+    """Reproduce Table 2 of the DynaExq paper: how many of a layer's experts a prompt batch uses.
 
-    The fraction is measured for several batch sizes and prompt lengths.
+    The fraction of the layer's experts is measured for several batch sizes and prompt lengths.
     """
     rows = [
         {"batch": batch, "length": n, "active": active_in_prefill(on.routes, batch, n)}
@@ -135,8 +137,9 @@ def table_2(on: Measured) -> Made:
 
 
 def table_4(on: Measured) -> Made:
-    """Make Table 4: the quality if only the most used experts (hot set) have the high tier.
+    """Reproduce Table 4 of the DynaExq paper: the quality with a hot set in the high precision.
 
+    The hot set is the most used experts of each layer. All other experts have the low precision.
     For comparison, models with all experts in one type are measured.
     """
     subject = on.subject()
@@ -175,9 +178,12 @@ def table_4(on: Measured) -> Made:
 
 
 def figure_1(on: Measured) -> Made:
-    """Make Figure 1: the simulated time that prompts wait for experts, by prompt length."""
-    prefetching = Replayed("prefetch", FIRM.name, {"prefetch": "on", "agree": RANK})
-    listed = [Replayed(NO_PREFETCH, FIRM.name, {"prefetch": "off"}), prefetching]
+    """Reproduce Figure 1 of the DynaExq paper: how long prompts wait for experts, by prompt length.
+
+    The times are simulated.
+    """
+    prefetching = Variant("prefetch", FIRM.name, {"prefetch": "on", "agree": RANK})
+    listed = [Variant(NO_PREFETCH, FIRM.name, {"prefetch": "off"}), prefetching]
     rows: list[Row] = []
     for n in LENGTHS[1:]:
         trace = on.trace(n, 32)
@@ -240,9 +246,9 @@ def figure_1(on: Measured) -> Made:
 
 
 def figure_2(on: Measured) -> Made:
-    """Make Figure 2: how unevenly experts are used, and how many hot experts two texts share.
+    """Reproduce Figure 2 of the DynaExq paper: how unevenly experts are used.
 
-    Hot experts are the most used experts of a layer.
+    Also measures how many hot experts, the most used experts of a layer, two texts have in common.
     """
     counts = {"all": total_counts(on.routes)} | {
         name: total_counts([each for each in on.routes if each.domain == name])
@@ -298,7 +304,10 @@ def figure_2(on: Measured) -> Made:
 
 
 def figure_3(on: Measured) -> Made:
-    """Make Figure 3: the quality loss by the number of experts in the low tier."""
+    """Reproduce Figure 3 of the DynaExq paper: the quality loss if some of the experts are demoted.
+
+    A demoted expert has the low precision instead of the high one.
+    """
     found = Demotion().measure(on.subject())
     rows = found.tables[0].rows
     half = on.subject().n_expert // 2
@@ -318,7 +327,11 @@ def figure_3(on: Measured) -> Made:
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """A system that is compared with others: its name, and its settings."""
+    """A way to serve the model whose speed is compared with others, such as DynaExq.
+
+    - name: its name in tables.
+    - settings: the options of our engine that select it, by name.
+    """
 
     name: str
     settings: dict[str, Any]
@@ -459,7 +472,7 @@ def _batches(
 
 
 def figure_6(on: Measured) -> Made:
-    """Make Figure 6: the time to the first token by batch size."""
+    """Reproduce Figure 6 of the DynaExq paper: the time to the first token by batch size."""
     said = (
         "The static low precision has the lowest TTFT, and DynaExq is near it. ExpertFlow's TTFT "
         "grows sharply with the batch. The paper's text states no number"
@@ -468,7 +481,7 @@ def figure_6(on: Measured) -> Made:
 
 
 def figure_7(on: Measured) -> Made:
-    """Make Figure 7: the time of decode steps by batch size."""
+    """Reproduce Figure 7 of the DynaExq paper: the time of decode steps by batch size."""
     said = (
         "DynaExq's TPOT is close to that of the static low precision. ExpertFlow's TPOT is higher "
         "and has a wider tail. The paper's text states no number"
@@ -477,7 +490,13 @@ def figure_7(on: Measured) -> Made:
 
 
 def figure_9(on: Measured) -> Made:
-    """Make Figure 9: the time of whole requests, and throughput, by batch size."""
+    """Reproduce Figure 9 of the DynaExq paper: the time of requests, and throughput, by batch size.
+
+    A request is a prompt and its answer. Three systems are timed on this machine: all experts in
+    low precision, loading experts with prefetching, and DynaExq.
+
+    `on` is the model and the text. Returns a table, plots, and the comparison with the paper.
+    """
     said = (
         "The static low precision takes the least time, ExpertFlow the most, and DynaExq is "
         "between them. The paper's text states no number"
@@ -494,7 +513,7 @@ def figure_9(on: Measured) -> Made:
 
 
 def figure_10(on: Measured) -> Made:
-    """Make Figure 10: the time to the first token by prompt length."""
+    """Reproduce Figure 10 of the DynaExq paper: the time to the first token by prompt length."""
     parts: list[Part] = [prompt(PROMPT, "first"), settle(16, 20.0)]
     for n in LENGTHS:
         parts += [prompt(n, f"prompt {n}")] * TIMES

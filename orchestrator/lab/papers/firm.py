@@ -18,8 +18,8 @@ from orchestrator.lab.study.activations import read_windows, routers_of
 from orchestrator.lab.study.firm import (
     BASE,
     NO_PREFETCH,
-    Part,
     Played,
+    Variant,
     expert_bytes,
     measure_votes,
     on_link,
@@ -49,16 +49,17 @@ _MACHINE = (
 )
 
 
-def played(
+def recording(
     on: Measured, prompt: int | None = None, answer: int | None = None, reads: float = SLOW
 ) -> Played:
-    """Return a recorded trace of the text, and the options of its replays.
+    """Return a recording of the model's routing, and the options with which it is replayed.
 
-    The trace also contains the recorded run's predictions of which experts later layers use.
+    The recording has the experts that each token uses, and those that each layer predicts for later
+    layers. A replay simulates how long the recorded tokens would take with another policy and disk.
 
     - on: the model and the text.
-    - prompt, answer: number of tokens that are read as a prompt, and then as the answer. None means
-      the usual number.
+    - prompt, answer: number of tokens in the recorded prompt and in its answer. None uses PROMPT
+      and ANSWER.
     - reads: simulated time to read all experts of a token, divided by the time to compute a token.
     """
     trace = on.trace(prompt or PROMPT, answer or ANSWER)
@@ -66,13 +67,13 @@ def played(
 
 
 def table_1(on: Measured) -> Made:
-    """Make Table 1: the speed-up of each part of FIRM-MoE on a simulated link like the paper's.
+    """Reproduce Table 1 of the FIRM-MoE paper: the speed-up by each technique on a simulated link.
 
-    The link has one queue for all reads. The computation of an expert starts when all of its
-    matrices have been read.
+    As in the paper, the link has one queue for all reads. The computation of an expert starts when
+    all of its matrices have been read.
     """
     (table, panel), (other, _) = (
-        played_parts(played(on, reads=reads), BASE, SHARES) for reads in (SLOW, FAST)
+        played_parts(recording(on, reads=reads), BASE, SHARES) for reads in (SLOW, FAST)
     )
     paper = {
         "+ FG: gates alone": "1.32, 1.31, 1.24, 1.41",
@@ -104,15 +105,18 @@ def _by_share(rows: Sequence[Row], name: str, key: str, digits: int = 2) -> str:
 
 
 def table_2(on: Measured) -> Made:
-    """Make Table 2: the speed if one, two or three matrices of each expert are prefetched."""
-    run, rows = played(on), []
+    """Reproduce Table 2 of the FIRM-MoE paper: the speed by the number of prefetched matrices.
+
+    One, two or all three matrices of each expert are prefetched.
+    """
+    run, rows = recording(on), []
     every = expert_bytes(run.trace)
     worlds: dict[str, dict[str, Any]] = {"as the store reads": {}, "rigid link": {"link": RIGID}}
     for world, changes in worlds.items():
         for n in (1, 2, 3):
             settings = {"prefetch": "on", "agree": MOL, "prefetch_kinds": n}
             for held in SHARES:
-                part = Part(f"n = {n}", FIRM.name, settings, changes)
+                part = Variant(f"n = {n}", FIRM.name, settings, changes)
                 try:
                     took_ms = run.answer(part, int(held * every))
                 except BudgetError:
@@ -156,8 +160,11 @@ def table_2(on: Measured) -> Made:
 
 
 def figure_4(on: Measured) -> Made:
-    """Make Figure 4: the simulated time of a decode step by the size of the expert cache."""
-    table, _ = played_parts(played(on), NO_PREFETCH, SHARES)
+    """Reproduce Figure 4 of the FIRM-MoE paper: the time of a decode step by the size of the cache.
+
+    The time is simulated, and the cache holds experts.
+    """
+    table, _ = played_parts(recording(on), NO_PREFETCH, SHARES)
     # Two rows that are hardly told apart from n = 3 are in the table only.
     shown = [row for row in table.rows if row["name"] not in ("firm, rank, n=1", "firm, rank, n=2")]
     drawn = lines(
@@ -196,16 +203,21 @@ def _slowdown(rows: Sequence[Row]) -> str:
 
 
 def figure_5(on: Measured) -> Made:
-    """Make Figure 5: simulated tokens per second for 15 pairs of prompt and answer length."""
+    """Reproduce Figure 5 of the FIRM-MoE paper: simulated speed for prompts and answers by length.
+
+    The speed is in tokens per second. Fifteen pairs of prompt and answer length are simulated.
+    """
     listed = [
-        Part("lru", "lru", {}),
-        Part(NO_PREFETCH, FIRM.name, {"prefetch": "off"}),
-        Part("firm, default", FIRM.name, {"prefetch": "on", "agree": RANK}),
-        Part("firm, the paper's", FIRM.name, {"prefetch": "on", "agree": MOL, "prefetch_kinds": 1}),
+        Variant("lru", "lru", {}),
+        Variant(NO_PREFETCH, FIRM.name, {"prefetch": "off"}),
+        Variant("firm, default", FIRM.name, {"prefetch": "on", "agree": RANK}),
+        Variant(
+            "firm, the paper's", FIRM.name, {"prefetch": "on", "agree": MOL, "prefetch_kinds": 1}
+        ),
     ]
     rows: list[Row] = []
     for prompt in PROMPTS:
-        run = played(on, prompt, max(ANSWERS))
+        run = recording(on, prompt, max(ANSWERS))
         room = int(HELD * expert_bytes(run.trace))
         for part in listed:
             took_ms = run.answer(part, room)
@@ -259,7 +271,7 @@ def figure_5(on: Measured) -> Made:
 
 
 def figure_6(on: Measured) -> Made:
-    """Make Figure 6: the prediction loss (eq. 11) for each pair of the parameters K and P.
+    """Reproduce Figure 6 of the FIRM-MoE paper: the prediction loss (eq. 11) for each pair (K, P).
 
     To predict the experts of a layer, each of the P layers before it names K experts. K is at most
     twice the number of experts per token. Also shows the pairs that the paper's Algorithm 1 and our
@@ -301,7 +313,7 @@ def figure_6(on: Measured) -> Made:
         f"{subject.basis}"
     )
     tables = [Table(title, columns, rows)]
-    run = played(on)
+    run = recording(on)
     cached = replace(run.options, expert_ram=int(CACHED * expert_bytes(run.trace)))
     tables += measure_votes(run._replace(options=cached)).tables
     printed = [row["ratio"] for row in rows if "printed" in row["way"]]
@@ -340,7 +352,7 @@ def figure_6(on: Measured) -> Made:
 
 
 def figure_7(on: Measured) -> Made:
-    """Make Figure 7: how well different strategies predict a layer's experts."""
+    """Reproduce Figure 7 of the FIRM-MoE paper: how well strategies predict a layer's experts."""
     found = VotesStudy().measure(on.subject())
     k = on.subject().n_expert_used
     rows = {row["strategy"]: row for row in found.tables[0].rows}

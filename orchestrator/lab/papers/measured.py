@@ -100,9 +100,11 @@ def _balanced(domains: Sequence[list[Document]]) -> Iterator[Document]:
 
 
 def conversations() -> list[list[Document]]:
-    """Return the demo model's conversations as one domain.
+    """Return the conversations that come with the demo model, as texts of a single domain.
 
-    In each conversation the last answer is the text, and everything before it is its context.
+    A domain is a set of texts of one kind, such as chat. The result has one list of texts for each
+    domain, so it has one list. In each conversation the last answer is the text, and everything
+    before it is its context.
     """
     pieces = DEMO_TEXT.read_text("utf-8").removesuffix("\n").split(SEPARATOR)
     halves = (piece.rpartition(_ANSWER) for piece in pieces)
@@ -177,7 +179,10 @@ class Measured(AbstractContextManager["Measured"]):
 
     @cached_property
     def routes(self) -> Sequence[Routes]:
-        """The experts that each token uses, for many short sequences of the text."""
+        """The routing of many short sequences of the text: one Routes object for each sequence.
+
+        A Routes object has the experts that each token uses in each layer, [T, n_layers, k].
+        """
         return read_routes(self.subject(ROUTED, SEQUENCE))
 
     @cached_property
@@ -188,13 +193,14 @@ class Measured(AbstractContextManager["Measured"]):
         return Bindings.load().library()
 
     def trace(self, prompt: int, answer: int, policy: str = FIRM.name) -> Trace:
-        """Return the recorded routing of the first tokens of the text.
+        """Return a recording of the experts that the first tokens of the text use.
 
         The first `prompt` tokens are read as a prompt, the next `answer` tokens as decode steps.
-        The recording is kept on disk for later calls and runs.
+        The recording is kept on disk for later calls.
 
-        - policy: `firm` records predictions for as many later layers as possible. `dymoe` records
-          the importance of tokens.
+        - policy: the policy that runs during the recording. With `firm`, the recording also has
+          each layer's predictions of the next layers' experts. With `dymoe`, it has the attention
+          that each token of the prompt receives, if the model exposes it.
 
         Raises ConfigError if the text has too few tokens.
         """
@@ -228,9 +234,13 @@ class Measured(AbstractContextManager["Measured"]):
         return found
 
     def timed(self, settings: dict[str, Any], parts: list[Part]) -> Result:
-        """Run prompts and decode steps in a child process and return their times.
+        """Measure the time of prompts and decode steps in a child process.
 
-        Raises ConfigError if the run fails.
+        - settings: options of our engine, by name.
+        - parts: the prompts and decode steps to run, in order.
+
+        The returned dict has the list "parts". It has a dict for each part, with its "name" and
+        with "ms", the time of each prompt or decode step. Raises ConfigError if the run fails.
         """
         job = Job(
             system="engine",

@@ -60,22 +60,25 @@ GPU_LRU, HOBBIT = "gpu-lru", "hobbit"
 
 
 def link_ms(n_bytes: float) -> float:
-    """Return the transfer time over the link in milliseconds, without its latency."""
+    """Return the time to copy bytes between GPU and near-data memory, in milliseconds.
+
+    The latency of the link is not included.
+    """
     return 1e3 * n_bytes / LINK_BYTES_PER_S
 
 
 @dataclass(frozen=True, slots=True)
 class PaperModel:
-    """A model of the paper's Table 1, with the times of its parts on the simulated machine.
+    """A model in Table 1 of the near-data paper, with methods that return simulated times.
 
-    The machine is a GPU and a near-data memory, which computes experts itself. A link connects
-    them.
+    The simulated machine is a GPU that is connected by a link to a near-data memory. A near-data
+    memory computes experts itself.
 
-    - kv_width: width of a token's key vector, which is also the width of its value vector.
+    - kv_width: width of a token's key vector, and of its value vector.
     - other_weights: number of weights outside the experts.
     - n_hot: number of experts per layer that are on the GPU.
-    - fitted_migrations: number of experts per token that the method MoNDE moves over the link. It
-      is fitted to the speed-ups in the paper.
+    - fitted_migrations: number of experts that MoNDE, a compared method, copies to the GPU for each
+      token. It is fitted to the paper's speed-ups.
     """
 
     name: str
@@ -103,7 +106,7 @@ class PaperModel:
 
     @property
     def move_ms(self) -> float:
-        """Time to move one expert over the link, in milliseconds."""
+        """Time to copy one 16-bit expert from the near-data memory to the GPU, in milliseconds."""
         return link_ms(self.expert_bytes())
 
     @property
@@ -191,8 +194,11 @@ SHAPES = {
 class NearData(PlacementSettings):
     """Options for the simulation of a GPU with a memory that computes experts (near-data memory).
 
-    Raises SettingError for a value out of range. Raises ConfigError if a layer has fewer experts
-    than `hot`, or if the GPU cannot hold this number of experts of each layer.
+    The GPU holds and computes `hot` experts of each layer. All other experts are in the near-data
+    memory.
+
+    Raises SettingError for a value out of range. Raises ConfigError if `hot` is more than the
+    number of experts of a layer, or more than the GPU can hold.
     """
 
     shape: str = setting(
@@ -283,10 +289,12 @@ class Routing:
     usual: np.ndarray
 
     def others(self, index: int) -> np.ndarray:
-        """Return the mean expert usage in all answers except one, float64 [n_layers, n_expert].
+        """Return how often each expert is used in the answers of all other sequences.
 
-        `index` is the index of the sequence whose answer is left out. If the routing has no other
-        sequence, the result is `usual`.
+        The result is float64 [n_layers, n_expert]: the fraction of an answer's tokens that use the
+        expert, as a mean over these answers. `index` is the index of the sequence that is left out.
+        If the routing has no other sequence, the field `usual` is returned: the usage that is known
+        before the first sequence.
         """
         rest = [each for at, each in enumerate(self.sequences) if at != index]
         if not rest:
@@ -296,10 +304,11 @@ class Routing:
 
 
 def generated(shape: PaperModel) -> Routing:
-    """Generate random routing for a model of the paper.
+    """Generate random routing, the experts that each token uses, for a large model.
 
-    Each layer of each sequence has its own probabilities of experts. Each token draws its experts
-    with these probabilities.
+    `shape` is the model, such as Mixtral-8x7B. Each layer of each sequence has its own
+    probabilities of experts, which differ a little between prompt and answer. Each token draws its
+    experts with these probabilities.
     """
     random = np.random.default_rng(0)
     powers = np.arange(1, shape.n_expert + 1, dtype=np.float64) ** -SKEW
@@ -498,7 +507,11 @@ def placed(asked: NearData, scores: np.ndarray) -> Plan:
 
 
 def decode(shape: PaperModel, plan: Plan, sequence: Sequence) -> Decoded:
-    """Simulate the decoding of a sequence's answer. `plan` is the placement of the experts."""
+    """Return simulated times for decoding a sequence's answer, as means per token.
+
+    - plan: the placement of the experts on the GPU and in the near-data memory.
+    - sequence: the experts that each answer token uses.
+    """
     ids = sequence.ids
     there, layers = ids >= 0, _layers_of(ids)
     hot = plan.hot[layers, ids] & there
@@ -517,11 +530,12 @@ def on_demand(
 ) -> Decoded:
     """Simulate decoding on a GPU that copies missing experts when they are needed.
 
-    The GPU has an LRU cache of experts. Returns means over all tokens. The first sequence is
-    simulated an additional time before, to fill the cache, and this run is not counted.
+    The GPU has an LRU cache of experts, and no near-data memory. Returns the mean duration of a
+    decode step, and the fraction of used experts that are in the cache. To fill the cache, the
+    first sequence is simulated an additional time, which is not counted.
 
     - bits: bits per weight of a token's first expert, of its second, and so on.
-    - n_slots: size of the GPU's cache, as a number of experts with 16 bits per weight.
+    - n_slots: size of the cache, as a number of 16-bit experts.
     """
     free = n_slots * shape.expert_bytes()
     held: OrderedDict[tuple[int, int], float] = OrderedDict()  # least recently used first
@@ -593,7 +607,14 @@ class Run:
 
 
 def strategies(asked: NearData, routing: Routing) -> dict[str, Run]:
-    """Simulate all methods of placing experts on the same routing. Returns the times by method."""
+    """Simulate several methods of placing experts, with the same prompts and answers.
+
+    Most methods divide the experts between a GPU and a near-data memory, which computes experts
+    itself. Two methods have no such memory and copy missing experts to the GPU.
+
+    Returns a Run for each method by its name: the times of prompts, of moving experts and of
+    decoding.
+    """
     shape, sequences = asked.model, routing.sequences
 
     def run(plans: list[Plan], there: list[Plan]) -> Run:

@@ -301,7 +301,11 @@ def _with_dense_share(evaluator: Evaluator, trace: Trace) -> Trace:
 
 
 def measured(inside: Inside) -> Transport:
-    """Measure the bandwidth and the latency of reads from the model's file."""
+    """Measure how fast experts are read from the model's file.
+
+    Returns the bandwidth with all I/O threads in bytes per second, the latency of one read in
+    microseconds, and the number of threads.
+    """
     threads, tier = inside.config.io_threads, inside.plan.tiers[0]
     many = read_bandwidth(inside.model, tier=tier, threads=threads, seconds=0.5)
     one = read_bandwidth(inside.model, tier=tier, threads=1, seconds=0.5)

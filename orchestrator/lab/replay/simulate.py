@@ -87,15 +87,15 @@ class Simulation:
     ) -> None:
         """Tell the store which experts the T tokens of a layer use.
 
-        The store calls the policy hook and applies its decision, as in a real step.
+        The store then calls the policy hook.
 
-        - ids, weights: the k chosen experts of each token and their gate weights [T, k].
-        - tokens, sequences: positions [T], and the sequence of each token [T] or of all tokens.
+        - ids, weights: the k experts of each token, and gate weights [T, k].
+        - tokens, sequences: position and sequence of each token [T] (or one sequence for all).
         - ahead_ids, ahead: experts predicted for the next A layers, and their scores [A, T, k].
-        - importance: score of each token [T], or None.
-        - phases: phase of each token [T]; None means the step's phase.
+        - importance: attention that each token receives [T]; None if unknown.
+        - phases: phase of each token [T]. None uses the step's phase.
 
-        Raises the exceptions of the policy hook, and NativeError.
+        Raises NativeError, and the exceptions of the policy hook.
         """
         n, n_ahead = len(ids), len(ahead_ids)
         if n > self._store.spec.max_tokens or n_ahead > self._store.spec.n_ahead:
@@ -120,13 +120,15 @@ class Simulation:
             self._fail()
 
     def use(self, layer: int, kind: int, experts: np.ndarray, expert_ns: int) -> None:
-        """Simulate the matrix products of distinct experts with their matrices of one kind.
+        """Simulate that a layer computes one matrix, such as the gate matrix, of each given expert.
 
         The virtual clock advances by the waits for reads, and by expert_ns for each expert that is
-        not skipped. If the experts do not all fit in the slots, they are computed in groups.
+        not skipped. If the experts do not all fit in memory, they are read and computed in groups.
 
-        `experts` are the numbers of the experts, each once, in a contiguous int32 array. Raises
-        NativeError.
+        - kind: the matrix, as an index (up, gate, gate_up or down).
+        - experts: the numbers of the experts, each once, in a contiguous int32 array.
+
+        Raises NativeError if the simulated step fails.
         """
         pointer = experts.ctypes.data_as(_INTS)
         library = self._library
@@ -178,7 +180,7 @@ class Transport:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Compute times of a replay, without waits for reads.
+    """The time that computing takes in a replay, without waits for reads.
 
     - prefill_us, decode_us: microseconds per token of a prompt and per decoded token. None uses the
       recorded times.
@@ -243,17 +245,18 @@ def set_up(
     whole_experts: bool = False,
     rigid: bool = False,
 ) -> Setup:
-    """Create a policy for the replay of a trace, and divide the memory into expert slots.
+    """Return a policy with its expert slots, ready for the replay of a trace.
 
-    - expert_bytes: memory for experts.
+    A slot is memory for one matrix of an expert.
+
+    - expert_bytes: total memory of the slots.
     - tiers: the precisions to use, as indices into the trace's tiers, best first.
     - threads: number of concurrent reads.
     - estimate: quality loss of these precisions; None if unknown.
-    - whole_experts: compute an expert only when all of its matrices are in memory.
-    - rigid: use a single queue for demand reads and prefetches.
+    - whole_experts: compute an expert only when all its matrices are in memory.
+    - rigid: use one queue for demand reads and prefetches.
 
-    Raises PolicyError if the policy cannot use the tiers, and BudgetError if the memory is too
-    small.
+    Raises PolicyError for unsuitable tiers, and BudgetError for too little memory.
     """
     shape = model_shape(trace, tiers)
     history = RecordedHistory(trace, tiers, estimate)

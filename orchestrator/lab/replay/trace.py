@@ -109,16 +109,14 @@ _BY_EVENT = {name: shape[0] for name, (_, shape) in ARRAYS.items() if shape[0] i
 class Header:
     """Facts about a recorded run, stored in a trace file.
 
-    - tiers: precisions in the model file, best first. files: names of the files.
-    - in_use: the tiers that the policy used, best first.
+    - tiers: precisions in the model file, best first.
+    - in_use: those of the tiers that the policy used.
     - settings: the policy's own settings. rules: the settings that all policies share.
-    - transition_bytes: bytes read to change the tier of experts.
-    - expert_bytes: memory budget of the expert slots.
-    - read_bytes_per_s: measured read bandwidth with all I/O threads; 0 if not measured.
-    - read_latency_us: measured latency of a single read, without its transfer time; 0 if not
-      measured.
-    - dense_share: fraction of the compute time that is spent outside the experts, for prefill and
-      decode.
+    - transition_bytes: bytes that the run read to change experts to another tier.
+    - expert_bytes: memory limit for the experts.
+    - read_bytes_per_s: measured read bandwidth; 0 if unknown.
+    - read_latency_us: latency of a read, without its transfer time; 0 if not measured.
+    - dense_share: fraction of the compute time outside the experts, for prefill and decode.
     """
 
     version: int
@@ -206,7 +204,11 @@ class Trace:
 
     @property
     def tiers(self) -> list[Tier]:
-        """The precisions (tiers) of the recorded model's file. Only their names are known."""
+        """The precisions (tiers) of the recorded model's file, best first.
+
+        Only the names are set. The sizes in the Tier objects are 0, because a trace does not have
+        them.
+        """
         return [Tier(name, 0.0, 0) for name in self.header.tiers]
 
     @property

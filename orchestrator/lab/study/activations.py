@@ -66,7 +66,12 @@ def routers_of(on: Subject) -> list[np.ndarray | None]:
 
 
 def read_windows(on: Subject, windows: Sequence[Window]) -> Iterator[tuple[Window, Activations]]:
-    """Read windows of the text with the best tier, and yield each window with its activations."""
+    """Evaluate windows of the text, and yield each window with the activations of the model.
+
+    A window is a piece of text that is evaluated on its own, in the best precision. The activations
+    are a dict by tensor name and layer number. They include the router's inputs and logits, and the
+    chosen experts.
+    """
     threads = on.config.n_threads
     texts = [window.tokens for window in windows]
     found = activations_of(on.config.model, texts, threads, on.config.ram)
@@ -78,16 +83,16 @@ def read_windows(on: Subject, windows: Sequence[Window]) -> Iterator[tuple[Windo
 def activations_of(
     path: Path, texts: Sequence[Sequence[int]], threads: int, ram: int | None = None
 ) -> Iterator[Activations]:
-    """Yield the activations of each text, a dict by tensor name and layer number.
+    """Yield a model's activations for each text, as a dict by tensor name and layer number.
 
-    Each text is read in one batch of T tokens. Values are float32 [T, width]. Those of CHOSEN, the
-    experts of each token, are int32 [T, k].
+    The tensor names are those in NAMES, such as ROUTER_INPUT. Arrays are float32 [T, width] for T
+    tokens. The array named CHOSEN has the experts of each token, int32 [T, k].
 
-    `ram` is a memory cap in bytes, with which experts are read from the file on demand. None loads
-    the whole model.
+    `ram` is a memory cap in bytes, with which experts are read on demand. None loads the whole
+    model.
 
     Raises GGUFError for an invalid file, BudgetError if the cap is too small, and NativeError if
-    the router's inputs are not found in the model's graph.
+    the model's graph has no router inputs.
     """
     found: Activations = {}
     longest, budget = max(map(len, texts)), None

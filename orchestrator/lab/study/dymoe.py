@@ -248,10 +248,13 @@ class Similarity(Study):
     """
 
     def measure(self, on: Subject) -> Findings:
-        """Read the text once with the best tier, and compare each layer with the layer before.
+        """Measure how similar the hidden states of neighboring layers are.
 
-        Experts are ranked by the router's logits. A model's selection biases and expert groups are
-        ignored.
+        Also measures which fraction of a layer's experts the layer's router predicts from the layer
+        before. This prediction ranks experts by the router's logits. A model's selection biases and
+        expert groups are ignored.
+
+        The text of `on` is read once, in the best precision. Returns tables and plots.
         """
         found, chance = _measured(on), on.n_expert_used / on.n_expert
         pairs = list(zip(on.layer_ids, on.layer_ids[1:], strict=False))

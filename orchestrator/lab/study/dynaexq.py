@@ -48,9 +48,10 @@ NEVER = {"update_steps": 0}
 
 
 class Residency:
-    """Computes memory sizes and settings for configurations in which experts have two precisions.
+    """Computes how much memory experts need if some have high and all others low precision.
 
-    The precisions are the high and the low tier of a study's model.
+    Also creates the settings of policies that use this memory. The precisions are the high and the
+    low tier of `subject`, a model with a text.
     """
 
     def __init__(self, subject: Subject) -> None:
@@ -92,11 +93,11 @@ class Residency:
             **more,
         }
 
-    def placed(self, n_high: int) -> Settings:
-        """Return settings for the policy `context`, which chooses experts' tiers after each prompt.
+    def context_settings(self, n_high: int) -> Settings:
+        """Return settings for the policy `context`, which chooses precisions after each prompt.
 
-        The experts get as much memory as in settings(n_high), where n_high experts of each layer
-        have the high tier.
+        The policy gets the memory that experts need if n_high experts of each layer have the high
+        precision and all others the low precision.
         """
         bits = float(nominal_bits(self.subject.low))
         return self.settings(n_high, policy="context", hot_experts=None, near_bits=bits)
@@ -206,8 +207,12 @@ class HotMemory(ScoredStudy):
     halved = True
     rivals = True
 
-    def n_before(self, on: Subject) -> int:
-        """Return the number of passes that measure expert usage: one for each part of the text."""
+    def n_usage_passes(self, on: Subject) -> int:
+        """Return how often text is read to measure expert usage, before configurations are scored.
+
+        Usage is measured once for the whole text. If the text has several domains (kinds of text),
+        usage is also measured once for each domain.
+        """
         return len(parts_of(on))
 
     def cases(self, on: Subject) -> list[Case]:
@@ -223,7 +228,10 @@ class HotMemory(ScoredStudy):
                 (NULL, by_chance, partial(residency.settings, **NEVER)),
             ]
             if any(window.prompt for window in on.windows):
-                ways += [(PLACED, known, residency.placed), (PLACED_EMPTY, None, residency.placed)]
+                ways += [
+                    (PLACED, known, residency.context_settings),
+                    (PLACED_EMPTY, None, residency.context_settings),
+                ]
             listed += [
                 Case(
                     label,

@@ -46,10 +46,10 @@ _BASIS = (
 Grid = list[list[float]]
 
 
-class Part(NamedTuple):
-    """A system that is compared in replays: its name, policy, settings and replay options.
+class Variant(NamedTuple):
+    """A policy with settings and replay options, whose simulated speed is compared with others.
 
-    `changes` are the replay options in which the system differs from the others.
+    `changes` are the replay options in which the variant differs from the others.
     """
 
     name: str
@@ -75,8 +75,12 @@ class Played(NamedTuple):
         every: int | None = None,
         **changes: Any,
     ) -> tuple[Setup, Outcome]:
-        """Replay the trace with a policy, and return its setup and the outcome.
+        """Replay the recorded run with a policy, in a simulation without the model.
 
+        Returns the policy with its expert slots, and the outcome: counters and the time of each
+        step.
+
+        - policy, settings: name of the policy, and its settings.
         - every: number of steps between two updates of FIRM's tuner. None keeps the default.
         - changes: replay options that replace those of this object.
         """
@@ -87,24 +91,30 @@ class Played(NamedTuple):
             made.policy.tuner.every = every
         return made, simulate(self.library, self.trace, made, speed, time)
 
-    def answer(self, part: Part, expert_bytes: int) -> np.ndarray:
-        """Replay the trace with a system, and return when each token of the answer is computed.
+    def answer(self, variant: Variant, expert_bytes: int) -> np.ndarray:
+        """Replay the recorded run with a variant, and return when each answer token is ready.
 
-        The times are float64 [n], in milliseconds from the start of the prompt. `expert_bytes` is
-        the memory for experts.
+        The times are float64 [n], in milliseconds from the start of the prompt.
+
+        - variant: a policy with its settings and replay options.
+        - expert_bytes: the memory for experts.
         """
-        _, outcome = self.play(part.policy, part.settings, expert_ram=expert_bytes, **part.changes)
+        _, outcome = self.play(
+            variant.policy, variant.settings, expert_ram=expert_bytes, **variant.changes
+        )
         decoded = self.trace.arrays["step_phase"] == Phase.DECODE
         found: np.ndarray = np.cumsum(outcome.step_us)[decoded] / 1000
         return found
 
 
-def parts(k: int) -> dict[str, list[Part]]:
-    """Return the systems to compare in replays: one list of systems for each of two baselines.
+def parts(k: int) -> dict[str, list[Variant]]:
+    """Return variants (policies with settings) to compare in replays, by name of their baseline.
 
-    - NO_PREFETCH: the baseline reads missing experts on demand, as our store does.
-    - BASE: the baseline of the FIRM-MoE paper. It prefetches whole experts over a link that serves
-      all reads in order.
+    - NO_PREFETCH: the baseline of the first list reads missing experts on demand. Its other
+      variants are other policies, and FIRM-MoE with prefetching.
+    - BASE: the baseline of the second list is that of the FIRM-MoE paper. It prefetches whole
+      experts over a link that serves all reads in order. Its other variants add techniques of
+      FIRM-MoE.
 
     `k` is the number of experts per token.
     """
@@ -118,18 +128,18 @@ def parts(k: int) -> dict[str, list[Part]]:
     ways = ((RANK, 1), (RANK, 2), (RANK, 3), (MOL, 1))
     return {
         NO_PREFETCH: [
-            Part("lru", "lru", {}),
-            Part("waits for whole experts", FIRM.name, off, whole),
-            Part(NO_PREFETCH, FIRM.name, off),
-            Part("dymoe, r=1", "dymoe", dymoe),
-            *(Part(f"firm, {way}, n={n}", FIRM.name, ahead(way, n)) for way, n in ways),
+            Variant("lru", "lru", {}),
+            Variant("waits for whole experts", FIRM.name, off, whole),
+            Variant(NO_PREFETCH, FIRM.name, off),
+            Variant("dymoe, r=1", "dymoe", dymoe),
+            *(Variant(f"firm, {way}, n={n}", FIRM.name, ahead(way, n)) for way, n in ways),
         ],
         BASE: [
-            Part(BASE, FIRM.name, ahead(RANK, 3) | one, rigid | whole),
-            Part("+ FG: gates alone", FIRM.name, ahead(RANK, 1) | one, rigid),
-            Part("+ MoL", FIRM.name, ahead(MOL, 3) | few, rigid | whole),
-            Part("+ FG + MoL", FIRM.name, ahead(MOL, 1) | few, rigid),
-            Part("all: tuned", FIRM.name, ahead(MOL, 1), rigid),
+            Variant(BASE, FIRM.name, ahead(RANK, 3) | one, rigid | whole),
+            Variant("+ FG: gates alone", FIRM.name, ahead(RANK, 1) | one, rigid),
+            Variant("+ MoL", FIRM.name, ahead(MOL, 3) | few, rigid | whole),
+            Variant("+ FG + MoL", FIRM.name, ahead(MOL, 1) | few, rigid),
+            Variant("all: tuned", FIRM.name, ahead(MOL, 1), rigid),
         ],
     }
 
@@ -146,12 +156,13 @@ def expert_bytes(trace: Trace, name: str | None = None) -> int:
 
 
 def on_link(trace: Trace, reads: float, tier: str | None = None) -> ReplayOptions:
-    """Return replay options in which reading takes a fixed multiple of the computing time.
+    """Return replay options with a simulated disk (link) whose speed is relative to computing.
 
     The ratio of two replayed speeds then does not depend on the load of the machine.
 
-    - reads: time to read all experts of a token, divided by the recorded time to compute a token.
-    - tier: precision of these experts. None is the trace's high precision.
+    - reads: time to read all experts of a token from this disk, divided by the recorded time to
+      compute a token.
+    - tier: precision of the experts in this ratio. None is the trace's high precision.
     """
     decoded = trace.arrays["step_phase"] == Phase.DECODE
     compute_s = float(np.median(trace.compute_ms[decoded])) / 1000
@@ -160,10 +171,13 @@ def on_link(trace: Trace, reads: float, tier: str | None = None) -> ReplayOption
 
 
 def played_parts(on: Played, base: str, shares: Sequence[float]) -> tuple[Table, Panel]:
-    """Replay the trace with each part of FIRM-MoE, and return a table and a plot of the speeds.
+    """Replay a recorded run with techniques of FIRM-MoE, and compare the speeds with a baseline.
 
-    - on: the trace and its replay options.
-    - base: name of the baseline, NO_PREFETCH or BASE.
+    Returns a table and a plot.
+
+    - on: the recorded run and its replay options.
+    - base: NO_PREFETCH, which reads missing experts on demand, or BASE, the paper's baseline. BASE
+      prefetches whole experts over a link that serves all reads in order.
     - shares: sizes of the memory for experts, as fractions of the size of all experts. A size that
       is too small is left out.
 
@@ -223,18 +237,20 @@ _PARTS = (
 )
 
 
-def _measured(on: Played, part: Part, expert_bytes: int) -> Row:
-    """Replay the trace with one system and return its metrics."""
-    made, outcome = on.play(part.policy, part.settings, expert_ram=expert_bytes, **part.changes)
+def _measured(on: Played, variant: Variant, expert_bytes: int) -> Row:
+    """Replay the trace with one variant and return its metrics."""
+    made, outcome = on.play(
+        variant.policy, variant.settings, expert_ram=expert_bytes, **variant.changes
+    )
     stats, phase = outcome.stats, Phase.DECODE
     decoded = on.trace.arrays["step_phase"] == phase
     step_ms = outcome.step_us / 1000
     steps = step_ms[decoded]
     measured = steps[WARM_UP:] if len(steps) > WARM_UP else steps
-    policy, looks_ahead = made.policy, part.settings.get("prefetch") == "on"
+    policy, looks_ahead = made.policy, variant.settings.get("prefetch") == "on"
     tuned = isinstance(policy, FIRM) and looks_ahead and policy.tuner.by_group()
     return {
-        "name": part.name,
+        "name": variant.name,
         "tpot_ms_p50": float(np.median(measured)),
         "tpot_ms_mean": float(measured.mean()),
         "answer_tokens_per_s": 1000 * len(steps) / float(step_ms.sum()),
@@ -245,13 +261,15 @@ def _measured(on: Played, part: Part, expert_bytes: int) -> Row:
 
 
 def measure_votes(on: Played) -> Findings:
-    """Measure the prediction loss (eq. 11 of FIRM-MoE) for each pair of the parameters K and P.
+    """Return tables and plots of FIRM-MoE's prediction loss (eq. 11) for each pair (K, P).
 
     To predict the experts of a layer, each of the P layers before it names K experts. K is at most
-    the number of experts per token. Also returns the pairs that the methods of tuning K and P
+    the number of experts per token. The loss counts wrong and missing predictions, except for
+    experts that are in memory already. The tables also have the pairs that the tuning methods
     choose.
 
-    Raises ConfigError if all experts were in memory, so that there was no loss.
+    `on` is a recorded run, which is replayed. Raises ConfigError if all experts were in memory,
+    because every loss is then 0.
     """
     way = on.options.settings.get("agree", MOL)
     depth = depth_of(way, int(on.trace.arrays["event_ahead"].max()))

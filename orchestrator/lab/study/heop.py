@@ -56,11 +56,15 @@ class Losses:
     def count(
         self, read: Activations, layer_ids: list[int], routers: list[np.ndarray | None]
     ) -> None:
-        """Add the losses of all tokens of one text.
+        """Compute the prediction losses of all tokens of one text, and keep them for `of`.
+
+        The experts of a layer are predicted from the layers before it. The loss (eq. 11 of
+        FIRM-MoE) counts experts that are predicted but not used, and used but not predicted.
 
         - read: the activations of the text.
         - layer_ids: layer number of each MoE layer.
-        - routers: router matrix of each MoE layer. A layer with None is not predicted.
+        - routers: router matrix of each MoE layer, with which its experts are predicted. None
+          leaves the layer out.
         """
         votes, used = {}, {}
         for at, (il, router) in enumerate(zip(layer_ids, routers, strict=True)):
@@ -99,10 +103,13 @@ class Losses:
             cache.popitem(last=False)
 
     def of(self, group: int) -> np.ndarray:
-        """Return the losses of one group of layers (shallow, middle or deep), float64 [T, P, K].
+        """Return the prediction losses in one group of layers, float64 [T, P, K].
 
-        Each value is the loss of one token for one pair of K and P, as a mean over the layers of
-        the group. The pair means that each of the P layers before a layer predicts K experts.
+        To predict the experts of a layer, each of the P layers before it names K experts. The loss
+        (eq. 11 of FIRM-MoE) counts experts that are predicted but not used, and used but not
+        predicted. Each value is the loss of one token, as a mean over the layers of the group.
+
+        `group` is 0 for shallow, 1 for middle and 2 for deep layers.
         """
         n = sum(each == group for each in self._groups[1:])
         found: np.ndarray = np.stack([token[group] for token in self._tokens]) / max(1, n)
@@ -110,22 +117,24 @@ class Losses:
 
     @property
     def groups(self) -> list[int]:
-        """The groups of layers (indices of shallow, middle and deep) that have losses.
+        """The groups of layers in which experts are predicted, in increasing order.
 
-        The model's first layer has no loss, because it has no layer before it.
+        A group is 0 for shallow, 1 for middle and 2 for deep layers. A layer's experts are
+        predicted from the layers before it, so the model's first layer has no predictions.
         """
         return sorted(set(self._groups[1:]))
 
 
 @dataclass(frozen=True, slots=True)
-class Search:
-    """The pair of K and P that a search method chose.
+class SearchResult:
+    """The pair of numbers K and P that one search method chose.
 
-    Each of the P layers before a layer predicts K of its experts.
+    To predict the experts of a layer, each of the P layers before it names K experts. Wrong and
+    missing predictions have a loss (eq. 11 of FIRM-MoE).
 
     - way: the name of the method.
     - votes: the chosen pair (K, P).
-    - ratio: mean loss of this pair, divided by the smallest mean loss of all pairs.
+    - ratio: mean prediction loss of this pair, divided by the smallest mean loss of all pairs.
     """
 
     way: str
@@ -133,19 +142,20 @@ class Search:
     ratio: float
 
 
-def searches(losses: np.ndarray) -> list[Search]:
-    """Search the pair of K and P with the smallest loss, with several search methods.
+def searches(losses: np.ndarray) -> list[SearchResult]:
+    """Search the pair (K, P) with the smallest prediction loss, and return each method's choice.
 
-    Each of the P layers before a layer predicts K of its experts. The methods are Algorithm 1 of
-    the FIRM-MoE paper, our hill climbing, and a search of all pairs. `losses` is float64 [T, P, K],
-    the loss of each token for each pair.
+    To predict the experts of a layer, each of the P layers before it names K experts. The methods
+    are Algorithm 1 of the FIRM-MoE paper, our hill climbing, and a search of all pairs.
+
+    `losses` is float64 [T, P, K], the prediction loss of each of T tokens for each pair.
     """
     means = losses.mean(axis=0)
     smallest = float(means.min())
 
-    def found(way: str, votes: Votes) -> Search:
+    def found(way: str, votes: Votes) -> SearchResult:
         loss = float(means[votes[1] - 1, votes[0] - 1])
-        return Search(way, votes, loss / smallest if smallest else 1.0)
+        return SearchResult(way, votes, loss / smallest if smallest else 1.0)
 
     printed = [
         found(
@@ -165,13 +175,13 @@ def searches(losses: np.ndarray) -> list[Search]:
 def as_printed(losses: np.ndarray, axis: int, delta: int) -> Votes:
     """Return the pair (K, P) that Algorithm 1 of the FIRM-MoE paper chooses.
 
-    Each of the P layers before a layer predicts K of its experts. The search starts at the largest
-    K and P. As printed in the paper, the mean loss of a pair includes the losses of all tokens
-    before, even those with other pairs.
+    To predict the experts of a layer, each of the P layers before it names K experts. As printed in
+    the paper, the mean loss of a pair includes all tokens since the start, even those with other
+    pairs.
 
-    - losses: float64 [T, P, K], the loss of each token for each pair.
-    - axis: 0 changes K first, 1 changes P first. The paper decides this at random.
-    - delta: the first change, 1 or -1. The paper decides this at random.
+    - losses: float64 [T, P, K], the prediction loss of each token for each pair.
+    - axis: which changes first: 0 is K, 1 is P.
+    - delta: its first change, 1 or -1. In the paper, both are random.
     """
     n_p, n_k = losses.shape[1:]
     at = [n_k, n_p]
@@ -193,10 +203,12 @@ def as_printed(losses: np.ndarray, axis: int, delta: int) -> Votes:
 
 
 def climbed(losses: np.ndarray) -> Votes:
-    """Return the pair (K, P) that our hill climbing chooses.
+    """Search the numbers K and P with our hill climbing, and return the pair that it chooses.
 
-    Each of the P layers before a layer predicts K of its experts. `losses` is float64 [T, P, K],
-    the loss of each token for each pair.
+    To predict the experts of a layer, each of the P layers before it names K experts. The search
+    minimizes the mean prediction loss.
+
+    `losses` is float64 [T, P, K], the prediction loss of each of T tokens for each pair.
     """
     n_p, n_k = losses.shape[1:]
     climb = Climb(n_k, n_p, PATIENCE)

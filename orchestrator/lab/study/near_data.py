@@ -77,9 +77,10 @@ Choices = dict[str, np.ndarray | None]
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """How often the prompt and the answer in one window use each expert.
+    """How often the tokens of one window (piece of text) use each expert.
 
-    Each array is [n_layers, n_expert].
+    The first tokens of the window are its prompt, and the other tokens are the answer. Each array
+    is [n_layers, n_expert].
 
     - counts: number of prompt tokens that are routed to the expert.
     - gates: sum of the expert's gate weights for these tokens.
@@ -111,12 +112,13 @@ def captured(scores: np.ndarray, used: np.ndarray, n_hot: int) -> float:
 
 
 def choices(usages: Sequence[Usage], at: int, k: int) -> Choices:
-    """Predict, with several methods, how often the answer in one window uses each expert.
+    """Predict, with several methods, which experts the answer in one window uses often.
 
-    A window is a piece of text that consists of a prompt and its answer. Most methods use the
-    window's own prompt, other windows of the same or of other domains, or both. The result maps
-    each method's name to the predicted scores [n_layers, n_expert], or to None if the windows that
-    it needs are missing.
+    A window is a piece of text that consists of a prompt and its answer. Methods predict from the
+    prompt, from other windows of the same or of other domains (kinds of text), or from both.
+
+    The result maps each method's name to a score for each expert, [n_layers, n_expert], or to None
+    if the needed windows are missing.
 
     - usages: the expert usage of all windows.
     - at: index of the window.
@@ -149,9 +151,9 @@ def choices(usages: Sequence[Usage], at: int, k: int) -> Choices:
 
 
 def blend(profile: str) -> str:
-    """Return the label of the method that combines a prompt with the usage of other texts.
+    """Return the name of the method that predicts an answer's experts from prompt and other texts.
 
-    `profile` is the label of those texts.
+    `profile` is the name of the method that predicts from these other texts alone.
     """
     return f"prompt + {USUAL_PRIOR} of {profile}"
 
@@ -160,10 +162,11 @@ class PromptContext(Study):
     """Study of how well a prompt predicts the experts of its answer."""
 
     def measure(self, on: Subject) -> Findings:
-        """Read the text once with the best tier, and compare predicted and actual expert usage.
+        """Measure how well several methods predict, before an answer begins, which experts it uses.
 
-        Each window that is long enough is divided into a prompt and an answer. Raises ConfigError
-        if no window is long enough.
+        Most methods predict from the answer's prompt. Each window (piece of text) that is long
+        enough is divided into a prompt and an answer. The text of `on` is read once, in the best
+        precision. Returns tables and a plot. Raises ConfigError if no window is long enough.
         """
         usages = read_usages(on)
         n_hot = max(1, on.n_expert // 4)
@@ -221,10 +224,10 @@ def prompt_tokens(window: Window) -> int:
 
 
 def with_prompts(windows: Sequence[Window]) -> list[Window]:
-    """Divide windows into a prompt and an answer, and return those that are long enough.
+    """Return the windows that are long enough, each with its first tokens marked as a prompt.
 
-    Prompt and answer need at least LEAST tokens each. Raises ConfigError if no window is long
-    enough.
+    A window is a piece of text. Its tokens after the prompt are the answer. Prompt and answer need
+    at least LEAST tokens each. Raises ConfigError if no window is long enough.
     """
     found = [
         replace(window, first=n_prompt, prompt=True)
@@ -240,9 +243,11 @@ def with_prompts(windows: Sequence[Window]) -> list[Window]:
 
 
 def read_usages(on: Subject) -> list[Usage]:
-    """Return the expert usage of each window of the text that has a prompt and an answer.
+    """Read the text, and return how often the prompt and the answer of each window use each expert.
 
-    The text is read once, in the best tier. Raises ConfigError if no window is long enough.
+    A window is a piece of the text. Its first tokens are the prompt, and the other tokens are the
+    answer. Windows that are too short for this division are left out. The text is read once, in the
+    best precision. Raises ConfigError if no window is long enough.
     """
     router = routers_of(on)[-1]
     with on.model() as model:
@@ -261,14 +266,15 @@ def usage_of(
     n_expert: int,
     gating: int = SOFTMAX,
 ) -> Usage:
-    """Return how often the prompt and the answer in a window use each expert.
+    """Return how often the prompt and the answer in one window (piece of text) use each expert.
 
     - found: activations of the window.
     - layer_ids: layer number of each MoE layer.
-    - router: router matrix of the last layer, float32 [n_expert, width]. It is used to predict,
-      from the layer before, the last layer's experts for the prompt, as the policy does. With None,
-      the experts that the model chose are counted instead.
-    - gating: the router's gating function, SOFTMAX or SIGMOID.
+    - router: router matrix of the last layer, float32 [n_expert, width]. In a real run, the last
+      layer computes only one token of a prompt, so the policy predicts the prompt's experts there.
+      It applies this router to the router input of the layer before. With None, the experts that
+      the model chose are counted.
+    - gating: the router's function, SOFTMAX or SIGMOID.
     """
     n = prompt_tokens(window)
     counts, gates, answer = np.zeros((3, len(layer_ids), n_expert))
@@ -296,14 +302,14 @@ def _scores(logits: np.ndarray, gating: int) -> np.ndarray:
 
 
 def domain_rows(usages: Sequence[Usage], every: Sequence[Choices], n_hot: int) -> Iterator[Row]:
-    """Yield a table row for each domain and each prediction method.
+    """Yield a table row for each domain (kind of text) and each method that predicts expert usage.
 
-    A row has the mean cosine similarity of predicted and actual expert usage. It also has the
-    fraction of the answers' expert uses that belong to predicted experts, the n_hot experts of each
-    layer with the highest predicted usage.
+    A row compares the predicted usage with that of the answers in the domain. It has the mean
+    cosine similarity of both. It also has the fraction of the answers' expert uses that are of hot
+    experts. These are the n_hot experts of each layer with the highest predicted usage.
 
-    - usages: the expert usage of each window (piece of text).
-    - every: the predictions for each window.
+    - usages: the expert usage of each window, a prompt with its answer.
+    - every: the predictions for each window, by method.
     """
     for domain in dict.fromkeys(usage.domain for usage in usages):
         for by in every[0]:
@@ -365,10 +371,13 @@ NearTiers = dict[float, str]
 
 
 def near_tiers(tiers: Sequence[str]) -> NearTiers:
-    """Return the tiers (precisions) that a layer's less used experts can have, by bits per weight.
+    """Return the precisions (tiers) that a layer's less used experts (near experts) can have.
 
-    The best tier of the file is not included. If several tiers have the same number of bits, the
-    best of them is returned. `tiers` are all tiers of a file, best first.
+    The result maps the number of bits per weight to the name of a tier. If several tiers have the
+    same number of bits, the best of them is returned. The best tier of the file is not included,
+    because the most used experts have it.
+
+    `tiers` are the names of all tiers of a file, best first.
     """
     return {nominal_bits(name): name for name in best_of_each_width(tiers[1:])[-MAX_WIDTHS:]}
 
@@ -376,9 +385,10 @@ def near_tiers(tiers: Sequence[str]) -> NearTiers:
 class NearBits(ScoredStudy):
     """Study of the quality if a layer's less used experts (near experts) have few bits per weight.
 
-    The other experts, called hot, are those with the highest expected usage. The study compares two
-    ways to choose the bits of near experts: by the prompt, or the same number for all. The first
-    half of each domain measures expert usage, and only the second half is scored.
+    The most used experts have the best precision. The study compares ways to choose the bits of
+    near experts: all have the same number, or those that a prompt uses more often have more bits.
+    The first half of each domain (kind of text) measures expert usage, and only the second half is
+    scored.
     """
 
     def scored(self, on: Subject) -> Subject:

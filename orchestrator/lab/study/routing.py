@@ -36,7 +36,11 @@ class Routes:
 
 
 def read_routes(on: Subject) -> list[Routes]:
-    """Evaluate each context of a text in the best precision, and return its routing."""
+    """Read a text in the best precision, and return the experts that each token uses.
+
+    The text is divided into sequences, which are evaluated independently. The result has one Routes
+    object for each sequence.
+    """
     return [
         Routes(
             window.domain,
@@ -90,13 +94,15 @@ def active_in_prefill(routes: Sequence[Routes], batch: int, length: int, draws: 
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """The fraction of a token's experts that the token `lag` positions later also uses.
+class Overlap:
+    """The fraction of a token's experts that a later token of the sequence also uses.
 
+    - lag: distance of the two tokens.
     - kept: the measured fraction.
-    - by_use: the expected fraction if each token chose experts at random, with the frequencies of
-      its sequence.
-    - uniform: the expected fraction if all experts were equally likely.
+    - by_use: the expected fraction if each token chose experts at random, but used each expert as
+      often as the sequence does.
+    - uniform: the expected fraction if each token chose experts at random, all with the same
+      probability.
     """
 
     lag: int
@@ -105,10 +111,12 @@ class Change:
     uniform: float
 
 
-def changes(routes: Sequence[Routes], lags: Sequence[int]) -> list[Change]:
-    """Measure how many experts a token has in common with the token `lag` positions later.
+def changes(routes: Sequence[Routes], lags: Sequence[int]) -> list[Overlap]:
+    """Measure which fraction of a token's experts the token `lag` positions later also uses.
 
-    The result has one entry for each lag. Its values are means over all tokens and layers.
+    `routes` are the experts that the tokens of each sequence use. The result has an Overlap for
+    each of the lags, with this fraction as a mean over all tokens and layers. Lags that are longer
+    than all sequences are left out.
     """
     n_layers, k = routes[0].ids.shape[1:]
     n_expert = routes[0].n_expert
@@ -125,7 +133,7 @@ def changes(routes: Sequence[Routes], lags: Sequence[int]) -> list[Change]:
         ]
         if kept:
             means = float(np.mean(kept)), float(np.mean(by_use))
-            found.append(Change(lag, *means, k / n_expert))
+            found.append(Overlap(lag, *means, k / n_expert))
     return found
 
 
@@ -181,12 +189,14 @@ class Load:
 
 
 def loads(trace: Trace, share: float, draws: int = 16) -> list[Load]:
-    """Return how often the tokens of each prompt in a trace use each expert, for each layer.
+    """Count how often three sets of tokens use each expert: all, heavy hitters and random tokens.
 
-    Prompts without importance scores are left out.
+    Heavy hitters are the tokens of a prompt with the highest importance scores. The result has a
+    Load for each prompt in the trace and each layer, with the counts by expert. Prompts without
+    scores are left out.
 
-    - share: fraction of the tokens that count as heavy hitters, those with the highest scores.
-    - draws: number of random sets of tokens, which are compared with the heavy hitters.
+    - share: fraction of the prompt's tokens that are heavy hitters.
+    - draws: how many random sets are counted. Each is as large as the set of heavy hitters.
     """
     found, random = [], np.random.default_rng(0)
     for step in trace.steps():

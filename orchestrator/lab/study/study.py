@@ -27,7 +27,10 @@ from orchestrator.policy import Policy
 
 
 def show_change(found: Sequence[float | None]) -> str:
-    """Format a relative change with its standard error, as "+1.23 % +- 0.45"."""
+    """Format a relative change and its standard error, for example as "+1.23 % +- 0.45".
+
+    `found` has these two values as fractions. None is shown as 0.
+    """
     value, error = (0.0 if each is None else 100 * each for each in found)
     return f"{value:+.2f} % +- {error:.2f}"
 
@@ -236,7 +239,10 @@ class Scores:
         return sorted(self.of(UNIFORM), key=lambda each: (each[0].row["bytes"], each[0].label))
 
     def one(self, group: str) -> Score:
-        """Return the score of a group's only case."""
+        """Return the score of the only case (configuration of the model) in a group.
+
+        `group` is the name of the table or plot that shows the case. It must have exactly one case.
+        """
         ((_, score),) = self.of(group)
         return score
 
@@ -264,10 +270,14 @@ class Scores:
         after: Sequence[Column] = (),
         note: str = "",
     ) -> Table:
-        """Return a table with a row for each of the given cases and scores.
+        """Return a table with a row for each of the given cases (configurations) and their scores.
 
-        The table has `columns`, then the quality columns, then the columns `after`. `base` is the
-        score with which the perplexity is compared, and `name` is its name.
+        The table has `columns`, then the quality columns, then the columns `after`. The quality
+        columns are the KL divergence, the perplexity, the change of perplexity, and how often the
+        most likely token is the same as in the best precision.
+
+        - found: the cases with their scores.
+        - base, name: the score from which the change of perplexity is computed, and its name.
         """
         every = (*columns, *quality(self.on.best, name), *after)
         rows, notes = self.rows(found, base), [note] if note else []
@@ -326,17 +336,24 @@ class ScoredStudy(Study):
         """
 
     def scored(self, on: Subject) -> Subject:
-        """Return the subject with only the part of its text that is scored."""
+        """Return the model with only the part of the text on which configurations are scored.
+
+        `on` is the model with the whole text. The part is the second half of each domain (kind of
+        text) if `halved` is True, and otherwise the whole text.
+        """
         return on.on(halves(on.windows)[1]) if self.halved else on
 
-    def n_before(self, on: Subject) -> int:
-        """Return the number of passes over text that measure expert usage before the scoring."""
+    def n_usage_passes(self, on: Subject) -> int:
+        """Return how often text is read to measure expert usage, before configurations are scored.
+
+        It is read once if `halved` is True, and otherwise never.
+        """
         return int(self.halved)
 
     def measure(self, on: Subject) -> Findings:
         scored, cases = self.scored(on), self.cases(on)
         n_files = on.uniform_types.n_files if self.rivals else 0
-        on.passes.expect(1 + len(cases) + n_files + self.n_before(on), on.n_tokens)
+        on.passes.expect(1 + len(cases) + n_files + self.n_usage_passes(on), on.n_tokens)
         with scored.reference() as reference:
             found = Scores(scored, reference)
             found.run(cases)

@@ -93,10 +93,10 @@ def one_layer(inner: Policy, layer: int, tier: int) -> Wrapper:
 
 
 def placed(inner: Policy, **instead: Callable[..., Any]) -> Wrapper:
-    """Return a policy that keeps each expert in the tier in which it started.
+    """Wrap the policy `inner` so that no expert changes its tier (precision) while the model runs.
 
-    Otherwise it behaves like the policy `inner`, which it must replace before the first step.
-    `instead` are further methods to replace, by name.
+    Set the wrapper as the model's policy before the first step. `instead` are further methods of
+    `inner` to replace, by name.
     """
     stays: dict[str, Callable[..., Any]] = {
         "on_step": lambda report: (),
@@ -133,7 +133,11 @@ class Passes:
         self._start_s = 0.0
 
     def expect(self, total: int, n_tokens: int) -> None:
-        """Announce the number of passes, and the maximum number of tokens of each."""
+        """Set the expected number of passes over the text, and report it to the user.
+
+        In a pass, a model reads the text once. `total` is the number of passes, and `n_tokens` is
+        the maximum number of tokens in a pass.
+        """
         self.total = total
         self._note(f"The text is read {total} times, at most {n_tokens} tokens each time")
 
@@ -168,12 +172,13 @@ def duration(seconds: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The scores of one configuration on a text.
+    """The results of one configuration (a policy with its settings) on a text.
 
+    - text: scores of each token, such as its log-likelihood.
     - choices: scores of the multiple-choice questions; None if they were not asked.
     - usage: work of the expert store, such as the fraction of cache hits; None without a store.
-    - realised: mean fraction of critical experts, which keep high precision, in decode steps; None
-      if the policy does not count them.
+    - realised: mean fraction of a token's experts that the policy keeps in high precision in decode
+      steps; None if the policy sets no such fraction.
     - report: values that the policy reports about itself.
     - slot_bytes: memory of all expert slots.
     """
@@ -363,13 +368,14 @@ class Subject:
         prefill: bool = False,
         ask: bool = False,
     ) -> Score:
-        """Score the text with a loaded model, and the questions if `ask` is set.
+        """Return the scores of a loaded model on the text, and on the questions if `ask` is set.
 
         - evaluator: the loaded model.
         - label: name of the configuration, for the progress display.
-        - against: log-probabilities with which the model is compared.
-        - decider: receives the policy and returns its replacement for the scoring. None keeps the
-          policy.
+        - against: log-probabilities of a reference model, to compute the KL divergence. None
+          computes no divergence.
+        - decider: a function that wraps the model's policy. The wrapped policy is used during the
+          scoring. None uses the model's own policy.
         - prefill: read the text as prompts, not token by token.
         """
         own = evaluator.inside.policy
@@ -428,9 +434,11 @@ class Subject:
 
 
 def halves(windows: Sequence[Window]) -> tuple[list[Window], list[Window]]:
-    """Divide each domain into a first half, to measure usage, and a second half, to score.
+    """Return (windows to measure expert usage, windows to score).
 
-    Both are in the text's order. Raises ConfigError if a domain has only one window.
+    A window is a piece of the text, and its domain is a label of that piece. About half of the
+    scored tokens of each domain go into the first list, the rest into the second list. Both lists
+    keep the order of the text. Raises ConfigError if a domain has only one window.
     """
     left = {window.domain: 0 for window in windows}
     for window in windows:
@@ -460,9 +468,13 @@ def halves(windows: Sequence[Window]) -> tuple[list[Window], list[Window]]:
 class Part:
     """A part of a text that is scored on its own: the whole text or one domain.
 
-    - places: positions of its tokens among all scored tokens, int [m].
-    - first: windows that measure expert usage and are not scored.
-    - second: windows that are scored.
+    A window is a piece of the text, and its domain is a label of that piece. The windows of a part
+    are divided into two halves.
+
+    - first: the windows that are only used to measure how often each expert is used.
+    - second: the windows that are scored.
+    - places: positions of this part's scored tokens in the list of all scored tokens of the text,
+      int [m].
     """
 
     name: str

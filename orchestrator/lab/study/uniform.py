@@ -135,7 +135,11 @@ def _described(model: ExpertModel, tier: int) -> UniformFile:
 
 
 def tiers_of(config: Config) -> dict[str, UniformFile]:
-    """Return the size and the quantization method of each tier of a model, by the tier's name."""
+    """Describe each tier (stored precision) of the model that `config` names.
+
+    The result maps the name of a tier to a UniformFile. It contains the tier's quantization method,
+    and the size of all experts in bytes.
+    """
     with ExpertModel.open(config.model, config.low) as model:
         found = (_described(model, tier) for tier in range(len(model.tiers)))
         return {each.tier: each for each in found}

@@ -98,13 +98,15 @@ def strategies(k: int, most: int) -> dict[str, tuple[str, Predict]]:
 
 
 class Voted:
-    """Counts, for each prediction strategy, the predicted experts and how many of them are used.
+    """Counts how well each prediction strategy predicts the experts of a layer.
 
-    The first layer is left out, because no earlier layer can predict its experts.
+    A strategy combines predictions that are made in earlier layers. The first layer is left out,
+    because it has no earlier layer.
 
-    - strategies: the ways to predict a layer's experts from earlier layers.
-    - distance: how well a single earlier layer predicts. `distance[d]` lists, for each token and
-      layer, the fraction of the used experts that the layer d layers before predicted.
+    - strategies: maps the label of each strategy to (kind of strategy, function that predicts).
+    - distance: how well a single earlier layer predicts. `distance[d]` lists a fraction for each
+      token and layer. It is the fraction of the token's experts that are predicted by the layer at
+      distance d.
     """
 
     def __init__(self, n_layers: int, k: int, n_expert: int) -> None:
@@ -118,9 +120,13 @@ class Voted:
     def count(
         self, read: Activations, layer_ids: list[int], routers: list[np.ndarray | None], first: int
     ) -> None:
-        """Count the predictions for the tokens of one text, from token `first` on.
+        """Apply every prediction strategy to one text, and add the results to the counters.
 
-        - read: the activations of the text.
+        For each token and layer, a strategy predicts experts from earlier layers. The counters
+        record the number of predicted experts, and how many of them the token uses. Tokens before
+        index `first` are left out.
+
+        - read: the activations of the model for this text.
         - layer_ids: layer number of each MoE layer.
         - routers: router matrix of each MoE layer. A layer with None is left out.
         """
@@ -147,9 +153,10 @@ class Voted:
                     self._right[label, at].append(len(right.intersection(named)))
 
     def totals(self) -> dict[str, tuple[int, int]]:
-        """Return, for each strategy, the number of predicted experts and how many of them are used.
+        """Return (number of predicted experts, number of these that are used) for each strategy.
 
-        Both are sums over all counted tokens and all layers.
+        The keys of the result are the labels of the prediction strategies. Both numbers are sums
+        over all tokens and layers that were counted.
         """
         return {
             label: (
@@ -181,11 +188,12 @@ class Voted:
         }
 
     def rows(self) -> list[Row]:
-        """Return a row of metrics for each strategy, a way to predict a layer's experts.
+        """Return the metrics of each prediction strategy: those of `row`, and "cut".
 
-        The metric "cut" compares a strategy with a prediction by the nearest earlier layer alone.
-        It is the fraction of used experts among that layer's predicted experts, if it predicts as
-        many experts as the strategy. Its value is interpolated.
+        "cut" is a baseline for the strategy's utilization, the fraction of its predicted experts
+        that are used. It is the utilization of a prediction by the nearest earlier layer alone,
+        with as many experts as the strategy predicts on average. This average may be fractional, so
+        the baseline is interpolated between whole numbers of experts.
         """
         rows = [self.row(label) for label in self.strategies]
         ranked = [row for row in rows if row["way"] == RANK]
@@ -201,10 +209,11 @@ class VotesStudy(Study):
     """Study of how well several earlier layers together predict the experts of a layer."""
 
     def measure(self, on: Subject) -> Findings:
-        """Read the text once with the best tier, and count the predicted experts that are used.
+        """Return tables and a plot that show how well each strategy predicts the used experts.
 
-        Experts are ranked by the router's logits. A model's selection biases and expert groups are
-        ignored.
+        A strategy predicts a layer's experts from the activations in earlier layers. The text is
+        read once with the best tier (precision). Experts are ranked by the router's logits. A
+        model's selection biases and expert groups are ignored.
         """
         found = Voted(on.n_layers, on.n_expert_used, on.n_expert)
         routers = routers_of(on)
