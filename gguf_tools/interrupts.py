@@ -155,11 +155,12 @@ class held:
     """A `with` block that delays interrupts, such as Ctrl-C, until its end.
 
     Use it around C calls that call Python functions, and around changes that must not stop halfway.
-    Only the end of the outermost of several nested blocks raises the interrupt. Without an
-    interrupt, it raises an exception that `hand_over` stored, if any.
+    The end of the block raises the interrupt. If there was none, it raises the exception that a
+    Python function, called by the C code, passed to `hand_over`. If blocks are nested, only the
+    outermost block does this.
 
     stop: function that makes a C call in the block return soon. Another thread calls it as soon as
-        a signal arrives. Only the outermost block of the main thread uses it.
+        a signal arrives. Nested blocks, and threads other than the main thread, ignore it.
     """
 
     def __init__(self, stop: Callable[[], None] | None = None) -> None:
@@ -282,10 +283,11 @@ _watch = _Watch()
 
 @contextmanager
 def leaving(last_work: Callable[[], None]) -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end the process in a `with` block even if a C call does not return.
+    """A `with` block in which SIGTERM or SIGHUP also ends the process if a C call takes too long.
 
-    If the C call returns within LEAVE_AFTER_S seconds of the signal, the signal is handled as
-    usual. Otherwise another thread calls `last_work` and then exits the process.
+    If the C call does not return within LEAVE_AFTER_S seconds of the signal, another thread calls
+    `last_work` and exits the process. Otherwise the signal is handled as usual. This works for C
+    calls in a `held` block that has a `stop` function.
 
     last_work: function with the work that must be done before the exit. It must return soon. If
         blocks are nested, the functions of all blocks are called, the innermost first.
@@ -365,12 +367,12 @@ def listening() -> Iterator[None]:
             _restore((signal.SIG_IGN if _state.leaves else before[0], hook))
 
 
-def ends_with(path: Path) -> None:
+def declare_last_file(path: Path) -> None:
     """Declare `path` as the last file that the running command writes.
 
-    The function `rename` of this module gives the file its final name. The command is complete from
-    then on, and interrupts such as Ctrl-C have no effect. Outside of a `listening` block, in which
-    interrupts raise exceptions, this function does nothing.
+    The function `rename` of this module gives the finished file this name. After that call, the
+    command counts as complete, and interrupts such as Ctrl-C have no effect. Outside of a
+    `listening` block, in which interrupts raise exceptions, this function does nothing.
     """
     if _state.listening:
         _state.last_file = os.path.abspath(path)

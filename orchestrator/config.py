@@ -581,11 +581,12 @@ class Config(Settings):
         """
         return getattr(self, name) if name in self.declared() else self.of_policies.get(name)
 
-    def of_run(self) -> dict[str, Any]:
-        """Return the settings on which a memory plan can depend, by name.
+    def plan_settings(self) -> dict[str, Any]:
+        """Return the settings that can affect a memory plan, as a dict from names to values.
 
-        The result has the settings of the policies, too. It does not have the model's files, the
-        settings of answers (such as the temperature), and the size limit of the prompt cache.
+        A memory plan decides how memory is divided among the parts of a model. The settings of
+        policies are included. The path of the model, and settings that only affect answers (such as
+        the temperature), are left out.
         """
         apart = ("model", "mmproj", "prompt_cache_limit")
         kept = [name for name, each in self.declared().items() if not each.answer]
@@ -618,22 +619,13 @@ class Config(Settings):
     def asks_less(self, policy: type[Policy]) -> bool:
         """Return whether these settings let the policy compute experts below the best precision.
 
-        `policy.precisions.lossless` maps settings to the values that ensure the best precision. It
-        is None if no values ensure it. The first rule that applies decides:
-
-        - If the setting `exact` is set: False.
-        - If experts may be skipped: True.
-        - If `lossless` is None: whether the policy supports several precisions.
-        - If a setting in `lossless` has another value: True.
-        - If a setting in `lossless` has no value: whether the user named a low tier or a second
-          file.
-        - Otherwise: False.
+        Skipping experts counts as well. If the setting `exact` is set, the result is False.
         """
         if self.exact:
             return False
         if self.low_tier == SKIP_TIER:
             return True
-        if policy.precisions.lossless is None:
+        if policy.precisions.lossless is None:  # no setting makes this policy lossless
             return policy.precisions.most > 1
         settings = self.settings_of(policy)
         asked = [
@@ -641,6 +633,7 @@ class Config(Settings):
         ]
         if any(given not in (None, value) for given, value in asked):
             return True
+        # A setting without a value counts as lossless, unless the user named a lower precision.
         lower = self.low_tier is not None or self.low is not None
         return lower and any(given is None for given, _ in asked)
 

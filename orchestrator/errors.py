@@ -12,7 +12,7 @@ from gguf_tools.errors import SeveralModelsError as SeveralModelsError
 
 
 def sentence_of(error: Exception) -> str:
-    """Return the message to show for an error that stopped a step.
+    """Return the message to show for an error that stopped a step of a model.
 
     For a MoeEdgeError, it is the error's own message. Any other exception came from a policy, so
     the message says that the policy failed.
@@ -60,8 +60,9 @@ class PolicyError(MoeEdgeError):
 class TiersError(PolicyError):
     """Raised if a policy needs more precisions (tiers) than are in use.
 
-    problem: the message without its advice. The advice names options of commands that run a model,
-    so it does not suit other callers.
+    The message consists of `problem`, which names the defect, and `remedy`, which names options
+    that mend it. The attribute `problem` has the first part alone, for commands that lack these
+    options.
     """
 
     def __init__(self, problem: str, remedy: str) -> None:

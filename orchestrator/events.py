@@ -73,14 +73,7 @@ class RouteEvent:
     - n_ahead: the number of following layers whose experts are predicted. Prediction p, counted
       from 0, is for the layer with index layer + 1 + p.
 
-    These read-only memoryviews have only the values of the first token. They are a fast form for
-    steps with a single token:
-
-        ids, weights     [k]  chosen experts and their routing weights
-        ahead_ids[p]     [k]  experts that layer + 1 + p is predicted to choose, best first
-        ahead_scores[p]  [k]  their scores
-
-    These read-only arrays have the values of all tokens:
+    Read-only arrays with the values of all tokens:
 
         ids_array         int32   [T, k]           chosen experts
         weights_array     float32 [T, k]           their routing weights
@@ -90,6 +83,13 @@ class RouteEvent:
         ahead_ids_array   int32   [n_ahead, T, k]  predicted experts (DyMoE eq. 6), best first
         ahead_array       float32 [n_ahead, T, k]  their scores
         importance_array  float32 [T]              attention that a token receives (eq. 1), or None
+
+    Read-only memoryviews with the values of the first token. If the step has a single token,
+    reading them is faster than reading the arrays:
+
+        ids, weights     [k]  chosen experts and their routing weights
+        ahead_ids[p]     [k]  experts that layer + 1 + p is predicted to choose, best first
+        ahead_scores[p]  [k]  their scores
 
     Predictions are as wide as the largest k of all layers. For a layer with a smaller k, a row is
     padded with its first expert at score 0.
@@ -132,7 +132,11 @@ class RouteEvent:
         self.step = 0
 
     def use(self, k: int) -> None:
-        """Set k, the number of experts per token in the layer of this event."""
+        """Adapt this event to a layer whose router chooses k experts per token.
+
+        Afterwards, the arrays and memoryviews of chosen experts have k columns. The routing of the
+        model does not change.
+        """
         self.k = k
         self.ids, self.weights = (row[:k] for row in self._first)
 
@@ -198,10 +202,10 @@ class StoreView:
 class DecisionBuffer:
     """The policy's decision for one layer, written into memory of the native store.
 
-    - tier[expert]: a tier or SKIP. Before each event every entry is 0, the best tier. Only the
-      entries of routed experts are read.
-    - passing[expert]: 1 streams the expert, so that it does not evict frequently used experts.
-      Before each event every entry is 0.
+    - tier[expert]: a tier (precision) or SKIP. Before each event every entry is 0, the best tier.
+      Only the entries of experts that the router chose are read.
+    - passing[expert]: 1 if the expert should be evicted before all others, because it will not be
+      used again soon. Before each event every entry is 0.
     - renormalize: whether the weights of a token's other experts are scaled up if some are skipped.
     """
 
@@ -218,11 +222,11 @@ class DecisionBuffer:
         self.renormalize = False
 
     def prefetch(self, layer: int, expert: int, tier: int, passing: int = 0) -> None:
-        """Request that an expert is read before its layer needs it.
+        """Request that an expert is read in a tier (precision) before its layer needs it.
 
-        Request the most urgent experts first. If the buffer is full, the request is dropped,
-        because a prefetch is optional. passing: 1 streams the expert, so that it does not evict
-        frequently used experts.
+        Request the most urgent experts first. If the buffer is full, the request is dropped.
+        passing: 1 if the expert should be evicted before all others, because it will not be used
+        again soon; 0 to keep it like any recently used expert.
         """
         n = self.n_prefetch
         if n < len(self._prefetch):
@@ -273,13 +277,12 @@ class StepReport:
     - us: the time of the step in microseconds.
     - counts: the number of tokens routed to each expert since the previous report with counts.
     - resident: the tier (precision) of each expert in memory, or ABSENT, uint8.
-    - target: the tier that each expert will have in memory when running changes of tiers are
-      complete, uint8.
+    - target: like `resident`, but after the changes of tier that are in progress.
     - starts, prompt_ends: the sequences that began in this step, and those whose prompt ended in
       it.
     - ends: the sequences that were dropped since the previous step.
-    - unusual: whether recent text uses experts differently from the texts of the loss table. None
-      if this was not checked after this step.
+    - unusual: whether recent text uses experts differently from the text with which losses were
+      calibrated. None if this was not checked after this step.
 
     counts, resident and target are [n_layers, n_expert], or None in reports for which the policy
     did not request them.

@@ -42,7 +42,7 @@ class Upstream:
 
     @property
     def base(self) -> str:
-        """The name of the source distribution's top folder, such as `llama_cpp_python-0.3.36`.
+        """The name of the top folder in the source distribution, such as `llama_cpp_python-0.3.36`.
 
         The header of each patch has this name in the field Upstream-Base.
         """
@@ -50,7 +50,7 @@ class Upstream:
 
     @property
     def sdist_name(self) -> str:
-        """The file name of the source distribution."""
+        """The file name of the release's source distribution."""
         return f"{self.base}.tar.gz"
 
     @property
@@ -180,21 +180,22 @@ def sha256_file(path: Path) -> str:
 
 
 def cached_sdist(upstream: Upstream) -> Path | None:
-    """Return the path of the source distribution in the cache, without checking its hash.
+    """Return the path of llama-cpp-python's source distribution in the cache, or None.
 
-    Return None if the cache does not have it.
+    The hash of the file is not checked. The result is None if the cache does not have the file.
     """
     path = cache_dir() / "sdist" / upstream.sdist_name
     return path if path.exists() else None
 
 
 def fetch_sdist(upstream: Upstream, given: Path | None = None) -> Path:
-    """Return the path of the source distribution, after downloading it with pip if necessary.
+    """Return the path of llama-cpp-python's source distribution, downloaded to the cache if needed.
 
-    Raises BuildError if the download fails, or if the file is not the pinned release. In this case
-    no code of the file was executed.
+    The hash of the file is checked before any of its code runs. Raises BuildError if the download
+    fails, or if the file is not the pinned release.
 
-    given: path of a local copy, or of an archive with the files for building, to use instead.
+    given: path of a file to copy to the cache instead of a download: the source distribution, or
+    the result of `write_part`.
     """
     target = cache_dir() / "sdist" / upstream.sdist_name
     if target.exists() and given is None:
@@ -253,7 +254,7 @@ def errors_of_pip(said: str) -> list[str]:
 
 
 class Sdist:
-    """Reads files of the source distribution, by their paths inside its top folder."""
+    """Reads files of llama-cpp-python's source distribution, by path inside its top folder."""
 
     def __init__(self, path: Path, upstream: Upstream):
         self.path = path

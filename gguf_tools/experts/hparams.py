@@ -57,13 +57,13 @@ class Hyperparameters:
 
     @classmethod
     def read(cls, file: GGUFFile, expert: TensorInfo) -> "Hyperparameters":
-        """Read the hyperparameters from the first file of a model.
+        """Read the hyperparameters from the metadata of a model's first file.
+
+        expert: any expert tensor of the model. If the metadata lacks the number of experts, it is
+            read from the shape of this tensor.
 
         Raises MissingKeyError if a required key is missing, and MetadataError if a value is
         impossible.
-
-        expert: any expert tensor of the model. Its last dimension is the number of experts if the
-            metadata lacks that number.
         """
         keys = _Keys(file)
         blocks = keys.positive("block_count", MAX_LAYERS)

@@ -54,7 +54,8 @@ class ExpertModel(Closing):
     dense_layer_bytes: the part of dense_bytes in each layer, by `il`.
     tier_bytes: size of all experts in each tier.
     has_shared: whether layers have shared experts.
-    lookup: dense tensors of which only single rows are read, so that they can stay on disk.
+    lookup: the lookup tables, such as the token embeddings. A token needs only a few of their rows,
+        so these tensors can stay on disk.
     fallbacks: notes of a packed file on matrices whose type differs from their tier's.
     """
 
@@ -82,9 +83,9 @@ class ExpertModel(Closing):
 
         low: a file of the same model in a lower precision, which becomes an additional tier.
 
-        Raises NotMoEError for a model without experts, MissingTierError if a listed tier is
-        missing, and MismatchError if `low` is another model or not less precise. Raises other
-        GGUFErrors for malformed files.
+        Raises NotMoEError for a model without experts. Raises MissingTierError if a tier that the
+        metadata lists is missing. Raises MismatchError if `low` is another model or not less
+        precise. Raises other GGUFErrors for malformed files.
         """
         return cls.of_parts(open_model(path), None if low is None else open_model(low))
 
@@ -135,14 +136,19 @@ class ExpertModel(Closing):
 
     @property
     def lookup_bytes(self) -> int:
-        """The size of the dense tensors that can stay on disk because only single rows are read."""
+        """The total size of the model's lookup tables.
+
+        A lookup table is a tensor, such as the token embeddings, of which a token needs only a few
+        rows. It can therefore stay on disk.
+        """
         return sum(table.info.nbytes for table in self.lookup)
 
     @property
     def lookup_text(self) -> str:
-        """The names and sizes of the dense tensors that can stay on disk, for display.
+        """The names and sizes of the model's lookup tables, for display. Empty without tables.
 
-        The text is empty if the model has none.
+        A lookup table is a tensor, such as the token embeddings, of which a token needs only a few
+        rows. It can therefore stay on disk.
         """
         infos = [table.info for table in self.lookup]
         return " and ".join(f"{info.name} ({format_size(info.nbytes)})" for info in infos)

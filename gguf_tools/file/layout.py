@@ -347,13 +347,14 @@ def fitting_type(ggml_type: GGMLType, n: int) -> GGMLType:
     return GGMLType.F16
 
 
-def fallback(kind: int, requested: GGMLType, n: int) -> list[str]:
-    """Return a note if a matrix cannot have the requested type, as a list with one text.
+def fallback_notes(kind: int, requested: GGMLType, n: int) -> list[str]:
+    """Return a note for the user if rows of n weights cannot be stored in the requested type.
 
-    This is the case if the type's block size does not divide the row length n. The note names the
-    type that the matrix gets instead. If the matrix can have the requested type, the list is empty.
+    Rows are stored in whole blocks, so n must be a multiple of the type's block size. The result is
+    a list with one text, which names the matrix and the type used instead. If the rows fit the
+    requested type, the list is empty.
 
-    kind: kind of the matrix, an index into KINDS.
+    kind: kind of the expert matrix that has these rows, an index into KINDS.
     """
     found = fitting_type(requested, n)
     if found is requested:

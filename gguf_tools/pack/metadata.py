@@ -13,8 +13,8 @@ from gguf_tools.quantize.methods import ExpertQuantizer, Rtn
 def copy_metadata(model: ExpertModel, writer: GGUFWriter) -> None:
     """Copy a model's metadata to a file that is being written.
 
-    Keys that describe how the source file stores the model are left out: tiers, parts and
-    alignment.
+    Keys that describe how the source file stores the model are left out. These are the keys for
+    tiers (precisions), parts of a split model, and alignment.
     """
     first = model.parts[0]
     for key in first.metadata:
@@ -60,10 +60,15 @@ def write_tiers(
 def method_and_calibration(
     model: ExpertModel, matrices: list[Matrix], quantizer: ExpertQuantizer | None
 ) -> tuple[str, str]:
-    """Return the names of a packed file's quantization method and calibration, for its metadata.
+    """Return the quantization method and the calibration of a packed file's experts, as texts.
 
-    If lower tiers were copied from the source file, the names come from the source file's metadata.
-    If other lower tiers were quantized anew, both methods are named.
+    If lower precisions (tiers) are copied from the source file, the texts are those in the source
+    file's metadata. If only some of them are copied, the first text names both methods, such as
+    "gptq and rtn".
+
+    model: the source.
+    matrices: the matrices to be written.
+    quantizer: None for rounding to nearest ("rtn").
     """
     by = quantizer or Rtn
     lower = [each.copy_from is None for matrix in matrices for each in matrix.targets[1:]]

@@ -41,11 +41,11 @@ _DENSE_KEEP = (
 
 
 class Target(NamedTuple):
-    """A tensor to be written. It holds the matrices of one kind, such as up, of a layer's experts.
+    """A tensor to be written, with one kind of matrix (such as up) of all experts of a layer.
 
-    type: the ggml type (precision) of the tensor to be written.
-    copy_from: the position in the source file of the same matrices in the type `type`, to be
-        copied. If it is None, they are quantized from the source's best precision.
+    type: the ggml type (precision) of the tensor.
+    copy_from: where the source file has the same matrices in this type, so that they can be copied.
+        None if they must be quantized.
     """
 
     name: str
@@ -88,6 +88,7 @@ def expert_targets(
 
     types: the requested types of the tiers (precisions), the best first.
     reuse_lower: whether lower tiers of the source can be copied instead of quantized anew.
+
     Raises QuantizeError if a tier would not be smaller than the tier before it.
     """
     matrices: list[Matrix] = []
@@ -105,7 +106,7 @@ def expert_targets(
             targets = []
             for index, requested in enumerate(types):
                 ggml_type = layout.fitting_type(requested, shape[0])
-                fallbacks |= dict.fromkeys(layout.fallback(kind, requested, shape[0]))
+                fallbacks |= dict.fromkeys(layout.fallback_notes(kind, requested, shape[0]))
                 reusable = stored if reuse_lower else stored[:1]
                 copy_from = next(
                     (each for each in reusable if each and each.type == ggml_type), None

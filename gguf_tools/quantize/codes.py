@@ -19,17 +19,17 @@ Decode = Callable[[Blocks], Floats]
 
 
 class Plane(NamedTuple):
-    """The bytes of a quantization block that store certain bits of the block's codes.
+    """The bytes of a quantization block that store some of the bits of the block's codes.
 
-    A code is the integer that stands for a weight. For example, Plane(2, 4, 16) stores 4 bits of 32
-    codes in bytes 2 to 17: codes 0 to 15 in the low halves of the bytes, the others in the high
-    halves.
+    A code is the integer that stands for a weight. For example, Plane(2, 4, 16) stores 4 bits of
+    each of 32 codes in bytes 2 to 17. The low halves of these bytes hold codes 0 to 15, the high
+    halves codes 16 to 31.
 
     start: index of the first byte.
-    width: number of stored bits of each code.
-    group: number of successive codes in successive bytes. The next group uses the next bits of
-        these bytes.
-    low: index of the lowest stored bit in the code.
+    width: number of bits of each code that the plane stores.
+    group: distance between two codes in the same byte. In the example, codes i and i + 16 share a
+        byte.
+    low: index of the lowest of the stored bits in the code.
     """
 
     start: int
@@ -39,14 +39,13 @@ class Plane(NamedTuple):
 
 
 class Coding(NamedTuple):
-    """How a ggml type stores the weights of a quantization block as small integers, called codes.
+    """The codes of a ggml type: small integers that stand for the weights of a quantization block.
 
-    planes: the bytes and bits of the block that store the codes.
+    planes: where a block stores the bits of its codes.
     first, last: the smallest and the largest code in use.
     scales: scales[i] times the block's scale is the weight for code first + i. Empty if the weights
         for successive codes are equally spaced.
-    flip: mask that is XORed with a code before the code is stored. The other fields refer to codes
-        before this XOR.
+    flip: bit mask. A block stores `code XOR flip` instead of the code.
     """
 
     planes: tuple[Plane, ...]
@@ -100,11 +99,11 @@ def put_codes(ggml_type: GGMLType, blocks: Blocks, codes: Blocks) -> None:
 
 
 def code_values(ggml_type: GGMLType, blocks: Blocks, decode: Decode) -> Floats:
-    """Return the weights that one or two codes stand for in quantized blocks.
+    """Return the values of one or two codes in quantized blocks, which determine all other values.
 
-    A code is the integer that stands for a weight. If the weights for a type's codes are equally
-    spaced, the result is for the first and the last code. Otherwise it is for the code that stands
-    for the block's scale. Callers compute the weights for other codes from the result.
+    A code is the integer that stands for a weight. Its value depends on the scales of its block.
+    For a type with equally spaced values, the result has the values of the smallest and the largest
+    code. For another type, it has the value of the code that stands for 1 times the scale.
 
     blocks: uint8 [number of blocks, bytes per block].
     decode: decodes the bytes of blocks to float32.

@@ -102,14 +102,16 @@ def outer_sum(parts: Iterable[Floats], device: str) -> Square:
 def smoothed(own: Square, tokens: int, shared: Square | None = None) -> Square:
     """Return an expert's Hessian for GPTQ, regularized because the expert may have few tokens.
 
-    The result is own + n * R, [n, n]. R is (D + shared) / 2, or D if `shared` is None. D is own /
-    tokens with zeros outside the diagonal. If `tokens` is 0, R is `shared`, or 0 if `shared` is
-    None.
+    The result is own + n * (D + shared) / 2. D is own / tokens with zeros outside the diagonal. If
+    `shared` is None, the result is own + n * D. If `tokens` is 0, it is n * shared, or 0 if
+    `shared` is None.
 
-    own: sum of x x^T over the inputs x of the expert's tokens.
+    own: sum of x x^T over the inputs x of the expert's tokens. Each x has n elements.
     tokens: number of these tokens.
     shared: mean of x x^T over all tokens of the layer. None for down matrices, whose inputs differ
         between experts.
+
+    All matrices are [n, n].
     """
     n = len(own)
     if not tokens:
@@ -119,11 +121,15 @@ def smoothed(own: Square, tokens: int, shared: Square | None = None) -> Square:
 
 
 def factorize(hessian: Square, device: str | None = None) -> Factor | None:
-    """Add damping to a symmetric Hessian [n, n], and factorize its inverse in float64.
+    """Factorize a Hessian for `quantize`. Return None if it is zero or cannot be factorized.
 
-    The damping is a hundredth of the mean diagonal, or more if the factorization fails. Return None
-    if the Hessian is zero or cannot be factorized. Rows and columns of inputs that were never used
-    may be zero. Raises QuantizeError if a value is not finite.
+    Before the factorization, damping is added to the diagonal: a hundredth of the diagonal's mean,
+    or more if the factorization fails.
+
+    hessian: symmetric matrix, float64 [n, n]. Rows and columns may be zero.
+    device: torch device for the computation. Default: a GPU if torch can use one.
+
+    Raises QuantizeError if a value of the Hessian is not finite.
     """
     torch = torch_module()
     device = device or default_device()
@@ -189,12 +195,12 @@ class _Grid:
             self._inverse = (1 / self._step.masked_fill(zero, 1)).masked_fill(zero, 0)
 
     def nearest(self, column: int, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """Round one column of a weight matrix to the nearest weights that the ggml type can store.
+        """Round the weights of one column to the nearest values that the ggml type can store.
 
-        Return (codes, weights) of the rounded column, both [rows]. A code is the integer that
-        stands for a weight. In the result, code 0 is the first code that the type uses.
+        Return (codes, values), both [rows]. A code is the index of a value among all values that
+        the type can store in this column.
 
-        column: index of the column in the group of columns that this object describes.
+        column: index of the column in the group of columns for which this grid was made.
         wanted: the weights to round, one for each row of the matrix, [rows].
         """
         if self._scales is None:

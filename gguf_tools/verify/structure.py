@@ -12,7 +12,7 @@ def layout_problems(part: GGUFFile) -> Iterator[Problem]:
     """Yield a problem for each tensor of a file that is not where llama.cpp expects its data.
 
     llama.cpp loads a file only if the data of its tensors is in the order of the tensor list, with
-    only zeros between them. Extra bytes at the end are reported, too.
+    only zeros between two tensors. Extra bytes at the end are reported, too.
     """
     end = part.data_offset
     previous = "the header"
@@ -41,11 +41,11 @@ def layout_problems(part: GGUFFile) -> Iterator[Problem]:
 def foreign_problems(parts: list[GGUFFile]) -> Iterator[Problem]:
     """Yield a problem for each file of a split model that seems to come from another quantization.
 
-    The check compares the ggml types of expert matrices, separately for each kind of matrix and
-    each precision. A file is reported if none of its types occurs in any other file. If a model has
-    two files with different types, only the second file is reported.
+    A file is reported if its expert matrices have ggml types that matrices of the same kind and
+    precision have in no other file. If the model has only two files and they differ in this way,
+    only the second file is reported.
 
-    parts: the files of the model.
+    parts: the opened files of the model.
     """
     types = [_expert_types(part) for part in parts]
     for index, (part, own) in enumerate(zip(parts, types, strict=True)):

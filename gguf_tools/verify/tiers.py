@@ -29,9 +29,10 @@ _ROUTER = re.compile(r"blk\.([0-9]{1,9})\.ffn_gate_inp\.weight")
 def model_problems(parts: list[GGUFFile], report: VerifyReport) -> Iterator[Problem]:
     """Yield a problem for each contradiction between a model's metadata and its expert tensors.
 
-    Also sets the report's `tiers` and `no_experts`.
+    Also adds the names of the model's precisions (tiers) to `report.tiers`. If the model has no
+    experts and its metadata announces none, `report.no_experts` is set to a note about this.
 
-    parts: the files of the model.
+    parts: the opened files of the model.
     """
     first = parts[0]
     try:
@@ -104,7 +105,7 @@ def _statement_problems(first: GGUFFile, model: ExpertModel) -> Iterator[Problem
             for tier in model.tiers:
                 declared = layout.type_by_name(tier.name)
                 if shape is not None and declared is not None:
-                    needed |= dict.fromkeys(layout.fallback(kind, declared, shape[0]))
+                    needed |= dict.fromkeys(layout.fallback_notes(kind, declared, shape[0]))
     for text in needed:
         if text not in model.fallbacks:
             yield Problem(

@@ -204,7 +204,7 @@ class Hitters(Shown, Critical):
                 and case.row["retention"] in RETENTIONS
             )
         ]
-        return [next(same) for _, same in groupby(listed, key=lambda case: case.place)]
+        return [next(same) for _, same in groupby(listed, key=lambda case: case.row_key)]
 
     def contrasts(self, found: Scores) -> list[Row]:
         """Return by how much other rankings exceed the KL divergence of heavy hitters."""
@@ -235,7 +235,7 @@ class Demoted(Shown, Demotion):
             for case in super().cases(on)
             if case.row["demoted"] in levels
         ]
-        return [next(same) for _, same in groupby(listed, key=lambda case: case.place)]
+        return [next(same) for _, same in groupby(listed, key=lambda case: case.row_key)]
 
     def contrasts(self, found: Scores) -> list[Row]:
         """Return by how much other orders exceed the KL divergence of the least used first."""

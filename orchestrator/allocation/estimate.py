@@ -35,13 +35,15 @@ def surprise(counts: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """The usage of experts in the texts with which a loss table was measured.
+    """How often the texts of a loss table use each expert, to recognise texts that differ.
 
-    Each use of an expert has a surprise, which is high if these texts rarely use the expert.
-    Another text is unusual if its mean surprise per use is not between `low` and `high`.
+    A loss table gives the quality loss of each expert in lower precisions. It was measured on some
+    texts, and is not valid for a text that uses experts very differently.
 
-    - surprise: the surprise of one use of each expert, float64 [n_layers, n_expert].
-    - low, high: the limits for the mean surprise per use in a window of ROUTING_TOKENS tokens.
+    - surprise: how unusual one use of each expert is in the measured texts, as returned by the
+      function `surprise` of this module, float64 [n_layers, n_expert].
+    - low, high: the table is valid for a window of ROUTING_TOKENS tokens if the mean surprise of
+      its uses is between these limits.
     """
 
     surprise: np.ndarray
@@ -51,8 +53,7 @@ class Routing:
     def holds(self, counts: np.ndarray) -> bool:
         """Return whether the loss table, which was measured on other texts, is valid for a text.
 
-        The loss table gives the quality loss of each expert in lower precisions. It is valid if the
-        text uses experts about as often as the measured texts.
+        It is valid if the text uses each expert about as often as the measured texts.
 
         counts: how often each expert was used by about ROUTING_TOKENS tokens of the text,
             [n_layers, n_expert]. If all counts are 0, the result is True.
@@ -63,17 +64,19 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class KlEstimate:
-    """An estimate of the quality loss if experts use tiers (precisions) below the best tier in use.
+    """Estimates how much quality a model loses if experts are computed in lower precisions (tiers).
 
-    The loss is a KL divergence in nats, measured on windows of text. A token's loss is the sum over
-    its experts of squared gate weight times `nats`.
+    The loss of a token is a KL divergence in nats. It is the sum, over the token's experts, of the
+    squared gate weight times `nats`.
 
-    - base: the name of the best tier.
-    - nats: the 90th percentile of each expert's loss for gate weight 1, by tier. The last column is
-      for skipping. float64 [n_layers, n_expert, n_tiers + 1].
-    - gates: each used expert's mean squared gate weight, float64 [n_layers, n_expert].
-    - spread: the 10th percentile divided by `nats`.
-    - routing: the usage of experts in these texts.
+    - base: the name of the tier without loss, to which other tiers are compared.
+    - nats: each expert's loss in each tier for gate weight 1. The last column is for skipping the
+      expert. float64 [n_layers, n_expert, n_tiers + 1]. The values are high estimates: nine of ten
+      pieces of the measured text lose less.
+    - gates: each expert's mean squared gate weight, float64 [n_layers, n_expert].
+    - spread: a low estimate divided by the high one. One of ten pieces loses less than the low
+      estimate.
+    - routing: how often the measured text uses each expert, or None.
     """
 
     base: str
@@ -96,15 +99,17 @@ class KlEstimate:
         spread: float = 1.0,
         routing: Routing | None = None,
     ) -> KlEstimate:
-        """Make an estimate of losses relative to the tier `base`.
+        """Make an estimate relative to the tier (precision) `base`, from losses of all tiers.
 
-        The argument `costs` has the losses relative to full precision. The rounding errors of two
-        tiers (precisions) are independent, so their losses add up. The loss of a tier relative to
-        `base` is therefore its own loss plus the loss of `base`. For `base` itself, it is 0.
+        The given losses are relative to full precision. The loss of a tier relative to `base` is
+        the sum of both given losses, because the rounding errors of two tiers are independent. For
+        `base` itself, it is 0.
 
-        costs: float64 [n_layers, n_expert, n_tiers + 2]. On the last axis are the tiers `names`,
-            then `base`, then skipping the expert.
-        gates, spread, routing: fields of the estimate.
+        costs: the given losses in nats for gate weight 1, float64 [n_layers, n_expert, n_tiers +
+            2]. On the last axis are the tiers `names`, then `base`, then skipping the expert.
+        gates: each expert's mean squared gate weight, float64 [n_layers, n_expert].
+        spread: the ratio of a low estimate (10th percentile) to `costs` (90th percentile).
+        routing: how often the measured text uses each expert, or None.
         """
         nats = np.delete(costs, -2, axis=2) + costs[..., -2:-1]
         if base in names:
@@ -126,7 +131,7 @@ class KlEstimate:
         The loss of a token is a sum over its k experts: the squared gate weight of the expert,
         times the expert's loss in its tier according to the field `nats`.
 
-        - ids, weights: the experts of each token and their gate weights, [T, k].
+        - ids, weights: the k experts of each of T tokens and their gate weights, [T, k].
         - tiers: the tier (precision) in which each expert is computed, or SKIP, uint8 [n_expert].
         """
         squares = np.square(weights, dtype=np.float64)
@@ -142,9 +147,10 @@ class KlEstimate:
         return weight * weight * cost
 
     def of_uses(self, uses: np.ndarray, tiers: np.ndarray) -> float:
-        """Return the estimated loss of many uses of experts, in nats.
+        """Return the estimated quality loss of many uses of experts, in nats.
 
-        Each expert has its usual gate weight and is always computed in the same tier.
+        A use is the computation of one expert for one token. Each expert has its usual gate weight
+        and is always computed in the same tier (precision).
 
         uses: how often each expert is used. tiers: the tier of each expert. Both are [n_layers,
         n_expert]. If uses are per token, the result is the mean KL divergence per token.
@@ -152,10 +158,10 @@ class KlEstimate:
         return float((uses * self.of_use(tiers)).sum())
 
     def of_use(self, tiers: np.ndarray) -> np.ndarray:
-        """Return the estimated loss of one use of each expert in its tier, in nats.
+        """Return the estimated quality loss if one token uses an expert, in nats, for each expert.
 
         The result is float64 [n_layers, n_expert]. Experts have their usual gate weights. tiers:
-        the tier of each expert, [n_layers, n_expert].
+        the tier (precision) in which each expert is computed, [n_layers, n_expert].
         """
         lost = np.take_along_axis(self._by_tier, tiers[..., None].astype(np.int64), axis=2)
         found: np.ndarray = self.gates * lost[..., 0]

@@ -55,7 +55,7 @@ class Hull:
         return int(self.n_bytes[0])
 
     def at(self, budget_bytes: int) -> np.ndarray:
-        """Return the tier of each expert for a budget, uint8 [n_layers, n_expert].
+        """Return the tier of each expert for a memory budget, uint8 [n_layers, n_expert].
 
         Experts are moved to better tiers in the order of saved loss per added byte, until one does
         not fit. The bytes that are left are used for later experts that still fit. A budget below
@@ -128,6 +128,10 @@ def in_tiers(losses: np.ndarray, tiers: np.ndarray) -> np.ndarray:
     return found[..., 0]
 
 
-def lost(losses: np.ndarray, tiers: np.ndarray) -> float:
-    """Return the total loss if each expert is in its given tier."""
+def total_loss(losses: np.ndarray, tiers: np.ndarray) -> float:
+    """Return the total quality loss of all experts in all layers, each in its own tier (precision).
+
+    losses: the loss of each expert in every tier, in any unit, [n_layers, n_expert, n_tiers].
+    tiers: the index of each expert's own tier, [n_layers, n_expert].
+    """
     return float(in_tiers(losses, tiers).sum())

@@ -22,7 +22,7 @@ L = TypeVar("L", bound="LookAhead")
 
 @dataclass(frozen=True)
 class LookAhead(Settings):
-    """Settings of policies that prefetch the experts predicted for the next layers."""
+    """Settings of policies that predict the experts of the next layers, and prefetch them."""
 
     prefetch: str = setting(
         AUTO,
@@ -41,11 +41,16 @@ class LookAhead(Settings):
     usual: ClassVar[Mapping[str, Any]] = {"n_ahead": 1}
 
     def limited(self: L, depth: int, asked: Collection[str]) -> L:
-        """Return these settings for replaying a trace with predictions for `depth` layers ahead.
+        """Return these settings, limited to the predictions that a recorded trace has.
 
-        In the result, n_ahead is at most `depth`. asked: the names of the settings that the user
-        set. Raises ConfigError if the user set n_ahead to more than `depth`. Also raises
-        ConfigError if the user set prefetch to on and `depth` is 0.
+        To replay the trace, a policy can prefetch only experts that the trace predicts. In the
+        result, the setting n_ahead (for how many layers ahead) is therefore at most `depth`.
+
+        depth: for how many layers ahead the trace predicts experts. 0 means no predictions.
+        asked: the names of the settings that the user set.
+
+        Raises ConfigError if the user set n_ahead to more than `depth`, or set prefetch to "on" for
+        a trace without predictions.
         """
         n_ahead = self.with_usual().n_ahead or 0
         if "n_ahead" in asked and n_ahead > depth:
@@ -62,7 +67,9 @@ class LookAhead(Settings):
 
 
 BLOCK_STEPS = 8  # a trial has four blocks, alternating between two modes
-FIRST_STEPS = 32
+FIRST_STEPS = 32  # before the first trial
+# Steps from a trial to the next. The interval is reset after a change of the mode. It is doubled
+# after a trial without a change, up to the longest interval.
 PERIOD_STEPS = 256
 LONGEST_STEPS = 4096
 COUNTED_AT_ONCE = 256
@@ -139,16 +146,14 @@ class PredictionScore:
 
 
 class Prefetching:
-    """Decides whether prefetching is on, and measures how good the predictions are.
+    """Decides whether a policy prefetches experts, and measures how good its predictions are.
 
-    With the setting "auto", trials find out whether decoding is faster with or without prefetching.
-    The first trial starts after FIRST_STEPS decode steps. A trial has four blocks of BLOCK_STEPS
-    steps, with prefetching in every second block. If the other mode is clearly faster (MARGIN) than
-    the current one, it becomes the current mode, and the next trial follows PERIOD_STEPS steps
-    later. Otherwise the interval to the next trial is doubled, up to LONGEST_STEPS.
+    With the setting "auto", prefetching is on at first. From time to time, a trial compares the
+    time of decode steps with and without prefetching. The clearly faster mode is then used until
+    the next trial.
 
     - asked: the setting: "auto", "on" or "off".
-    - pays: whether prefetching is on according to the latest trial.
+    - pays: whether "auto" means on after the latest trial.
     - score: the accuracy of the predictions in decode steps with one token.
     """
 
@@ -190,10 +195,11 @@ class Prefetching:
         self._wait, self._trial = self._period, []
 
     def report(self) -> dict[str, Any]:
-        """Return figures about prefetching since the start, by name.
+        """Return the state of prefetching and the accuracy of its predictions, by name.
 
         - prefetch: the state: "on", "off", or "paused" if a trial was faster without prefetching.
-        - recall, precision: the values of `PredictionScore` for each layer.
+        - recall: for each layer, the fraction of used experts that were prefetched.
+        - precision: for each layer, the fraction of prefetched experts that were used.
         """
         auto = ON if self.pays else "paused"
         return {

@@ -25,9 +25,10 @@ MAX_WIDTHS = 4
 class PlacementSettings(Settings):
     """Settings that decide how many bits per weight each expert gets, by its importance.
 
-    The method is based on the paper "Context-Aware Mixture-of-Experts Inference on CXL-Enabled
-    GPU-NDP Systems". If the setting prior_tokens is 0 and near_weights is "plain", it is the method
-    of the paper.
+    The method is from the paper "Context-Aware Mixture-of-Experts Inference on CXL-Enabled GPU-NDP
+    Systems", with two additions. The importance of an expert includes its usage in earlier runs;
+    prior_tokens = 0 turns this off. The quality losses of experts are weighted with their
+    importance; near_weights = "plain" turns this off.
     """
 
     near_bits: float = setting(
@@ -74,15 +75,19 @@ def importance(
 ) -> np.ndarray:
     """Return the importance of each expert for a conversation, float64 [n_layers, n_expert].
 
-    It is (1 - w) (a P + (1 - a) W) + w E, and sums to 1 in each layer. The part without w is from
-    section 4.1 of the paper that PlacementSettings names.
+    The first three arguments have a number for each expert, [n_layers, n_expert]:
 
-    - P, W, E: the expert's share of its layer's `counts`, `gates` and `profile`.
-    - a: the setting importance_mix.
-    - w: m / (m + n), for m = prior_tokens * n_expert_used and the layer's sum n of `counts`.
+    - counts: how often the conversation used the expert.
+    - gates: the sum of the routing weights of these uses.
+    - profile: how often earlier runs used the expert.
 
-    counts, gates: the conversation's uses of each expert, and the sum of their routing weights.
-    profile: the uses in earlier runs.
+    P, W and E are these numbers, each divided by its sum over the layer. The importance is
+
+        (1 - w) (a P + (1 - a) W) + w E.
+
+    Here a is the setting importance_mix, and w is m / (m + n) with m = prior_tokens * n_expert_used
+    and n = the layer's sum of `counts`. With w = 0, this is section 4.1 of the paper that
+    PlacementSettings names.
     """
     pi = shares(profile)
     used = counts.sum(axis=1, keepdims=True, dtype=np.float64)
@@ -95,10 +100,10 @@ def importance(
 
 
 def bit_budget(n_cold: int, settings: PlacementSettings) -> int:
-    """Return how many bits per weight the experts of a layer in lower tiers may have in total.
+    """Return the maximum sum of bits per weight of the experts of a layer in lower precisions.
 
-    The result is n_cold * near_bits, rounded down, so the mean of these experts is at most
-    near_bits. n_cold: the number of these experts.
+    The result is n_cold * near_bits, rounded down, so these experts have at most near_bits (a
+    setting) bits per weight on average. n_cold: the number of these experts.
     """
     return int(n_cold * settings.near_bits + 1e-9)
 
@@ -173,22 +178,21 @@ def prefix_split(
 ) -> tuple[int, ...]:
     """Divide experts, sorted by importance, into groups of falling precision with minimal loss.
 
-    Return the number of experts in each group. The first, most important experts get bits[0], the
-    next ones bits[1], and so on.
+    Return the number of experts in each group. The first group has the most important experts,
+    which get bits[0] bits per weight.
 
-    - loss: the loss of each expert with each number of bits, float64 [n, len(bits)].
-    - bits: the bits per weight of the groups, falling, at most MAX_WIDTHS.
-    - budget_bits: the maximum sum of bits over all experts.
-    - weights: the weight of each expert's loss, [n]; None for equal weights, as in the paper.
+    - loss: the quality loss of each expert with each number of bits, float64 [n, len(bits)]. The n
+      experts are sorted by importance, the most important first.
+    - bits: the bits per weight of each group, falling. There are at most MAX_WIDTHS groups.
+    - budget_bits: the maximum sum of the experts' bits per weight.
+    - weights: a factor for each expert's loss, [n]. None for 1.
     - most: the maximum number of experts in each group, or None.
 
-    The result is an exact optimum. The search covers all sizes of the first two groups. The best
-    size of the third group follows from a running maximum of prefix sums, and the fourth group has
-    the rest. Bits that would increase the loss are not spent. Ties go to the split with more
-    experts of the first groups.
-
-    Raises PolicyError if no split meets the budget.
+    Raises PolicyError if the groups cannot meet the budget.
     """
+    # The result is an exact optimum. The search covers all sizes of the first two groups. The best
+    # size of the third group follows from a running maximum of prefix sums, and the fourth group
+    # has the rest. Bits that would increase the loss are not spent.
     n = len(loss)
     caps = [n] * len(bits) if most is None else [min(n, each) for each in most]
     if not 1 <= len(bits) <= MAX_WIDTHS or any(a <= b for a, b in pairwise(bits)):

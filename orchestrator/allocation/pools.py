@@ -19,12 +19,14 @@ _SAME_SIZE = 1.02
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Slots of one size for the experts of some layers.
+    """Memory for a number of experts of some layers, divided into slots.
 
-    - layers: the layers that share the slots.
-    - sizes: the slot size of each matrix kind, in bytes.
-    - n_slots: how many experts the pool can hold. An expert takes one slot for each of its
-      matrices.
+    An expert takes one slot for each of its matrices, such as up and down. All slots for the same
+    kind of matrix have the same size.
+
+    - layers: the layers whose experts can use the slots.
+    - sizes: maps each kind of matrix to the slot size in bytes.
+    - n_slots: the number of experts that the pool can hold.
     """
 
     layers: tuple[int, ...]
@@ -33,14 +35,15 @@ class Pool:
 
     @property
     def unit_bytes(self) -> int:
-        """The bytes that one expert takes in this pool, with one slot for each of its matrices."""
+        """The bytes that one expert takes in this memory pool: the slots of all its matrices."""
         return sum(self.sizes.values())
 
 
 def pools_by_size(shape: ModelShape, *tiers: int) -> list[Pool]:
-    """Divide the layers into groups with about the same slot size. Return a pool for each group.
+    """Divide a model's layers into groups with about equal expert sizes. Return a pool for each.
 
-    A slot can hold an expert in any of the given tiers. The number of slots (n_slots) is still 0.
+    A pool is memory for experts of some layers. Each expert can be in any of the given tiers
+    (precisions). The number of experts that a pool can hold (n_slots) is still 0.
     """
     # Layers share pools, because each pool has reserve slots: fewer pools need fewer of them.
     pools: list[Pool] = []
@@ -67,9 +70,10 @@ def _similar_sizes(ours: dict[int, int], theirs: dict[int, int]) -> bool:
 
 
 def slot_sizes(shape: ModelShape) -> np.ndarray:
-    """Return the slot bytes of an expert in each tier, int64 [n_layers, n_tiers].
+    """Return the memory that an expert takes in each layer and tier, int64 [n_layers, n_tiers].
 
-    Layers with similar sizes share slots, so the result is the size in the largest of these layers.
+    The values are in bytes. A tier is a precision. Layers with about equal expert sizes share
+    memory slots, so they all have the value of the largest of them.
     """
     sizes = np.zeros((shape.n_layers, len(shape.tiers)), np.int64)
     for tier in range(len(shape.tiers)):
@@ -98,10 +102,11 @@ def slot_plan(pools: Iterable[tuple[Pool, Sequence[int], bool]]) -> SlotPlan:
 
 
 class Tracker:
-    """Counts the free slots of each pool while transitions are chosen.
+    """Counts free memory slots while a policy chooses experts to load in another precision (tier).
 
-    The count starts from the slots that are free at one moment. Slots that are freed later are not
-    added. DynaExq calls this object BudgetTracker.
+    A pool is a set of slots for the experts of some layers. An expert that changes its tier needs a
+    free slot in a pool of the new tier. Only slots that are free at the start are counted. DynaExq
+    calls this object BudgetTracker.
     """
 
     def __init__(self, free: list[list[int]], pool_of: list[np.ndarray]) -> None:
@@ -142,16 +147,17 @@ class Tracker:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Specifies the slots for the experts in one or several tiers (precisions).
+    """The number of experts in one tier (precision), or in several tiers that share memory slots.
 
-    A slot is memory for one expert. A pool is a set of equal slots. An expert that changes its tier
-    needs a second slot, so pools have reserve slots.
+    A slot is memory for one expert. A pool is a set of slots for the experts of some layers. An
+    expert that changes its tier needs two slots for a time, so pools can have reserve slots.
 
-    - tiers: each slot can hold an expert in any of these tiers.
+    - tiers: the tiers. A slot can hold an expert in any of them.
     - n_experts: the number of experts in these tiers, by layer.
     - reserve: whether pools have reserve slots.
-    - experts_per_move: a pool has one reserve slot for this many experts of its layers.
-    - most_moves: the maximum number of reserve slots.
+    - experts_per_move: a pool whose layers have n experts gets n / experts_per_move reserve slots,
+      but at least one.
+    - most_moves: the maximum number of reserve slots in a pool.
     - on_host: whether a model on a GPU has these slots in host memory.
     """
 
@@ -163,13 +169,13 @@ class Places:
     on_host: bool = False
 
     def slots(self, pool: Pool, n_expert: int) -> int:
-        """Return how many slots (memory for one expert) a pool needs, including reserve slots.
+        """Return the number of slots for the experts of some layers, including reserve slots.
 
-        A reserve slot is for an expert that is loaded in a new precision while its old copy is
-        still in use. The result is at least 1, because the expert store requires a slot in every
-        precision.
+        A slot is memory for one expert. A reserve slot is for an expert that is loaded in a new
+        precision while its old copy is still in use. The result is at least 1, because the expert
+        store requires a slot in every precision.
 
-        pool: the pool. Only its layers are used.
+        pool: its field `layers` lists the layers. The other fields are ignored.
         n_expert: the number of experts per layer in the model.
         """
         n = sum(self.n_experts[layer] for layer in pool.layers)
@@ -178,16 +184,16 @@ class Places:
 
 
 class TierPools:
-    """The memory slots of all experts of a model, divided into pools of slots of one size.
+    """The memory slots of all experts of a model, divided into pools.
 
-    Each tier (precision) belongs to one `Places` object, which fixes how many experts of each layer
-    its tiers hold. Experts can exchange their tiers in any way that keeps these numbers, and each
-    expert moves only once. This requires reserve (spare) slots in all `Places` objects except the
-    first.
+    A pool is a set of slots for the experts of some layers. Each tier (precision) belongs to one
+    `Places` object, which fixes the number of experts in its tiers for each layer. Experts can
+    exchange their tiers in any way that keeps these numbers. All `Places` objects except the first
+    must have reserve (spare) slots, or some exchanges are impossible.
     """
 
-    # Proof that experts can always move: a move within a place takes a reserve slot and returns
-    # one. Suppose that some experts still have to move.
+    # Proof that experts can always move, each of them only once: a move within a place takes a
+    # reserve slot and returns one. Suppose that some experts still have to move.
     # - If the wanted pools are full, each of them holds an expert that must leave. Another pool of
     #   these places then holds fewer experts than it should.
     # - If no wanted pool is full, only moves to the first place are left. One of the experts in the
@@ -218,8 +224,8 @@ class TierPools:
     def pool_of(self) -> np.ndarray:
         """The index of each layer's slot pool in each tier (precision), int64 [n_layers, n_tiers].
 
-        A slot pool is a set of memory slots of one size for experts. Layers with the same index in
-        a tier share a pool.
+        A slot pool is a set of memory slots for experts. Layers with the same index in a tier share
+        a pool.
         """
         return np.stack([self._pool_in[at] for at in self._place_of], axis=1)
 
@@ -230,8 +236,9 @@ class TierPools:
     def track(self, resident: np.ndarray, target: np.ndarray) -> Tracker:
         """Return an object that counts the free slots of each pool while transitions are chosen.
 
-        A transition is an expert's change to another tier (precision). Until it ends, the expert
-        has a slot in both tiers, even if the tiers share a pool.
+        A pool is a set of memory slots for experts. A transition is an expert's change to another
+        tier (precision). Until it ends, the expert has a slot in both tiers, even if the tiers
+        share a pool.
 
         resident: the tier of each expert now, uint8 [n_layers, n_expert].
         target: the tier of each expert after the running transitions, uint8 [n_layers, n_expert].
@@ -248,16 +255,17 @@ class TierPools:
     def moves_to(
         self, wanted: np.ndarray, resident: np.ndarray, target: np.ndarray, gains: np.ndarray
     ) -> list[Transition]:
-        """Return the transitions of experts to their wanted tiers for which slots are free now.
+        """Return the changes of experts to wanted tiers (precisions) for which slots are free now.
 
-        Experts that are already in transition are left out. Transitions to lower tiers come first,
-        because they free slots of better tiers. Among transitions in the same direction, those with
-        the largest gain come first.
+        The result is a list of tuples (layer, expert, new tier). Changes to lower tiers come first,
+        because they free slots of better tiers. Of the changes in one direction, the largest gain
+        comes first. Experts that are just changing their tier are left out. All arguments are
+        [n_layers, n_expert]:
 
-        - wanted: the wanted tiers, uint8 [n_layers, n_expert].
-        - resident, target: the tiers in memory and after the current transitions, uint8 [n_layers,
-          n_expert].
-        - gains: the gain of moving each expert to its wanted tier, float64 [n_layers, n_expert].
+        - wanted: the tier that each expert should have, uint8.
+        - resident: the tier in which each expert is in memory, uint8.
+        - target: the tier to which each expert is changing, or its resident tier, uint8.
+        - gains: the gain of the change, float64.
         """
         layers, experts = np.nonzero((resident == target) & (resident != wanted))
         tiers = wanted[layers, experts]
@@ -285,9 +293,10 @@ def nominal_bits(tier: str) -> int:
 
 
 def nominal_losses(bits: Sequence[float], n_layers: int, n_expert: int) -> np.ndarray:
-    """Return losses to use if none were measured, float64 [n_layers, n_expert, len(bits)].
+    """Return quality losses to use if none were measured, float64 [n_layers, n_expert, len(bits)].
 
-    All experts have the same losses. One more bit per weight divides the loss by four.
+    bits: the bits per weight of each tier (precision). All experts have the same losses. One more
+    bit per weight divides the loss by four.
     """
     return np.tile(0.25 ** np.array(bits, np.float64), (n_layers, n_expert, 1))
 

@@ -21,10 +21,10 @@ _STAYS_SHARE = 0.75
 
 
 def gate_order(weights: Sequence[float]) -> Sequence[int]:
-    """Return the positions of one token's experts, by falling routing weight (eq. 3).
+    """Return the positions of one token's experts, sorted by falling routing weight (DyMoE, eq. 3).
 
     Experts with equal weights keep the order in which the router chose them. weights: the routing
-    weights of the token's experts, [k].
+    weights of the token's k experts, [k].
     """
     places = range(len(weights))
     if sorted(weights, reverse=True) == weights:
@@ -33,10 +33,12 @@ def gate_order(weights: Sequence[float]) -> Sequence[int]:
 
 
 def heavy_hitters(scores: np.ndarray, share: float) -> np.ndarray:
-    """Return the indices of the tokens that receive the most attention (eq. 1), in any order.
+    """Return the indices of the tokens that receive the most attention (DyMoE, eq. 1).
 
-    scores: the attention that each token receives, float32 [T]. share: the fraction of the tokens
-    to return, rounded up to at least one token.
+    The indices are in no particular order.
+
+    scores: the attention that each of T tokens receives, float32 [T]. share: the fraction of the
+    tokens to return, rounded up to at least one token.
     """
     k = max(1, math.ceil(share * len(scores)))
     if k >= len(scores):
@@ -48,7 +50,7 @@ class Ranking(NamedTuple):
     """The experts of a layer in the order of their importance for a step.
 
     - order: the indices of the experts, most important first.
-    - n_high: the first n_high experts are critical, that is, requested in the high tier.
+    - n_high: the first n_high experts are critical, that is, requested in the best precision.
     - n_used: the first n_used experts are used by the step's tokens.
     """
 
@@ -58,7 +60,9 @@ class Ranking(NamedTuple):
 
 
 def by_sequence(event: RouteEvent) -> tuple[list[np.ndarray], np.ndarray]:
-    """Divide the tokens of an event into prompts and single tokens, and return (prompts, singles).
+    """Divide the tokens of a route event into prompts and single tokens. Return (prompts, singles).
+
+    A route event has the experts that the router chose for the tokens of a step in one layer.
 
     prompts: the indices of a sequence's tokens, for each sequence with several tokens in the event.
     singles: the indices of all other tokens. They are tokens of answers, or prompts of one token.
@@ -70,7 +74,10 @@ def by_sequence(event: RouteEvent) -> tuple[list[np.ndarray], np.ndarray]:
 
 
 def last_of_sequences(event: RouteEvent) -> np.ndarray:
-    """Return the index of the last token of each sequence in an event, in rising order."""
+    """Return the index of the last token of each sequence in a route event, in rising order.
+
+    A route event has the experts that the router chose for the tokens of a step in one layer.
+    """
     last = {sequence: row for row, sequence in enumerate(event.sequences_array.tolist())}
     return np.array(sorted(last.values()), np.intp)
 
@@ -102,18 +109,18 @@ Gated = Callable[[int, np.ndarray, np.ndarray, StoreView], np.ndarray]
 
 @dataclass
 class Prompts:
-    """Chooses the tiers (precisions) of experts in steps with prompt tokens.
+    """Chooses the tier (precision) of each expert in steps that process prompts.
 
-    Each expert gets the best tier that a sequence requests. Less used experts of prompts can be
-    streamed, which means that the store evicts them first.
+    Such a step can also have single tokens of answers. Critical experts get tier 0, the best tier,
+    and all others the tier `low`, which can be SKIP. An expert is critical if a prompt or an answer
+    in the step needs it in tier 0.
 
-    - critical: critical(layer, n_used) returns how many of a prompt's n_used experts get tier 0,
-      the best tier.
-    - low: the tier of the others, or SKIP.
-    - heavy_share: the fraction of a prompt's tokens that count as important.
-    - passes: whether experts are streamed.
-    - gated: returns which experts of answers need tier 0. None means all.
-    - room: the number of slots, indexed [layer][tier].
+    - critical: critical(layer, n_used) returns how many of the n_used experts of a prompt are
+      critical. The most important ones are chosen.
+    - heavy_share: the fraction of a prompt's tokens that determine the importance of its experts.
+    - passes: whether the store may evict the less important experts of prompts first.
+    - gated: returns which experts are critical for answers. None means all.
+    - room: the number of memory slots, indexed [layer][tier].
     """
 
     rules: Rules
@@ -125,7 +132,11 @@ class Prompts:
     room: Sequence[Sequence[int]] = ()
 
     def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer, ahead: bool) -> None:
-        """Choose the tiers of a layer's experts. If `ahead` is set, prefetch for the next layer."""
+        """Choose the tier (precision) of each expert of a layer, and write the choice to `out`.
+
+        event: the experts that the router chose. view: the experts in memory. ahead: whether to
+        prefetch the experts that are predicted for the next layer.
+        """
         layer, n_expert, ids = event.layer, len(out.tier), event.ids_array
         prompts, gated = by_sequence(event)
         scores = event.importance_array
@@ -164,8 +175,8 @@ class Prompts:
         """Rank the experts of a layer for one prompt.
 
         The importance of an expert is the number of heavy hitters (important tokens) that use it
-        (eq. 2). Ties are broken by the number of all tokens that use the expert, then by `first`,
-        then by index.
+        (DyMoE, eq. 2). Ties are broken by the number of all tokens that use the expert, then by
+        `first`, then by index.
 
         - ids: the experts of each token, int32 [T, k].
         - heavy: the indices of the heavy hitters. None means that all tokens are equally important.
@@ -211,10 +222,10 @@ class Prompts:
     ) -> None:
         """Prefetch the experts that the tokens of a step are predicted to use in a layer.
 
-        The requests are in the order of the predicted importance (eq. 7). Critical experts are
-        requested in tier 0. The others are requested in tier `low`, or not at all if that is SKIP.
-        No more missing experts are requested than there are slots. Experts in memory are requested
-        too, so that no read evicts them.
+        The requests are in the order of the predicted importance (DyMoE, eq. 7). Critical experts
+        are requested in tier 0. The others are requested in tier `low`, or not at all if that is
+        SKIP. No more missing experts are requested than there are slots. Experts in memory are
+        requested too, so that no read evicts them.
 
         - predicted: the ranking of the predicted experts.
         - passing: the experts to stream, bool [n_expert].

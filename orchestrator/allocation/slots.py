@@ -93,12 +93,13 @@ class SlotGroup:
 
 @dataclass(frozen=True, slots=True)
 class SlotPlan:
-    """The groups of memory slots for a model's experts, and the group that each expert uses.
+    """The groups of memory slots for a model's experts, and the group that each matrix uses.
 
-    - groups: each group has slots of one size.
-    - group_of: maps (layer, matrix kind, tier) to the index of the group.
-    - total_bytes: the bytes of all slots that host_bytes does not include.
-    - host_bytes: the bytes of slots that are in host memory although the model runs on a GPU.
+    - groups: the groups. All slots of a group have the same size.
+    - group_of: maps (layer, matrix kind, tier) to the index of the group. A tier is a precision.
+    - total_bytes: the bytes of the slots on the device that runs the model (CPU or GPU).
+    - host_bytes: if the model runs on a GPU, the bytes of further slots in host memory; otherwise
+      0.
     """
 
     groups: tuple[SlotGroup, ...]
@@ -115,7 +116,7 @@ class SlotPlan:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A claim on a memory budget in units, such as slots of one size.
+    """A claim on a part of a memory budget, counted in units such as slots of one size.
 
     The claim gets at least `floor` and at most `full` units. Between these limits, the number of
     units is in proportion to `weight`. unit_bytes: the bytes of one unit.
@@ -174,11 +175,11 @@ def even_slots(shape: ModelShape, budget_bytes: int) -> list[int]:
 
 
 def layer_groups(shape: ModelShape, counts: Sequence[Sequence[int]]) -> SlotPlan:
-    """Return a slot plan with a separate group of slots for each layer, matrix kind and tier.
+    """Return a plan with a separate group of memory slots for each layer, matrix kind and tier.
 
-    A tier is a precision. A group has counts[layer][tier] slots, each for one matrix. In tier 0, at
-    most half of the slots may hold streamed experts. These are experts that only a long prompt
-    needs, and they are evicted first.
+    A tier is a precision; tier 0 is the best. A group has counts[layer][tier] slots, each for one
+    matrix. In a group of tier 0, at most half of the slots may hold experts that only a long prompt
+    needs.
     """
     groups: list[SlotGroup] = []
     group_of: dict[tuple[int, int, int], int] = {}
@@ -192,15 +193,16 @@ def layer_groups(shape: ModelShape, counts: Sequence[Sequence[int]]) -> SlotPlan
 
 
 def falling(schedule: str, n_layers: int) -> list[float]:
-    """Return a factor c(l) from 0 to 1 for each of n_layers layers l, by a schedule.
+    """Return a number c(l) from 0 to 1 for each layer l of a model, which falls by a schedule.
 
-    L is n_layers. Each of the first two schedules falls from 1 in the first layer to 0 in the last:
+    Policies use it to keep more experts of early layers in the best precision. The schedule is one
+    of these, with layers l = 0 to L - 1 and L = n_layers:
 
-    - cosine: c(l) = (cos(pi * l / (L-1)) + 1) / 2, which is eq. 4.
+    - cosine: c(l) = (cos(pi * l / (L-1)) + 1) / 2 (DyMoE, eq. 4).
     - linear: c(l) = 1 - l / (L-1).
-    - flat: c(l) = 0 in all layers.
+    - flat: c(l) = 0 in all layers, also in the first.
 
-    If there is only one layer, its factor is 0. Raises ConfigError for an unknown schedule.
+    A model with one layer has c = 0. Raises ConfigError for an unknown schedule.
     """
     if schedule not in SCHEDULES:
         raise ConfigError(f"unknown schedule '{schedule}': choose one of {', '.join(SCHEDULES)}")

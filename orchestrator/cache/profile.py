@@ -273,7 +273,11 @@ class TunedKeeper(_Cached):
         return known if isinstance(known, dict) else None
 
     def learn(self, policy: str, tuned: Mapping[str, Any]) -> None:
-        """Replace the settings that the named policy tuned."""
+        """Keep `tuned` as the tuned settings of a policy, instead of its earlier ones.
+
+        policy: the name of the policy. tuned: the values by setting name. `save` writes them to the
+        user cache.
+        """
         self._known[policy], self._learned = dict(tuned), True
 
     def save(self) -> None:

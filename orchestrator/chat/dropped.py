@@ -16,10 +16,10 @@ _HEAD_BYTES = 1024
 
 
 def path_of(text: str) -> Path:
-    """Return the path that a user typed, or dropped on the terminal.
+    """Return the path of a file whose name the user typed, or that was dropped on the terminal.
 
-    A text that is the name of an existing file is returned unchanged, except that ~ is expanded.
-    Otherwise quotes, backslashes and file:// URLs are decoded. Terminals write dropped paths in
+    The name of an existing file is returned unchanged, except that ~ is expanded. Otherwise quotes,
+    backslashes and file:// URLs are decoded, because terminals write the names of dropped files in
     these forms.
     """
     path = os.path.expanduser(text)
@@ -28,9 +28,11 @@ def path_of(text: str) -> Path:
 
 
 def dropped_images(line: str) -> list[Path]:
-    """Return the image files that a line names, or [] if the line has anything else.
+    """Return the image files that the user dragged and dropped on the terminal.
 
-    Images of types that the model cannot read are included, so that the user learns of them.
+    The terminal writes the names of dropped files into the input line. The result is empty if the
+    line has any text except names of image files. Images of types that the model cannot read are
+    included, so that the caller can report them.
     """
     text = line.strip()
     if not text or len(text) > _LONGEST_LINE or "\n" in text:

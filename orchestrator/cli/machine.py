@@ -32,13 +32,13 @@ def examine(
 ) -> tuple[dict[str, Any], Frontier | None]:
     """Measure this machine, and predict how a model would run on it. This takes some seconds.
 
-    begins: called with the name of each measurement.
-    disk: speed of the disk for a model that is not on this machine.
+    Returns (facts, plans). The facts are JSON values by name, such as the free memory. The plans
+    are settings with which the model fits in memory, with predicted speed and quality loss. They
+    are None if nothing fits. They are also None with a GPU, because speeds are predicted only for
+    the CPU.
 
-    Returns (facts, plans). The plans are settings with which the model fits in memory, with their
-    predicted speed and quality loss. They are None if no plan fits, or with a GPU, because speeds
-    are predicted only for the CPU. The facts are JSON values by name, including `plan`, a text
-    about the chosen plan.
+    begins: called with the name of each measurement.
+    disk: read speed of the disk. None measures the disk that has the model file.
 
     Raises MoeEdgeError if the model cannot be read, OSError if the disk cannot be measured.
     """

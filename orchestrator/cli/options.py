@@ -34,7 +34,7 @@ _FORCE = "moe-edge.force"
 
 
 class NamedPath(click.Path):
-    """The type of an option or argument whose value is a path.
+    """The click type of an option or argument whose value is a path.
 
     An empty path is refused, because it would mean the current folder.
     """
@@ -46,11 +46,9 @@ class NamedPath(click.Path):
 
 
 class NewPath(NamedPath):
-    """The click type of an option or argument that names an output file.
+    """The click type of an option or argument whose value is the path of an output file.
 
-    An existing file is refused, unless --force was given. The last accepted path counts as the last
-    output of the command. After that file is written, the command is complete, and Ctrl-C has no
-    effect.
+    A path at which a file exists is refused, unless --force was given.
     """
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
@@ -72,7 +70,8 @@ def _taken(path: Path, ctx: click.Context) -> str | None:
         return f"{path} {complaint}"
     if not ctx.meta.get(_FORCE) and os.path.lexists(path) and not path.is_dir():
         return f"{path} exists: choose another name, or give --force to replace it"
-    interrupts.ends_with(path)
+    # After the last output is written, the command is complete, and Ctrl-C has no effect.
+    interrupts.declare_last_file(path)
     return None
 
 
@@ -92,7 +91,7 @@ def _remember_force(ctx: click.Context, _param: click.Parameter, given: bool) ->
 
 
 class Number(click.FloatRange):
-    """The type of an option whose value is a number in a range. NaN is refused."""
+    """The click type of an option whose value is a number in a range. NaN is refused."""
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         number = super().convert(value, param, ctx)
@@ -178,7 +177,8 @@ def one_name(named: str | None, model: str | Path | None) -> str | None:
 def model_argument(function: Any) -> Any:
     """Decorate a command that works on one model file.
 
-    The user names the model as an argument or with -m. The command gets its path as `file`.
+    The user names the model as an argument or with -m. The decorated function gets the path of the
+    file as its parameter `file`.
     """
 
     @_NAMED
@@ -350,7 +350,10 @@ def chat_config(options: dict[str, Any]) -> Config:
 
 @contextmanager
 def as_options() -> Iterator[None]:
-    """Turn a SettingError in the block into a usage error that names the option."""
+    """Return a context manager that turns a SettingError in its `with` block into a usage error.
+
+    The usage error (click.BadParameter) names the command-line option of the setting.
+    """
     try:
         yield
     except SettingError as error:
@@ -398,8 +401,8 @@ def quantizer(source: Path, options: dict[str, Any]) -> Iterator[ExpertQuantizer
 def chosen_method(options: dict[str, Any], has_text: bool = False) -> Method:
     """Return the quantization method that the options of a command request.
 
-    has_text: whether the command has a calibration text even without --calib. If it has no such
-        text, --calib-tokens and --ram raise UsageError unless --calib is given.
+    Raises UsageError if --calib-tokens or --ram is given, but the command has no calibration text.
+    has_text: the command has a default text, so that --calib is not needed.
     """
     from orchestrator.lab.calibrate.methods import Method
 

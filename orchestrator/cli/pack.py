@@ -98,8 +98,8 @@ def _names_for(source: Path, ram_bytes: int) -> list[str]:
 def export(source: Path, target: Path, tier: str, keep_types: bool) -> None:
     """Export one precision of a packed file as a GGUF for any llama.cpp.
 
-    A type that only recent builds read (q2_0 with rows that are not a multiple of 256) is written
-    as an older type with the same values.
+    Types that only recent builds of llama.cpp read (such as q2_0) are converted to an older type
+    with the same values. --keep-types turns this off.
     """
     from gguf_tools.pack import export as run
 
@@ -124,9 +124,9 @@ def export(source: Path, target: Path, tier: str, keep_types: bool) -> None:
 def convert(source: str, target: Path, tiers: str, **options: Any) -> None:
     """Convert a checkpoint to a packed file, with experts in the precisions of --tiers.
 
-    SRC is a folder of a transformers checkpoint, or hf:OWNER/NAME[@REVISION]. A GGUF is packed like
-    with `moe-edge pack`. Quantization methods with a calibration text need a GGUF. To use them,
-    convert with --tiers f16, and then run `moe-edge pack` on the result.
+    SRC is a folder of a transformers checkpoint, or hf:OWNER/NAME[@REVISION]. If SRC is a GGUF, it
+    is packed as by `moe-edge pack`. Quantization methods with a calibration text need a GGUF. To
+    use them, convert with --tiers f16, and then run `moe-edge pack` on the result.
     """
     from gguf_tools.convert import convert as run
     from gguf_tools.convert.converting import check_arguments

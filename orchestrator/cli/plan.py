@@ -72,7 +72,7 @@ def render(found: Frontier, best: str) -> str:
     Each row has the policy, the predicted speed and the quality loss of a plan. best: name of the
     precision against which quality loss (KL) is measured.
     """
-    from orchestrator.cost.plans import behind_text
+    from orchestrator.cost.plans import context_speeds_text
     from orchestrator.cost.speeds import DISTURBED
     from orchestrator.cost.time import PROMPT_TOKENS
 
@@ -99,7 +99,7 @@ def render(found: Frontier, best: str) -> str:
             _USUAL,
             *([_UNKNOWN] if any(each.token_ms_skewed for each in found.candidates) else []),
             f"`chat` and `serve` use {found.why}",
-            *filter(None, [behind_text(found.taken.token_ms_behind)]),
+            *filter(None, [context_speeds_text(found.taken.token_ms_behind)]),
             *([DISTURBED] if found.disturbed else []),
         ]
     )

@@ -77,13 +77,13 @@ _LEAST_S = 1e-9
 class Bandwidth(NamedTuple):
     """The measured read speed of a disk.
 
-    - bytes_per_s: the speed of all I/O threads together.
-    - direct: the reads bypassed the page cache (O_DIRECT); otherwise they were buffered.
+    - bytes_per_s: bytes per second of all I/O threads together.
+    - direct: whether the reads bypassed the page cache (O_DIRECT).
     - slice_bytes: the mean size of one read.
-    - core_s_per_byte: the delay of the compute threads for each byte that is read, in seconds. A
-      read takes a core from a compute thread.
-    - latency_s: the time that each request takes in addition to its bytes, in seconds.
-    - first_bytes_per_s: the speed for bytes that no cache holds, because they have not been read
+    - core_s_per_byte: the processor time of reading, in seconds per byte. If every core computes,
+      reading delays the compute threads by this time.
+    - latency_s: seconds for each request, in addition to the time for its bytes.
+    - first_bytes_per_s: bytes per second for data that no cache holds, because it has not been read
       for a long time; 0 if unknown.
     """
 
@@ -98,20 +98,18 @@ class Bandwidth(NamedTuple):
 
     @property
     def at_first(self) -> Bandwidth:
-        """A copy of this bandwidth for reads of bytes that no cache holds.
+        """A copy of this bandwidth for data that no cache holds.
 
-        Caches do not hold bytes that have not been read for a long time. In the copy, bytes_per_s
-        has the value of first_bytes_per_s, if that is known. It is often lower.
+        Caches do not hold data that has not been read for a long time. Reading such data is often
+        slower. In the copy, bytes_per_s has the value of first_bytes_per_s, if that is known.
         """
         return self._replace(bytes_per_s=self.first_bytes_per_s or self.bytes_per_s)
 
     def with_compute_threads(self, config: Config) -> Bandwidth:
-        """Return a copy of this bandwidth for reads that run at the same time as compute threads.
+        """Return a copy of this bandwidth for reads while the compute threads of `config` run.
 
-        If the compute threads leave a core free, reads do not delay them. The field
-        core_s_per_byte, the delay per byte read, is then 0. Otherwise it is unchanged.
-
-        config: determines the number of compute threads.
+        If these threads leave a core free, reading does not delay them, so core_s_per_byte is 0 in
+        the copy. Otherwise it is unchanged.
         """
         shares_cores = (config.n_threads) >= usable_cores()
         return self._replace(core_s_per_byte=self.core_s_per_byte if shares_cores else 0.0)
@@ -323,11 +321,10 @@ def kept_bandwidth(model: ExpertModel, config: Config, measures: bool = True) ->
 
     The bandwidth is for reads while compute threads run. It is the best of several measurements at
     different times, because other programs slow a disk down. They are stored in the user cache. If
-    more measurements are needed, this function makes one, which takes one or two seconds. measures:
-    whether it may do so.
+    more measurements are needed, this function makes one, which takes one or two seconds.
 
-    Raises OSError if a read fails. Also raises OSError if the disk was never measured, and measures
-    is False.
+    measures: whether this function may measure. If it is False, and the disk was never measured,
+    OSError is raised. OSError is also raised if a read fails.
     """
     place = [str(model.path.resolve()), device_of(model.path), identity(model)]
     measure = partial(read_bandwidth, model, threads=config.io_threads) if measures else None
@@ -408,9 +405,10 @@ def _kept(
 
 
 def slow_kind(path: Path, sysfs: Path = Path("/sys")) -> str | None:
-    """Return a description of the disk that holds a file, if such disks are usually slow.
+    """Return the kind of the disk that holds a file, such as "a USB disk", if this kind is slow.
 
-    The result is None for any other disk.
+    The slow kinds are USB disks, spinning disks, network drives and drives of a host system. For
+    any other disk, the result is None. sysfs: the folder at which Linux's sysfs is mounted.
     """
     here = path.resolve()
     mounts = [
@@ -437,10 +435,10 @@ def slow_kind(path: Path, sysfs: Path = Path("/sys")) -> str | None:
 
 
 def slow_disk(model: ExpertModel, config: Config) -> str | None:
-    """Return a note with the measured speed if a model is on a disk that is usually slow.
+    """Return a note for the user if a model is on a slow kind of disk, such as a USB disk.
 
-    The result is None for any other disk. If the speed must be measured first, this takes one or
-    two seconds.
+    The note has the measured speed. If the speed must be measured first, this takes one or two
+    seconds. The result is None for any other disk.
     """
     kind = slow_kind(model.path)
     if kind is None:

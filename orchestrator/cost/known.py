@@ -135,7 +135,7 @@ def _key(request: PlanRequest) -> str:
     from importlib.metadata import version
 
     machine = processor_name(), default_threads()
-    return digest(version("moe-edge"), DATA.read_text(), *machine, request.of_run())
+    return digest(version("moe-edge"), DATA.read_text(), *machine, request.plan_settings())
 
 
 def _read(found: Mapping[str, Any], ram: int) -> Known | None:

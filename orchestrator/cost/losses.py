@@ -124,10 +124,11 @@ class LossTable:
     fit: Fit | None = None
 
     def filled(self) -> np.ndarray:
-        """Return the mean squared errors, with an estimate for experts that no token used.
+        """Return the mean squared errors of the experts' outputs, without NaN.
 
-        The result is float64 [n_layers, n_expert, n_candidates]. The estimate for an expert is the
-        mean over the tokens of its layer. It replaces NaN.
+        The result is float64 [n_layers, n_expert, n_candidates]. An expert that no token used gets
+        the mean of the other experts in its layer. In this mean, each expert counts in proportion
+        to the number of its tokens.
         """
         return self._filled(self.loss)
 
@@ -144,12 +145,12 @@ class LossTable:
         return filled
 
     def costs(self, names: Sequence[str]) -> np.ndarray | None:
-        """Return the quality loss of one use of each expert with gate weight 1, in nats.
+        """Return the quality loss in nats of one use of each expert, for a gate weight of 1.
 
-        The loss is against full precision. The result is float64 [n_layers, n_expert, n_names + 1].
-        It has one value for each of the named tiers (precisions), and a last one for skipping the
-        expert. The result is None if the table has no conversion to nats (`fit`), or lacks one of
-        the tiers.
+        A use is the computation of one expert for one token. The loss is against full precision.
+        The result is float64 [n_layers, n_expert, n_names + 1]. It has one value for each of the
+        named tiers (precisions), and a last one for skipping the expert. It is None if the table
+        lacks one of the tiers, or cannot convert errors into nats.
         """
         lost = self.of_tiers(names)
         if self.fit is None or lost is None:
@@ -209,12 +210,11 @@ class LossTable:
         return of_names
 
     def per_use(self, names: Sequence[str]) -> np.ndarray | None:
-        """Return the loss of one use of each expert in the named tiers.
+        """Return the mean quality loss in nats of one use of each expert, for each named tier.
 
-        The result is float64 [n_layers, n_expert, n_names]. The loss is in nats, for the expert's
-        usual gate weight. If the table has no conversion to nats (`fit`) or no gate weights, the
-        loss is the mean squared error of the expert's output instead. The result is None if one of
-        the tiers was not measured.
+        A use is the computation of one expert for one token. The result is float64 [n_layers,
+        n_expert, n_names]. It is None if one of the tiers (precisions) was not measured. If this
+        table cannot convert errors into nats, mean squared errors are returned instead.
         """
         costs, lost = self.costs(names), self.of_tiers(names)
         if costs is None or self.gates is None:
@@ -262,7 +262,10 @@ class LossTable:
 
 
 def default_path(model: Path) -> Path:
-    """Return the path of a model's loss table, which is in the folder of the model."""
+    """Return the path of a model's loss table: FILE.calib.json, next to the model FILE.
+
+    The loss table has the error of each expert's output in each precision.
+    """
     return model.with_name(model.name + SUFFIX)
 
 
@@ -514,10 +517,11 @@ def foreseen(plan: Plan, uses: np.ndarray, estimate: KlEstimate | None, base: st
 
 
 class LossModel:
-    """Reads the loss table of one model and answers questions about losses.
+    """Predicts quality losses of one model from its loss table.
 
-    The table is in the file that the setting `losses` names, or else in the file next to the model.
-    note: a sentence that tells the user why no table is used, or None.
+    The loss table has the error of each expert's output in each precision. It is in the file that
+    the setting `losses` names, or else in the file next to the model. note: a sentence that tells
+    the user why no table is used, or None.
     """
 
     def __init__(self, config: Config, model: ExpertModel) -> None:
@@ -526,14 +530,15 @@ class LossModel:
         self.note: str | None = None
 
     def recall(self, tiers: Sequence[str], per_use: bool = False) -> np.ndarray | None:
-        """Return the loss of each expert in these tiers (precisions) from the model's loss table.
+        """Return the loss of computing each expert of the model in these precisions (tiers).
 
-        The result is float64 [n_layers, n_expert, n_tiers]. It is None if the table is missing or
-        lacks one of the tiers.
+        The result is float64 [n_layers, n_expert, n_tiers]. It is None if the model has no loss
+        table, or if the table lacks one of the tiers.
 
         The loss is the mean squared error of the expert's output. With per_use, it is the quality
-        loss of one use of the expert by a token, in nats. Without a conversion to nats in the
-        table, per_use is ignored. Raises ConfigError if a table that the user named cannot be used.
+        loss in nats of one use of the expert by a token. If the table cannot convert errors into
+        nats, per_use has no effect. Raises ConfigError if a table that the user named cannot be
+        used.
         """
         table, why = self._loaded
         self.note = None
@@ -558,29 +563,31 @@ class LossModel:
         return losses
 
     def estimate(self, tiers: Sequence[str], base: str | None = None) -> KlEstimate | None:
-        """Return an estimator of the quality loss of these tiers, which are given best first.
+        """Return an estimator of the quality loss of computing experts in these tiers (precisions).
 
-        The loss is against the tier `base`, by default the first tier. The result is None if the
-        model has no loss table, or if the table does not cover the tiers.
+        tiers: names, best first. base: the tier against which the loss is measured, by default the
+        first of `tiers`. The result is None if the model has no loss table, or if the table does
+        not cover the tiers.
         """
         table, _ = self._loaded
         return None if table is None else table.estimate(tiers, base)
 
     def costs(self, tiers: Sequence[str]) -> np.ndarray | None:
-        """Return the quality loss of one use of each expert with gate weight 1, in nats.
+        """Return the quality loss in nats of one use of each expert, for a gate weight of 1.
 
-        The result is float64 [n_layers, n_expert, n_tiers + 1]: the loss in each tier (precision),
-        and then the loss if the expert is skipped. It is None if the model has no loss table, or if
-        the table does not cover the tiers.
+        A use is the computation of one expert for one token. The result is float64 [n_layers,
+        n_expert, n_tiers + 1]: the loss in each tier (precision), and then the loss if the expert
+        is skipped. It is None if the model has no loss table, or if the table does not cover the
+        tiers.
         """
         table, _ = self._loaded
         return None if table is None else table.costs(tiers)
 
     def needed(self, tiers: Sequence[str]) -> KlEstimate:
-        """Return an estimator of the quality loss of these tiers, which are given best first.
+        """Return an estimator of the quality loss of computing experts in these tiers (precisions).
 
-        Raises ConfigError if the losses are unknown. The error names the command that measures
-        them. It is a NoLossTableError if the model has no usable table.
+        tiers: names, best first. Raises ConfigError if the losses are unknown. The error names the
+        command that measures them. It is a NoLossTableError if the model has no usable loss table.
         """
         found = self.estimate(tiers)
         if found is None:
@@ -619,7 +626,7 @@ class LossModel:
 
     @cached_property
     def of_file(self) -> tuple[KlEstimate | None, str]:
-        """A pair (estimator, reason) for the quality loss of all tiers of the file.
+        """A pair (estimator, reason) for the quality loss of all precisions of the model file.
 
         If the losses are known, the reason is empty. Otherwise the estimator is None, and the
         reason says why the losses are unknown.

@@ -53,8 +53,8 @@ _WORTH_SAYING = 1.1
 class ResolvedPlan(NamedTuple):
     """The memory plan with which a model runs on this machine, and its predicted quality loss.
 
-    - request: the configuration, and the memory and sequences that the front end (for example the
-      server) needs. If the user allowed a quality loss, the configuration has the settings that the
+    - request: the configuration, and the memory and sequences that the user interface, such as the
+      server, needs. If the user allowed a quality loss, the configuration has the settings that the
       planner chose within this loss.
     - plan: the memory plan.
     - loses: the predicted quality loss of the plan.
@@ -82,10 +82,14 @@ class Planner:
     ) -> None:
         """Prepare the planning of a model. Nothing is measured yet.
 
-        request: the configuration and the needs of the front end. The configuration's memory cap
-        also limits measurements of this machine. disk: bandwidth of the disk, for a model that is
-        not stored here. Raises ConfigError if the device does not exist, and NativeError without
-        the library.
+        - request: the configuration, and the memory and sequences that the user interface, such as
+          the server, needs. The configuration's memory limit also applies to measurements of this
+          machine.
+        - disk: the bandwidth of the disk, for a model that is not on this machine. By default, the
+          disk that holds the model is measured when its bandwidth is needed.
+
+        Raises ConfigError if the device does not exist, and NativeError if the native library is
+        missing.
         """
         config = request.config
         self.bindings = Bindings.load()
@@ -300,15 +304,15 @@ class Planner:
         return known_uses(self.request.config, self._model)[0]
 
     def frontier(self, config: Config) -> Frontier:
-        """Return the plans for a configuration that fit in memory, with predicted speed and loss.
+        """Return all plans for a configuration that fit in memory, with predicted speed and loss.
 
-        A plan is a policy with its settings. If the configuration names a policy, the result has
-        only one plan. Operations that were never timed on this machine are timed now.
+        A plan is a policy with its settings. Plans on the Pareto frontier (no other plan is both
+        faster and less lossy) are marked as `best`. If the configuration names a policy, the result
+        has only one plan.
 
-        Raises BudgetError if no plan fits, and OSError if the disk cannot be measured. Raises
-        ConfigError if the configuration uses a GPU or has an option without effect. Also raises
-        ConfigError if every plan exceeds the allowed quality loss, or if this loss cannot be
-        predicted.
+        Operations that were never timed on this machine are timed now. Raises BudgetError if no
+        plan fits, and OSError if the disk cannot be measured. Raises ConfigError for other reasons,
+        for example if every plan exceeds the allowed quality loss.
         """
         if config.policy is not None:
             runs = self.runs(config)
@@ -360,13 +364,12 @@ class Planner:
     ) -> Candidate:
         """Predict the speed and the quality loss of a plan.
 
-        - times: predicts the times of plans on this machine.
+        - times: predicts how long tokens and prompts take under a plan.
         - runs: the plan.
-        - asked: the settings that select this plan. They become `settings` of the result.
+        - asked: the settings that select this plan, for the field `settings` of the result.
 
-        Raises NativeError if an operation of the model, such as a matrix product, was never timed
-        on this machine and cannot be timed now. This is also the case if `times` was made with
-        measures=False.
+        Raises NativeError if the prediction needs an operation that was never timed on this
+        machine, and `times` cannot or may not time it now.
         """
         plan, skips = runs.plan, self.losses.skip_budget(runs.plan)
         short = times.of_plan(plan, runs.config, skips)
@@ -419,7 +422,11 @@ class Planner:
 
 
 class KnownHistory(History):
-    """The records of earlier runs and the loss table of a model, for its policies."""
+    """Gives policies the knowledge from earlier runs of a model, and from its loss table.
+
+    Earlier runs recorded how often each expert was used, and the settings that policies tuned. The
+    loss table, which `moe-edge calibrate` makes, has the error of each expert in each precision.
+    """
 
     def __init__(self, hotness: HotnessKeeper, losses: LossModel, tuned: TunedKeeper) -> None:
         self._hotness, self._losses, self._tuned = hotness, losses, tuned
@@ -432,20 +439,22 @@ class KnownHistory(History):
         return self._hotness.recall()
 
     def losses(self, tiers: Sequence[str], per_use: bool = False) -> np.ndarray | None:
-        """Return the loss of each expert in these tiers (precisions), or None if it is unknown.
+        """Return the loss of computing each expert of the model in these precisions (tiers).
 
-        The result is float64 [n_layers, n_expert, n_tiers]. The loss is the mean squared error of
-        the expert's output. With per_use, it is the quality loss of one use of the expert by a
-        token, in nats. If the loss table cannot convert errors into nats, per_use is ignored.
-        Raises ConfigError if a loss table that the user named cannot be used.
+        The result is float64 [n_layers, n_expert, n_tiers], or None if the loss is unknown.
+
+        The loss is the mean squared error of the expert's output. With per_use, it is the quality
+        loss in nats of one use of the expert by a token. If the model's loss table cannot convert
+        errors into nats, per_use has no effect. Raises ConfigError if a loss table that the user
+        named cannot be used.
         """
         return self._losses.recall(tiers, per_use)
 
     def estimate(self, tiers: Sequence[str]) -> KlEstimate:
-        """Return an estimator of the quality loss of these tiers, which are given best first.
+        """Return an estimator of the quality loss of computing experts in these tiers (precisions).
 
-        Raises ConfigError if the losses are unknown. The error names the command that measures
-        them.
+        tiers: names, best first. Raises ConfigError if the losses are unknown. The error names the
+        command that measures them.
         """
         return self._losses.needed(tiers)
 

@@ -134,14 +134,16 @@ class Frontier:
     ) -> Frontier:
         """Sort plans by predicted speed, and choose the plan with which the model will run.
 
-        - found: the plans. Redundant plans (`is_redundant`) and duplicates are left out.
-        - usual: the plan for the user's options if no quality loss is allowed.
+        If a quality loss is allowed, the fastest plan within it is chosen, otherwise `usual`.
+
+        - found: the plans. Duplicates and plans without an advantage are left out.
+        - usual: the lossless default plan, or the plan that the user's options name.
         - best_tier: the name of the file's best precision.
-        - allowed: the allowed loss in nats per token. The fastest plan within it is chosen. With
-          None, `usual` is chosen.
-        - before: the settings of the previously chosen plan. Only a clearly faster plan replaces
-          it.
-        - may_switch: a clearly faster plan with the same output may replace `usual`.
+        - allowed: the allowed loss in nats per token; None if none is allowed.
+        - before: with `allowed`, the settings of the plan that an earlier command chose. Only a
+          clearly faster plan replaces it.
+        - may_switch: without `allowed`, a clearly faster plan with the same output replaces
+          `usual`.
 
         Raises ConfigError if every plan loses more than `allowed`.
         """
@@ -201,11 +203,11 @@ def faster_lossless(usual: Candidate, found: Sequence[Candidate]) -> Candidate:
     return first if usual.token_ms > CLEARLY_FASTER * first.token_ms else usual
 
 
-def behind_text(token_ms: Mapping[str, float]) -> str:
-    """Return a sentence about the speed of a plan as its context fills.
+def context_speeds_text(token_ms: Mapping[str, float]) -> str:
+    """Return a sentence with a plan's tokens per second for several lengths of the context.
 
-    token_ms: maps numbers of context tokens in use to milliseconds per token. The sentence is empty
-    if the map is empty.
+    token_ms: maps the number of context tokens in use to milliseconds per token. If it is empty,
+    the sentence is empty.
     """
     said = [f"{1e3 / took:.1f} after {n}" for n, took in token_ms.items()]
     return f"Tokens/s as the context fills: {', '.join(said)} tokens." if said else ""
@@ -253,12 +255,10 @@ def settings_of_plans(
 ) -> list[dict[str, Any]]:
     """Return the settings of each possible plan for a model file, one dictionary for each plan.
 
-    A plan is an installed policy with precisions (tiers) of the file. `config` may limit them.
+    A plan is an installed policy with precisions (tiers) of the file. `config` may limit the tiers.
 
-    left: maps each tier to a loss budget in nats per token, or None if the user allows no loss. The
-    budget is the allowed loss minus the loss of computing every expert in this tier. A policy whose
-    best tier this is may cause that further loss. With None, policies that need a budget are left
-    out.
+    left: for each tier, the loss budget (in nats per token) of a policy whose best tier it is.
+    Policies with a loss budget are left out if the budget is 0 or less, or if `left` is None.
     """
     every = [tier.name for tier in model.tiers]
     names = every
@@ -315,7 +315,7 @@ class TakenPlans:
     """
 
     def __init__(self, request: PlanRequest, model: ExpertModel) -> None:
-        self._key = digest(processor_name(), request.of_run())
+        self._key = digest(processor_name(), request.plan_settings())
         self._path = cached_path(model, "plans")
 
     def recall(self) -> Mapping[str, Any] | None:

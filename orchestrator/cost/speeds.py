@@ -175,15 +175,15 @@ def _read(seconds: object, n_quiet: object, at: object) -> Timing:
 class Costs:
     """The seconds that each part of a model takes to compute on one machine.
 
-    An axis of length len(ROWS) has one value for each number of rows in ROWS (1, 4, 16, 64, 256). A
-    row is the input of one token.
+    The number of rows is the number of tokens that are computed together. An axis of length
+    len(ROWS) has one value for each number of rows in ROWS (1, 4, 16, 64, 256).
 
     - expert_s: one expert, float64 [n_layers, n_tiers, len(ROWS)].
     - expert_bytes: bytes to read one expert, int64 [n_layers, n_tiers].
     - dense_s: everything except the experts and the output matrix, float64 [len(ROWS)].
     - output_s: the output matrix, for one token.
-    - attention_s: attention in all layers, per token and KV cell: a pair (in steps with one token,
-      in steps with many tokens).
+    - attention_s: attention of one token to one KV cell, in all layers. The first value is for
+      steps with one token, the second for steps with many tokens.
     - step_s: the rest of a step, such as sampling.
     - asked_s: one call of the policy for a layer.
     """
@@ -219,14 +219,12 @@ class Speeds(Closing):
     ) -> None:
         """Prepare timings on this machine with a number of threads.
 
-        pool_bytes: memory that a timing may take, at most POOL_BYTES. Results with less memory are
-        not stored. measures: if False, an operation without a stored timing raises NativeError.
-
-        rough: measure fewer operations, for models that are not on this machine. Only one product
-        of each type and layout is timed, and only until one timing was made on a quiet machine. It
-        stands for all other products, scaled by bytes.
-
-        steady: time the operations of a token in several rounds.
+        - pool_bytes: memory that a timing may take, at most POOL_BYTES. Results with less memory
+          are not stored.
+        - measures: if False, an operation without a stored timing raises NativeError.
+        - rough: time only one matrix product of each type and layout, and predict the others from
+          it, in proportion to their bytes. This is for models that are not on this machine.
+        - steady: repeat the timings of operations for a single token, in `time_again`.
         """
         self._bindings, self._threads = bindings, threads
         self._pool_bytes = min(POOL_BYTES, pool_bytes)
@@ -320,10 +318,10 @@ class Speeds(Closing):
 
     @property
     def disturbed(self) -> bool:
-        """Whether other programs made the seconds of any operation uncertain.
+        """Whether other programs ran during all timings of any operation.
 
-        An operation is uncertain if other programs ran during all of its timings. One undisturbed
-        timing suffices. All operations whose seconds this object has returned are considered.
+        The seconds that this object returned for such an operation may be too long. Operations
+        whose seconds were not requested from this object are ignored.
         """
         now = {key for key, rounds in self._measured.items() if _middle(rounds)[1]}
         before = set(filter(self._kept.was_quiet, self._used))

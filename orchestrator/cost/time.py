@@ -53,14 +53,13 @@ _LEAST_SPARE_BYTES = 8 << 20
 class Residency:
     """How often tokens use each expert, and how often the expert is then in memory (a hit).
 
-    A use is one expert for one token in one layer.
-
     - uses: the probability that a token uses an expert, float64 [n_layers, n_expert].
-    - mix: the fraction of an expert's uses in each tier (precision), float64 [n_layers, n_expert,
-      n_tiers]. In its other uses, the expert is skipped.
-    - present: the fraction of hits among the uses without skips, [n_layers, n_expert].
-    - scanned: the fraction of experts that a long prompt finds in memory: a pair (for its first
-      micro-batch, for each later one).
+    - mix: the fraction of these uses that request each tier (precision), float64 [n_layers,
+      n_expert, n_tiers]. In the remaining uses, the expert is skipped.
+    - present: the hit rate of each expert for tokens of an answer, without skipped uses, [n_layers,
+      n_expert].
+    - prompt_hit_rates: the hit rates of all experts in a long prompt. The first value is for its
+      first micro-batch, the second for each later micro-batch.
     - loaded: whether experts are read before the first token.
     - foreseen: the fraction of misses that are predicted one layer ahead.
     """
@@ -68,7 +67,7 @@ class Residency:
     uses: np.ndarray
     mix: np.ndarray
     present: np.ndarray
-    scanned: tuple[float, float] = (1.0, 1.0)
+    prompt_hit_rates: tuple[float, float] = (1.0, 1.0)
     loaded: bool = True
     foreseen: float = 0.0
 
@@ -81,10 +80,10 @@ class Residency:
 
 @dataclass(frozen=True, slots=True)
 class PlanTime:
-    """Predicts the time of tokens and prompts under one plan.
+    """Predicts the seconds of tokens and prompts of a model that runs under one plan.
 
-    - costs: the seconds of the model's parts.
-    - residency: how often experts are in memory.
+    - costs: the compute times of the model's parts, such as an expert.
+    - residency: how often tokens use each expert, and how often the expert is then in memory.
     - disk: the read speed.
     - n_ubatch: the micro-batch size in tokens.
     - asked: whether the policy is called in each layer for each token of an answer, which takes
@@ -133,7 +132,7 @@ class PlanTime:
             if cold and done == 0:
                 total += early._part_s(size, done, 0.0, last)
             else:
-                total += self._part_s(size, done, self.residency.scanned[done > 0], last)
+                total += self._part_s(size, done, self.residency.prompt_hit_rates[done > 0], last)
         return total
 
     def _missed(self, layer: int) -> tuple[float, float, float]:
@@ -263,16 +262,16 @@ def cached(
     mix: np.ndarray,
     foreseen: float = 0.0,
 ) -> Residency:
-    """Predict how often experts are in memory if the expert slots are LRU caches.
-
-    - shape, slots: the sizes of the model, and its expert slots.
-    - uses: the probability that a token uses each expert, [n_layers, n_expert].
-    - mix: the fraction of these uses in each tier (precision), [n_layers, n_expert, n_tiers].
-    - foreseen: the fraction of misses that look-ahead predicts.
+    """Predict how often tokens find each expert in memory, if the expert slots are LRU caches.
 
     An expert is assumed to be in memory if one of the last t tokens used it. The number t is chosen
-    so that the slots are just full on average (Che, Tung and Wang 2002). A better tier than the
-    requested tier is also a hit.
+    so that the slots are just full on average (Che, Tung and Wang 2002).
+
+    - shape, slots: the sizes of the model's experts, and the expert slots.
+    - uses: the probability that a token uses each expert, [n_layers, n_expert].
+    - mix: for each expert, the fraction of its uses that request each tier (precision), [n_layers,
+      n_expert, n_tiers].
+    - foreseen: the fraction of misses that look-ahead predicts. It becomes a field of the result.
     """
     rates = uses[:, :, None] * mix
     found = np.zeros_like(rates)
@@ -288,7 +287,7 @@ def cached(
             parts = shape.slots[layer][tier]
             found[layer, :, tier] += parts[kind] / sum(parts.values()) * each
         several = len({layer for layer, _, _ in keys}) > 1
-        scans.append(scanned(n_slots / max(1, int(np.count_nonzero(asked))), several))
+        scans.append(prompt_hit_rates(n_slots / max(1, int(np.count_nonzero(asked))), several))
         weights.append(slots.groups[index].slot_bytes * asked.sum())
     absent = np.cumprod(1.0 - np.minimum(found, 1.0), axis=2)
     present = (rates * (1.0 - absent)).sum(axis=2) / np.maximum(rates.sum(axis=2), 1e-300)
@@ -321,16 +320,16 @@ def recently_used(rates: np.ndarray, n_slots: int) -> np.ndarray:
     return there(high)
 
 
-def scanned(share: float, several_layers: bool) -> tuple[float, float]:
-    """Return the fractions of experts that a long prompt finds in memory, as (first, later).
+def prompt_hit_rates(share: float, several_layers: bool) -> tuple[float, float]:
+    """Return the hit rates of experts in a long prompt, as (first, later).
 
-    `first` is for the first micro-batch of the prompt, and `later` is for each following one. Each
-    micro-batch uses all experts.
+    `first` is the fraction of experts that the first micro-batch of the prompt finds in memory.
+    `later` is this fraction for each following micro-batch. Each micro-batch uses all experts.
 
     - share: the number of expert slots divided by the number of experts.
-    - several_layers: whether several layers share the slots. If not, both results are `share`, at
-      most 1. If they share too few slots, early layers evict experts of later layers. Then `first`
-      is less than `share`, and `later` is 0.
+    - several_layers: whether several layers share the slots. If they share too few slots for all
+      experts, each layer evicts experts of other layers. `first` is then less than `share`, and
+      `later` is 0. Otherwise, both rates are `share`, at most 1.
     """
     # A layer with its own slots computes the experts in memory before it replaces any. If layers
     # share slots, each miss takes a slot that a later layer would have hit. Let y be the share of

@@ -125,9 +125,9 @@ class Folder:
         self.known = {slug: Outcome(**each) for slug, each in known.items()}
 
     def log(self, step: Step) -> Path:
-        """Return the path of the file that receives the output of a step.
+        """Return the path of the log file of a step, which receives the output while the step runs.
 
-        The file remains if the step never ends.
+        A step is one test or one benchmark command.
         """
         return self.path / f"{step.slug}.log"
 
@@ -279,7 +279,7 @@ def find_tests(emulated: bool) -> list[Step]:
 def part_of(test: str) -> str:
     """Return the name of the group of GPU checks to which a test belongs, such as "kernels".
 
-    The file name of the test decides. The group of other files is "engine".
+    The group depends on the test's file and name. A test that matches no group belongs to "engine".
 
     - test: the test as pytest names it, such as "tests/native/cuda/test_gpu.py::test_copies".
     """

@@ -271,10 +271,10 @@ class CalibrationBudget(NamedTuple):
 
 
 def expert_input_bytes(model: ExpertModel, n_ctx: int) -> int:
-    """Return the size in bytes of the copies of one layer's expert inputs.
+    """Return the memory that observed inputs of experts need in total, in bytes.
 
-    A program that observes a model holds several such copies while the model reads a batch of n_ctx
-    tokens.
+    While a model reads a batch of n_ctx tokens, the observing program holds the inputs of one
+    layer's experts in several copies. The result is the size of all these copies.
     """
     embd = model.hparams.embedding_length
     n_ff = max(shape[0] for layer in model.shapes if (shape := layer[DOWN]) is not None)
@@ -290,11 +290,12 @@ def load_within(
     sequences: int = 0,
     **more: Any,
 ) -> tuple[Model, Driver]:
-    """Load a model within a memory cap. Returns the model and the driver of its expert store.
+    """Load a model within a memory cap, and return it with the driver of its expert cache.
 
-    The caller creates a llama.cpp context afterwards. The cap includes its memory.
+    The caller must create a llama.cpp context for the model. Enough of the cap is left free for
+    this context.
 
-    - stack: frees the model and the store when it is closed.
+    - stack: frees the model and the expert cache when it is closed.
     - n_ctx: length of the context and size of its batch, in tokens.
     - budget: the memory cap; None means no cap.
     - sequences: number of sequences of the context, in addition to the first.

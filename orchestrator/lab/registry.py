@@ -9,8 +9,12 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 
-class Place(NamedTuple):
-    """The definition of a benchmark: its module and class as "module:Class", and its help text."""
+class BenchmarkEntry(NamedTuple):
+    """A benchmark in the list of all benchmarks.
+
+    - where: the module and class that implement it, such as "bench.gpu:Gpu".
+    - help: its help text on the command line.
+    """
 
     where: str
     help: str
@@ -18,18 +22,18 @@ class Place(NamedTuple):
 
 # Benchmarks by name. The command without a name, `moe-edge bench`, has the name "".
 BENCHMARKS = {
-    "": Place(
+    "": BenchmarkEntry(
         "bench.caps:Caps",
         "Compare upstream llama.cpp and all policies under memory caps on this machine.\n\n"
         "Options of the commands below must follow the command's name.",
     ),
-    "gpu": Place(
+    "gpu": BenchmarkEntry(
         "bench.gpu:Gpu",
         "Compare upstream llama.cpp and all policies on a GPU.\n\n"
         "A cap is the share of the expert bytes that fits in the GPU's memory next to the rest of "
         "the model. Upstream keeps the experts of the remaining layers on the CPU.",
     ),
-    "paired": Place(
+    "paired": BenchmarkEntry(
         "bench.paired:Paired",
         "Compare the speed of two settings, of two checkouts, or with upstream llama.cpp.\n\n"
         "Both sides are loaded and take turns, so that other load on the machine affects both "
@@ -42,7 +46,10 @@ PAPERS = ("dymoe", "dynaexq", "firm", "context")
 
 
 def load(name: str) -> Any:
-    """Import and return the benchmark with this name."""
+    """Import a benchmark's module, and return a new object of its class.
+
+    `name` is a key of BENCHMARKS, such as "gpu".
+    """
     module, _, kind = BENCHMARKS[name].where.partition(":")
     return getattr(import_module(f"{__package__}.{module}"), kind)()
 

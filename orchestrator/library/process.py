@@ -37,10 +37,9 @@ def check_process(ram: object) -> None:
 
 
 def opening(worker: Worker) -> None:
-    """Record that this process has a further open model. Call this before the model is loaded.
+    """Add a model to this process's record of open models. Call this before the model is loaded.
 
-    `worker` is the thread that does the work of the model. The record is valid until `closed` is
-    called.
+    `worker` is the thread that does the work of the model. `check_process` reads the record.
     """
     _open.add(worker)
 
@@ -52,7 +51,11 @@ def loading() -> None:
 
 
 def closed(worker: Worker) -> None:
-    """Record that the model of this worker is closed, or could not be loaded."""
+    """Remove a model from this process's record of open models.
+
+    Call this after the model is closed, or if it could not be loaded. `worker` is the thread that
+    did the work of the model.
+    """
     _open.discard(worker)
 
 

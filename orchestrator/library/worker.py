@@ -29,26 +29,26 @@ def _wait(event: threading.Event) -> None:
 
 
 class Stops:
-    """A function object that ends native work when it is called. Pass it as `stop` to Worker.call.
+    """A function object that ends running native code (C code) when it is called.
 
-    Native work that begins registers a function that can end it (see `including`), and removes the
-    function afterwards. A call of this object calls all registered functions.
+    Code that begins native work registers a function that can end this work (see `including`). A
+    call of this object calls all registered functions. Pass the object as `stop` to `Worker.call`.
     """
 
     def __init__(self) -> None:
         self._functions: list[Callable[[], object]] = []
 
     def __call__(self) -> None:
-        """Call the functions of the work that is running."""
+        """Call all functions that are registered now."""
         for each in [*self._functions]:
             each()
 
     @contextmanager
     def including(self, function: Callable[[], object]) -> Iterator[None]:
-        """Register `function`, which can end the native work of a `with` block.
+        """Return a context manager that registers a function while its `with` block runs.
 
-        During the block, a call of this Stops object also calls `function`. The end of the block
-        removes the function.
+        During the block, a call of this Stops object calls `function`. The function should end the
+        work of the block, such as a computation in native code.
         """
         self._functions.append(function)
         try:
@@ -60,8 +60,8 @@ class Stops:
 class Posted(Generic[T]):
     """A function that a worker thread runs for another thread, and the function's result.
 
-    After the event `ended` is set, `result` or `error` is valid. If the other thread has cancelled
-    the call, `discard` frees the result.
+    After the event `ended` is set, `result` or `error` is valid. `discard` is called with a result
+    that is no longer wanted, and frees it.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Posted(Generic[T]):
     def run(self) -> None:
         """Run the function, store its result or its error, and set the event `ended`.
 
-        Call this on the worker's thread. If the function was cancelled, its result is discarded.
+        Call this on the worker's thread. If the function was cancelled, its result is freed.
         """
         try:
             with interrupts.cancellable(lambda: self._is_cancelled):
@@ -92,17 +92,20 @@ class Posted(Generic[T]):
         self.ended.set()
 
     def cancel(self) -> bool:
-        """Make the function end soon. Return False if it has already returned a result.
+        """Make the posted function end soon, because its result is no longer wanted.
 
-        After False, the caller must run `drop` on the worker's thread to discard the result. After
-        True, the worker's thread discards any result by itself.
+        Returns False if the function has already returned a result. The caller must then call
+        `drop` on the worker's thread. If True is returned, the worker's thread calls `drop` itself.
         """
         with self._lock:
             self._is_cancelled = True
             return not self._has_result
 
     def drop(self) -> None:
-        """Discard the result of the call, if there is one. Call this on the worker's thread."""
+        """Free the posted function's result with `discard`, if there is a result.
+
+        Call this on the worker's thread, after `cancel`.
+        """
         if self._has_result and self._discard is not None:
             self._discard(cast(T, self.result))
 

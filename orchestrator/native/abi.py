@@ -204,7 +204,12 @@ class CDeviceInfo(ctypes.Structure):
 
 
 class CBandwidths(ctypes.Structure):
-    """Measured speeds of a device and its host (C struct)."""
+    """Measured speeds of copies from the host to a device, and of the host's computing (C struct).
+
+    pinned_bytes_per_s, pageable_bytes_per_s: copies from pinned and from ordinary host memory.
+    round_trip_us: time of the smallest copy. compute_bytes_per_s: bytes of weights that the host
+    multiplies with one token.
+    """
 
     _fields_ = [
         *fields_of(
@@ -224,7 +229,12 @@ class CMemory(ctypes.Structure):
 
 
 class CTouched(ctypes.Structure):
-    """The host memory of all contexts in bytes (C struct). Arrays are [reserved, resident]."""
+    """The host memory of all llama.cpp contexts of this process, in bytes (C struct).
+
+    cache: the KV caches. scratch: temporary buffers of compute graphs. work: buffers of the CPU
+    backend. Each of these arrays is [allocated bytes, bytes in physical memory]. used: bytes of the
+    KV cells that hold a token. cells_end: number of KV cells up to the last used cell.
+    """
 
     _fields_ = [
         *fields_of(_U64 * 2, "cache", "scratch", "work"),
@@ -233,12 +243,11 @@ class CTouched(ctypes.Structure):
 
 
 class CRoom(ctypes.Structure):
-    """Arguments and results of the callback that frees memory before a batch is computed.
+    """The arguments and results of the callback that frees memory before a batch is computed.
 
-    C struct. touched: the memory in use. n_bytes: size of a saved state that is about to be
-    restored. n_tokens: tokens in the batch. The callback sets at_once to the number of tokens to
-    compute at a time (the micro-batch size). It sets drop_scratch to 1 if scratch memory of earlier
-    batches must be freed before the batch is computed.
+    C struct. The callback reads touched (the memory in use), n_tokens (tokens in the batch) and
+    n_bytes (size of a saved state that is about to be restored). It sets at_once, the micro-batch
+    size, and drop_scratch: 1 frees temporary buffers of earlier batches first.
     """
 
     _fields_ = [

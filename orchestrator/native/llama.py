@@ -270,8 +270,8 @@ class Model:
     def piece(self, token: int, special: bool = False, capacity: int = _PIECE_BYTES) -> bytes:
         """Return the bytes of a token's text.
 
-        special: return the names of control tokens, instead of empty bytes. capacity: size of the
-        first buffer.
+        special: return the names of control tokens, instead of empty bytes. capacity: expected
+        maximum length in bytes. A longer text is also returned, but takes a second call.
         """
         text = ctypes.create_string_buffer(capacity)
         count = self.api.llama_token_to_piece(self.vocab, token, text, capacity, 0, special)

@@ -335,11 +335,12 @@ class NativeServer:
         self.note: Callable[[str], None] = lambda _sentence: None  # gets messages for the log
 
     @property
-    def has_part(self) -> bool:
-        """Whether a sequence can only be truncated at checkpoints, the saved parts of its state.
+    def needs_checkpoints(self) -> bool:
+        """Whether the model can truncate a sequence only at checkpoints.
 
-        This is the case if the model has recurrent layers or a sliding window. Other models can
-        truncate a sequence at every position.
+        A checkpoint is a saved state of the model at one position of the sequence. Models with
+        recurrent layers or a sliding window need checkpoints. All other models can truncate a
+        sequence at every position.
         """
         return bool(self.lib.moe_edge_server_has_part(self.handle))
 
@@ -472,9 +473,9 @@ class NativeServer:
     def match(self, sequence: int, prompt: Sequence[int]) -> tuple[int, bool]:
         """Return (number of reusable prompt tokens, whether another conversation is dropped).
 
-        Reusable tokens need not be computed, because the sequence or a copy in memory holds them.
-        The second value is True if computing the prompt in this sequence would drop tokens of
-        another conversation.
+        Reusable tokens need not be computed, because the sequence or a copy of an earlier
+        conversation in memory holds them. The second value is True if computing the prompt in this
+        sequence would drop tokens of another conversation.
         """
         is_another = ctypes.c_int()
         spared = self.lib.moe_edge_server_match(
@@ -490,12 +491,11 @@ class NativeServer:
         return self.match(sequence, prompt)[0]
 
     def as_held(self, prompt: Sequence[int], held: Sequence[int]) -> list[int]:
-        """Return a prompt in which tokens are replaced, so that a sequence can reuse more KV cells.
+        """Return a prompt with the same text, tokenized so that a sequence can reuse more KV cells.
 
-        The same text can have several tokenizations, but KV cells are reused only for equal tokens.
-        held: the tokens of the sequence. From the start of the prompt to its first difference in
-        text, the result has the tokens of `held`. The rest keeps the tokens of `prompt`. Safe on
-        any thread.
+        KV cells are reused only for equal tokens, and a text can have several tokenizations. held:
+        the tokens of the sequence. The result begins with tokens of `held` as long as `prompt` has
+        the same text, and continues with tokens of `prompt`. Safe on any thread.
         """
         given, known = _array(prompt), _array(held)
         made = (ctypes.c_int32 * (len(prompt) + len(held)))()
@@ -546,7 +546,10 @@ class NativeServer:
         return int(done) == 0
 
     def look(self, sequence: int) -> Ending:
-        """Return the length of a sequence, and how its last answer ended."""
+        """Return the number of tokens in a sequence, and how its last answer ended.
+
+        The result is an Ending, which says whether a stop word or a limit ended the answer.
+        """
         at_context = ctypes.c_int()
         stop = self.lib.moe_edge_server_ending(self.handle, sequence, ctypes.byref(at_context))
         n = self._tokens_into(sequence, (ctypes.c_int32 * 0)())

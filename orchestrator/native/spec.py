@@ -47,12 +47,12 @@ class Slices:
 
 @dataclass(frozen=True, slots=True)
 class Misses:
-    """Settings for experts that are missing in a GPU's memory when a layer computes few tokens.
+    """Settings for experts that a token needs and that are not in GPU memory (cache misses).
 
     mode: "copy" copies a missing expert to the GPU, "compute" computes it on the host, and "auto"
-    chooses the faster way for each expert. copy: bytes per second of copies to the GPU, 0 if
-    unknown. round_trip_us: time lost when host and GPU wait for each other once. threads: number of
-    host threads that compute.
+    chooses the faster way for each expert. Layers with many tokens always copy. copy: bytes per
+    second of copies to the GPU, 0 if unknown. round_trip_us: time lost when host and GPU wait for
+    each other once. threads: number of host threads that compute.
     """
 
     mode: str = "copy"
@@ -67,13 +67,11 @@ class Misses:
 class StoreSpec:
     """All parameters of an expert store, which reads experts from files into slots in memory.
 
-    - layers: (llama.cpp's layer number, {(matrix kind, tier): Slices}) of each MoE layer. Tiers are
-      precisions, numbered from the best.
+    - files: the model files.
+    - layers: for each MoE layer, its number in llama.cpp, and the location of its experts in the
+      files by (matrix kind, tier). A tier is a stored precision; 0 is the best.
     - groups: (slot size in bytes, number of slots) of each group of slots.
-    - n_passing: for each group, the most slots for streamed experts, which are experts that only a
-      long prompt needs. Empty means 1.
-    - on_host: for each group, whether its slots are in host memory although the store is on a GPU.
-      Empty means False.
+    - device: the GPU whose memory holds the slots; None for host memory.
     """
 
     files: tuple[Path, ...]
@@ -87,13 +85,17 @@ class StoreSpec:
     n_ahead: int
     n_io_threads: int
     direct_io: bool = True
+    # For each group, how many of its slots may hold streamed experts (experts that only a long
+    # prompt needs) at a time. Empty: 1.
     n_passing: tuple[int, ...] = ()
+    # For each group, whether its slots are in host memory although the store is on a device. Empty:
+    # False.
     on_host: tuple[bool, ...] = ()
     # The number of tokens at the end of a prompt whose attention determines the importance of the
     # prompt's tokens. 0: compute no importance. -1: use all tokens.
     importance_window: int = 0
     exact_tiers: bool = False  # do not use a copy in a better tier than requested
-    device: str | None = None  # the device whose memory holds the slots; None for the host
+    device: str | None = None
     host_bytes: int = 0  # size of the host cache in front of the disk, if the slots are on a device
     misses: Misses = Misses()
     simulated: bool = False  # no file is opened; see orchestrator.lab.replay.simulate

@@ -66,7 +66,8 @@ def event_arrays(event: CEvent, spec: StoreSpec) -> tuple[np.ndarray, ...]:
     - tokens [T]: index of each token in its micro-batch.
     - ahead_ids, ahead [n_ahead, T, k]: experts that are predicted for the next n_ahead layers, and
       their scores.
-    - importance, phases, sequences [T]: importance, phase and sequence of each token.
+    - importance [T]: how much attention each prompt token receives from its sequence.
+    - phases, sequences [T]: phase (prefill or decode) and sequence of each token.
 
     T is `spec.max_tokens`, and k is `spec.n_expert_used`.
     """
@@ -105,9 +106,10 @@ RoomCallback = Callable[[CRoom], None]
 class Store(Closing):
     """A native expert store, which reads experts from files into slots in memory.
 
-    Make a store with `Store.create`, and free it with `close` or `with`. The buffers event, view
-    and decision live as long as the store. Their contents are valid only while a route callback
-    runs.
+    Make a store with `Store.create`, and free it with `close` or `with`. The function that is set
+    with `set_route` chooses the precisions of a layer's experts. It reads `event` (the routing of
+    the layer's tokens) and `view` (the experts in memory), and writes its choice to `decision`.
+    These three are only valid during the call of this function.
     """
 
     def __init__(self, library: Library, handle: int, spec: StoreSpec) -> None:
@@ -291,7 +293,11 @@ class Store(Closing):
         self._decision_header[7] = decision.renormalize
 
     def begin_step(self, phase: Phase) -> None:
-        """Begin a step of a store without a model. With a model, llama.cpp does this."""
+        """Begin a step (one pass through all layers) although llama.cpp computes nothing.
+
+        For simulations, tests, and to put finished changes of experts' precision into use. When
+        llama.cpp computes with a model, it begins the steps itself. phase: prefill or decode.
+        """
         self._error = None
         self.library.begin_step(self.handle, phase)
 
@@ -319,10 +325,11 @@ class Store(Closing):
         return stats
 
     def resident(self) -> np.ndarray:
-        """Return the best tier of each expert in memory, or ABSENT, as uint8 [n_layers, n_expert].
+        """Return the tier (precision) of each expert in memory, uint8 [n_layers, n_expert].
 
-        An expert is in memory in a tier if all of its matrices are. The result is a copy. Route
-        callbacks should use `view` instead, because it is faster.
+        The value is ABSENT if a matrix of the expert is not in memory. If its matrices have
+        different tiers, the worst one counts. The result is a copy. Route callbacks should use
+        `view` instead, because it is faster.
         """
         return self._of_each(self.library.get_resident, ctypes.c_uint8)
 
@@ -415,22 +422,23 @@ class Store(Closing):
         self.library.set_transition_rate(self.handle, bytes_per_s)
 
     def misses(self) -> str:
-        """Return how a store on a GPU serves missing experts: "copy", "compute" or "auto".
+        """Return how a store on a GPU handles experts that are not in GPU memory when needed.
 
-        This is the configured mode, or "copy" if the configured mode is not possible.
+        "copy" copies a missing expert to the GPU, "compute" computes it on the host, and "auto"
+        chooses the faster way for each expert. The mode can differ from the configured one, because
+        "auto" is replaced by "copy" if the speed of copies is unknown.
         """
         return str(Misses.MODES[self.stats().misses])
 
     def limit(self, n_bytes: int) -> int:
-        """Limit the memory of the expert cache. Return how many bytes above the limit are in use.
+        """Limit the memory of the expert cache to n_bytes, by evicting experts.
 
-        Experts above the limit are evicted, and their memory returns to the operating system. Slots
-        into which experts are being read are freed later. n_bytes: the limit. A number above the
-        planned size of the cache means no limit.
+        Returns how many bytes above the limit are still in use, for example by running reads. A
+        limit above the planned size of the cache means no limit.
 
         Call this between steps or in the step callback, on any thread. Raises NativeError during a
-        step or a warm start, for slots on a GPU, and for a limit below one slot per group. The
-        earlier limit then stays.
+        step or `warm`, for slots on a GPU, and if the limit is too small for one slot of each
+        group. The earlier limit then stays.
         """
         message = ctypes.create_string_buffer(_ERROR_BYTES)
         to_come = self.library.store_limit(self.handle, n_bytes, message, _ERROR_BYTES)

@@ -50,12 +50,12 @@ SIZES = (512, 1024, 2048, 4096)
 
 
 def output_tokens(request: PlanRequest, n_vocab: int, n_ubatch: int) -> int:
-    """Return the largest number of tokens of one sequence for which a step computes logits.
+    """Return for how many tokens of one sequence a step may compute logits at once.
 
-    - The usual number is 1, because only the last token needs logits.
-    - If the configuration requests all logits, the number is n_ubatch, the micro-batch size.
-    - If prompts are scored, their tokens need logits too. The number is limited so that two copies
-      of the logits fit into SCORING_BYTES.
+    - Usually this is 1, because only the last token of a prompt needs logits.
+    - With `logits_all`, it is n_ubatch, the micro-batch size.
+    - If prompts are scored (probabilities of their tokens are requested), it is the number of
+      tokens that are scored at once. Two copies of their logits must fit into SCORING_BYTES.
 
     n_vocab: number of logits for each token.
     """
@@ -81,11 +81,12 @@ def compute_bytes(
 ) -> int:
     """Return the memory that the computation of one micro-batch takes, in bytes.
 
-    It consists of llama.cpp's scratch, logits, and work buffers of matrix products. If the policy
-    may lower the precision of experts, it also has buffers for the importance of tokens.
+    It consists of the buffers of llama.cpp's compute graph, logits, and work buffers of matrix
+    products. If the policy may lower the precision of experts, it also has buffers for the
+    importance of tokens.
 
-    n_tokens: micro-batch size. graph_bytes: the scratch that llama.cpp counted for this context and
-    micro-batch; None to use an upper estimate.
+    n_tokens: micro-batch size. graph_bytes: size of the graph's buffers as counted by llama.cpp for
+    this context and micro-batch; None to use an upper estimate.
     """
     config, hparams = request.config, model.hparams
     n_vocab, n_used = vocabulary_size(model), model.n_expert_used
@@ -151,12 +152,14 @@ def copying_bytes(model: ExpertModel, config: Config, n_ctx: int) -> int:
 def kernel_bytes(
     model: ExpertModel, config: Config, n_ctx: int, n_tokens: int, flash: bool, keeps_buffers: bool
 ) -> int:
-    """Return an upper bound of the GPU memory that kernels take in addition to scratch, in bytes.
+    """Return an upper bound of the GPU memory that GPU kernels allocate themselves, in bytes.
 
-    It consists of GPU libraries, copies of the inputs of expert products in 8 bits, and attention
-    buffers. n_tokens: micro-batch size. flash: flash attention is used, which needs smaller
-    attention buffers. keeps_buffers: buffers for shorter contexts stay allocated as the context
-    grows. Otherwise only the largest buffers are counted.
+    This memory is not part of the compute graph's buffers. It holds GPU libraries, quantized copies
+    of the experts' inputs, and attention buffers.
+
+    n_tokens: micro-batch size. flash: whether flash attention is used. keeps_buffers: attention
+    buffers for shorter contexts stay allocated as the context grows; otherwise only the largest
+    ones count.
     """
     hparams, made, halves = model.hparams, exchange_bytes(model, n_tokens) // 4, 0
     # Without flash attention, the attention weights are buffered in single and half precision, and
@@ -174,7 +177,7 @@ def kernel_bytes(
 
 
 def process_bytes(model: ExpertModel, request: PlanRequest, on_gpu: bool = False) -> int:
-    """Return the memory of the process without weights, KV cache and scratch, in bytes.
+    """Return the memory of the process without weights, KV cache and compute buffers, in bytes.
 
     on_gpu: a GPU holds the experts. Its driver takes additional memory in the process.
     """
@@ -183,9 +186,9 @@ def process_bytes(model: ExpertModel, request: PlanRequest, on_gpu: bool = False
 
 
 def exchange_bytes(model: ExpertModel, n_tokens: int) -> int:
-    """Return the bytes that host and device exchange when the host computes experts of a layer.
+    """Return the bytes that host and GPU exchange when the host computes experts of one layer.
 
-    They are the inputs and the results of all experts that n_tokens tokens use.
+    They are the inputs and the results of all experts that n_tokens tokens use in the layer.
     """
     longest = max(max(shape) for kinds in model.shapes for shape in kinds if shape is not None)
     return 3 * 4 * n_tokens * model.n_expert_used * longest
@@ -209,10 +212,10 @@ def model_shape(
 ) -> ModelShape:
     """Return the layers, experts and slot sizes of a model, as policies need them.
 
-    tiers: indices of the precisions (tiers) in use. shapes: matrix shapes of each layer. Without
-    `shapes`, the result has slot sizes in host memory, in the field `slots`. With `shapes`, the
-    model is on a device: `slots` has the sizes in device memory, and `host_slots` has those in host
-    memory.
+    tiers: indices of the precisions (tiers) in use. shapes: matrix shapes of each layer, if a GPU
+    holds the experts; otherwise empty. With `shapes`, the field `slots` of the result has the slot
+    sizes in GPU memory, and `host_slots` has those in host memory. Without `shapes`, `slots` has
+    the sizes in host memory.
     """
 
     def slots(size: Callable[[Slice, int, int], int]) -> tuple[tuple[dict[int, int], ...], ...]:

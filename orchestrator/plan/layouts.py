@@ -26,11 +26,11 @@ RESIDENT_SHARE = 0.99
 
 
 def wants_own_layout(config: Config, plan: Plan) -> bool:
-    """Return whether the slots should hold experts in the CPU's own layout.
+    """Return whether experts in memory should have the CPU's own layout, not that of the file.
 
-    This layout interleaves rows for llama.cpp's repacked kernels. `--layout cpu` requests it. With
-    `--layout auto`, the result is True if the layout is faster for the plan. It is slower if
-    experts are often read from disk, because each expert that was read must be converted.
+    The CPU's own layout interleaves matrix rows for llama.cpp's repacked kernels. `--layout cpu`
+    requests it. With `--layout auto`, the result is True if the layout is faster for the plan. It
+    is slower if experts are often read from disk, because each of them must be converted.
     """
     if config.layout != "auto":
         return config.layout == "cpu"
@@ -46,11 +46,11 @@ def wants_own_layout(config: Config, plan: Plan) -> bool:
 def with_layouts(
     spec: StoreSpec, config: Config, model: ExpertModel, plan: Plan, library: Library
 ) -> StoreSpec:
-    """Return an expert store's parameters, changed to the CPU's own layout if the plan wants it.
+    """Return parameters of an expert store that set the memory layout of each expert matrix.
 
-    spec: the parameters. The layout interleaves the rows of experts' matrices in slots, for
-    llama.cpp's repacked kernels. A matrix keeps the layout of the file if the library cannot
-    interleave its type and shape. All experts on a device keep the layout of the file.
+    spec: the parameters without layouts. If `wants_own_layout` is True, matrices get the CPU's own
+    layout, which interleaves their rows. Matrices that the library cannot interleave, and all
+    experts on a GPU, keep the layout of the file.
     """
     if plan.device is not None or not wants_own_layout(config, plan):
         return spec
@@ -65,10 +65,10 @@ def with_layouts(
 
 
 def with_product_times(spec: StoreSpec, model: ExpertModel, timed: TimeProduct) -> StoreSpec:
-    """Return the store spec with the time that the host takes to compute each expert.
+    """Return parameters of an expert store that have the host's time to compute each expert.
 
-    On a GPU, `--misses auto` needs these times to choose how to handle a miss. In other modes, the
-    spec is returned unchanged.
+    With `--misses auto`, a store on a GPU uses these times to choose whether the host computes an
+    expert that is missing in GPU memory. In other modes, `spec` is returned unchanged.
 
     timed: returns the time of an expert product from its type and its shape (row length, rows), or
     None if the host cannot compute it.

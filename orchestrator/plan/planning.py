@@ -61,10 +61,10 @@ _MOST_TRIES = 8
 
 @dataclass(frozen=True, slots=True)
 class _TooSmall(Refusal):
-    """A refusal because the memory limit is too small for the slots that the policy needs.
+    """A refusal because the memory limit is too small for the expert slots that the policy needs.
 
-    The smallest limit that works is not known yet. may_divide: whether planning should be tried
-    again with fixed sizes of the slots and the KV cache.
+    needed_bytes is only a lower bound of the smallest limit that works. may_divide: whether
+    planning should be tried again with fixed sizes of the slots and the KV cache.
     """
 
     policy: type[Policy]
@@ -74,19 +74,14 @@ class _TooSmall(Refusal):
 def plan(
     request: PlanRequest, model: ExpertModel, machine: Machine, history: History = UNKNOWN
 ) -> Plan | Refusal:
-    """Return the memory plan of a model for this machine, or a refusal if the model does not fit.
+    """Return the memory plan of a model for this machine, or a Refusal if the model does not fit.
 
-    If the user named no policy, the first of these choices that is possible is taken:
+    If the whole model fits and no option rules this out, the plan holds all of it in memory.
+    Otherwise an expert store reads experts from disk, with the policy that `choose` returns. Lower
+    precisions are only used if an option asks for them.
 
-    - The model runs without an expert store. This is possible if everything fits in memory, and no
-      option asks for lower precisions or for slots.
-    - The baseline policy is used. This is possible if every expert fits in the high tier, and the
-      user gave neither a lower precision nor a policy's setting.
-    - The default policy is used.
-
-    The result is lossless unless an option asks for lower precisions. history: the records of
-    earlier runs, which policies use. Raises PolicyError or ConfigError if the policy, its tiers or
-    the KV cache type do not suit the model.
+    history: records of earlier runs, from which policies predict. Raises PolicyError or ConfigError
+    if the policy, its precisions (tiers) or the KV cache type do not suit the model.
     """
     _check_kv(request.config, model)
     _check_images(request)
@@ -124,8 +119,8 @@ def planned(found: Plan | Refusal) -> Plan:
 def scratch_bytes(model: ExpertModel, config: Config) -> int:
     """Return the bytes that a model takes in addition to its weights and its KV cache.
 
-    They consist of llama.cpp's scratch, process memory, and copies of the routers that the default
-    policy uses for look-ahead.
+    They consist of llama.cpp's temporary buffers, process memory, and copies of the routers that
+    the default policy uses to predict experts.
     """
     request = PlanRequest(config.compared(policy=DEFAULT))
     return _Layout(request, model, Machine(0), UNKNOWN).room().scratch_bytes
@@ -244,11 +239,12 @@ def settings_of(config: Config, choice: Choice) -> Settings:
     return replace(settings, **needed)
 
 
-def wants_plain(config: Config, model: ExpertModel) -> bool:
-    """Return whether the options permit running the model without an expert store.
+def permits_plain(config: Config, model: ExpertModel) -> bool:
+    """Return whether the user's options permit `plain`, which holds the whole model in memory.
 
-    Whether the model fits in memory is not checked. Raises ConfigError if --policy plain was given
-    together with options that need an expert store.
+    The result is False if an option needs an expert store, such as --expert-ram. Whether the model
+    fits in memory is not checked. Raises ConfigError if such an option was given together with
+    --policy plain.
     """
     best = config.high_tier is None or model.tier_index(config.high_tier) == 0
     if config.policy == PLAIN:
@@ -264,14 +260,13 @@ def wants_plain(config: Config, model: ExpertModel) -> bool:
 
 
 def choose(config: Config, model: ExpertModel, shape_of: ShapeOf, budget: int) -> Choice:
-    """Return the policy and its precisions (tiers). Those that the user named are kept.
+    """Return the policy and the precisions (tiers) for a model that runs with an expert store.
+
+    Choices that the user made with options are kept. Without --policy, the policy is BASELINE if
+    every expert fits into the slots and no option sets a lower precision or a policy's setting.
+    Otherwise it is DEFAULT. Only the best tier is used, unless an option asks for lower precisions.
 
     budget: bytes for expert slots. shape_of: a function that returns slot sizes for given tiers.
-
-    Without --policy, the baseline policy is chosen if every expert fits into the slots, and the
-    user gave neither a lower precision nor a policy's setting. Otherwise the default policy is
-    chosen. Only the best tier is used, unless an option asks for lower precisions.
-
     Raises PolicyError if the low tier is not below the high tier, or if --exact contradicts the
     policy.
     """
@@ -331,7 +326,11 @@ def tiers_between(
 
 @dataclass(frozen=True)
 class _Layout:
-    """The steps of planning the memory of one model, with the arguments of `plan`."""
+    """Plans the memory of one model, with the arguments of `plan`.
+
+    Its methods first make a draft: a plan with all sizes except those of the expert slots, the
+    memory for experts. They then complete the draft with slots.
+    """
 
     request: PlanRequest
     model: ExpertModel
@@ -345,9 +344,9 @@ class _Layout:
     def laid_out(self) -> Plan | Refusal:
         """Return the memory plan, or a Refusal with the reason why the model does not fit.
 
-        `needed_bytes` of the Refusal may be smaller than the smallest memory limit that works.
+        The Refusal's `needed_bytes` is a lower bound of the memory limit with which it would fit.
         """
-        default = self.room(managed=not wants_plain(self.config, self.model))
+        default = self.room(managed=not permits_plain(self.config, self.model))
         found = self.shared(default)
         if found is None:
             return self.divided(default)
@@ -389,8 +388,8 @@ class _Layout:
         """Return a draft of the plan: the sizes of everything except expert slots.
 
         n_ctx: context length in tokens. n_tokens: micro-batch size in tokens. For each of them, 0
-        stands for the requested or default value. managed: the model runs with an expert store,
-        which reads experts into slots.
+        stands for the user's value, or the default if there is none. managed: the model runs with
+        an expert store, which reads experts into slots.
         """
         request, model, device = self.request, self.model, self.machine.device
         config = request.config
@@ -429,12 +428,14 @@ class _Layout:
         )
 
     def shared(self, default: Plan) -> Plan | Refusal | None:
-        """Return a plan in which the expert slots shrink while the KV cache and the scratch grow.
+        """Return a plan in which expert slots and KV cache share memory while the model runs.
 
-        default: a draft (a plan without expert slots) for the requested or default context. The
-        result is None if the parts must have fixed sizes, for example on a GPU. It is a Refusal if
-        the memory is too small. If a requested context is too long, the Refusal names the longest
-        context that fits.
+        The slots shrink as the context grows. The result is None if the sizes must be fixed, for
+        example on a GPU. It is a Refusal if the memory is too small for the policy, or for the
+        context length that the user requested.
+
+        default: a draft (a plan without slots) for the context that the user requested, or for the
+        default context.
         """
         config = self.config
         once = config.policy == PLAIN or config.expert_ram or self.machine.device
@@ -474,14 +475,17 @@ class _Layout:
         return replace(plan, n_ctx=longest, n_ubatch=n_ubatch, prompt_bytes=prompts, shared=shared)
 
     def divided(self, default: Plan) -> Plan | Refusal:
-        """Return a plan in which expert slots, KV cache and scratch have fixed sizes, or a Refusal.
+        """Return a plan in which expert slots and KV cache have fixed sizes, or a Refusal.
 
-        default: a draft (a plan without expert slots) for the requested or default context. If the
-        user requested no context length, a longer context is used if it costs little memory. This
-        also applies to the prompt cache. Without --ubatch, the micro-batch size is the one with
-        which a prompt and its answer read the fewest bytes. If every expert is in memory, the
-        smallest size is used.
+        Sizes that the user did not set are chosen here: the context length, the size of the prompt
+        cache, and the micro-batch size.
+
+        default: a draft (a plan without slots) for the context that the user requested, or for the
+        default context.
         """
+        # A longer context and a prompt cache are used if they cost little memory. The micro-batch
+        # size is the one with which a prompt and its answer read the fewest bytes, or the smallest
+        # if every expert is in memory.
         config, model, asked = self.config, self.model, self.config.cache_ram or 0
         draft = default if config.ctx else self._longer(default)
         plan = self.try_in((draft, self._prompt_bytes(draft)), (draft, asked), (default, asked))
@@ -495,7 +499,7 @@ class _Layout:
         return plan if isinstance(other, Refusal) else other
 
     def _sharing(self, plan: Plan, most: int, prompts: int = 0) -> SharedMemory:
-        """Return how the slots, KV cache, scratch and prompt cache of a plan share its memory.
+        """Return the SharedMemory of a plan: how slots, KV cache and scratch can share its memory.
 
         most: the longest context in tokens. prompts: the maximum bytes of the prompt cache in this
         memory.
@@ -547,14 +551,14 @@ class _Layout:
         return int(at_short - each * short), each
 
     def _longer(self, least: Plan) -> Plan:
-        """Return the plan without slots for the longest context that costs little memory.
+        """Return a draft (a plan without slots) for the longest context that costs little memory.
 
-        This context is used if the user requested none. least: the plan without slots for the
-        minimum context. The longer context may take at most the fraction SHARE of the memory of
-        slots and KV cache. If all experts fit with the minimum context, they also fit with the
-        longer context. In that case, a conversation on the CPU gets the longest such context,
-        because a context takes no memory until it is used.
+        This draft is used if the user requested no context length. least: the draft for the minimum
+        context. The longer context may take at most the fraction SHARE of the memory of slots and
+        KV cache. If all experts fit with the minimum context, they also fit with the longer one.
         """
+        # If all experts fit, a conversation on the CPU gets the longest context with which they
+        # fit, because a context takes no memory until it is used.
         left = least.cap_bytes - least.fixed_bytes
         estimating = replace(self, request=replace(self.request, counted=Counted()))
         allowed = int((left + least.kv_bytes) * SHARE) - least.kv_bytes
@@ -573,11 +577,11 @@ class _Layout:
     def _prompt_bytes(self, draft: Plan) -> int:
         """Return the size of the prompt cache in host memory, in bytes.
 
-        draft: the plan without slots. The option --cache-ram sets the size. Without the option,
-        only conversations get a prompt cache. It has space for one more context and some
-        checkpoints, and is limited to a small share of memory. If all experts fit in memory without
-        the prompt cache, they also fit with it.
+        The option --cache-ram sets the size. Without the option, only conversations get a prompt
+        cache. It has space for one more context and some checkpoints, and is limited to a small
+        share of memory. draft: the plan without slots.
         """
+        # If all experts fit in memory without the prompt cache, they also fit with it.
         config, model = self.config, self.model
         if config.cache_ram is not None or not self.request.needs.conversations:
             return config.cache_ram or 0
@@ -591,11 +595,10 @@ class _Layout:
         return max(0, min(draft.kv_bytes + marks, most))
 
     def try_in(self, *attempts: tuple[Plan, int]) -> Plan | Refusal:
-        """Complete several drafts in turn, and return the first complete plan that fits in memory.
+        """Call `plan_in` with each of several argument pairs until one gives a plan that fits.
 
-        A draft is a plan without expert slots. Each attempt is (draft, bytes of the prompt cache),
-        to which `plan_in` adds expert slots. If no plan fits, the result is the Refusal of the last
-        attempt.
+        Each pair is (draft, bytes of the prompt cache). A draft is a plan without expert slots. If
+        no plan fits, the result is the Refusal of the last call.
         """
         for each in attempts:
             found = self.plan_in(*each)
@@ -604,13 +607,14 @@ class _Layout:
         return found
 
     def plan_in(self, draft: Plan, prompts: int) -> Plan | Refusal:
-        """Complete a draft with a prompt cache and expert slots, or return a Refusal.
+        """Return a draft completed with a prompt cache and expert slots, or a Refusal.
 
-        draft: a plan without expert slots. prompts: bytes of the prompt cache. The chosen policy
-        determines the slots. If the draft has no expert store and the whole model fits in memory,
-        the result has no slots. This also applies to --policy plain. The Refusal says that the
-        memory is too small.
+        The policy chooses the slots. There are none if the draft has no expert store and the whole
+        model fits in memory. The Refusal says that the memory is too small.
+
+        draft: a plan without slots. prompts: bytes of the prompt cache.
         """
+        # With --policy plain, a model that does not fit is refused only if the user set the limit.
         config, model, asked = self.config, self.model, self._asked
         draft = replace(draft, prompt_bytes=prompts)
         if not draft.managed:
@@ -723,12 +727,11 @@ class _Layout:
         )
 
     def refusal(self, found: _TooSmall) -> Refusal:
-        """Return a Refusal whose text names the smallest memory limit that works.
+        """Return the Refusal for the user: its text names the smallest memory limit that works.
 
-        found: an earlier Refusal that has only a lower bound of this limit. The search for the
-        limit starts from this bound. The text also states the context length under this limit. If
-        the model fits when --cache-ram (the prompt cache) is left out, the text says instead that
-        --cache-ram is too large.
+        found: the Refusal of a first attempt, which has only a lower bound of this limit. If the
+        model would fit without --cache-ram (the prompt cache), the text says that --cache-ram is
+        too large.
         """
         plan = self.least(found.needed_bytes)
         if isinstance(plan, Refusal):

@@ -70,8 +70,8 @@ class Counted:
     """The host memory that llama.cpp counted for a model at some context lengths, in bytes.
 
     by_tokens maps each micro-batch size to a list of (context length, KV cache bytes, scratch
-    bytes), shortest context first. Context lengths are padded as llama.cpp pads them. For a context
-    between two of these lengths, the bytes are interpolated linearly.
+    bytes), shortest context first. Scratch is the memory of temporary buffers. Context lengths are
+    rounded up as llama.cpp does.
     """
 
     by_tokens: Mapping[int, Sequence[tuple[int, int, int]]] = field(default_factory=dict)
@@ -110,16 +110,16 @@ class Counted:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """The memory and sequences that a front end, such as the chat or the server, needs.
+    """The memory and sequences that a user interface, such as the chat or the server, needs.
 
     - sequences: how many sequences may decode in parallel, in addition to sequence 0.
-    - conversations: whether to plan a prompt cache, and expert slots that shrink as the context
-      grows.
-    - scored: most prompt tokens whose logits are in memory at once, to score a prompt; otherwise 0.
-    - extra_bytes: process memory beyond that of a chat.
-    - extra_token_bytes: additional process memory for each token of the vocabulary.
-    - image_tokens: most tokens of an image, if they must be computed in one micro-batch; otherwise
-      0.
+    - conversations: whether the interface holds conversations. They get a prompt cache, and their
+      context may grow at the expense of the expert cache.
+    - scored: maximum number of prompt tokens whose logits are requested at once; 0 for none.
+    - extra_bytes: additional memory of the process.
+    - extra_token_bytes: additional memory for each token of the vocabulary.
+    - image_tokens: maximum number of tokens of an image, if they must be computed in one
+      micro-batch; otherwise 0.
     """
 
     sequences: int = 0
@@ -134,9 +134,9 @@ class Needs:
 class PlanRequest:
     """A request for a memory plan.
 
-    config: the user's configuration. needs: the memory and sequences that the front end needs.
-    more_scratch: bytes by which llama.cpp's scratch exceeded an earlier estimate. counted: memory
-    sizes that llama.cpp counted, which replace estimates.
+    config: the user's configuration. needs: the memory and sequences that the user interface needs.
+    more_scratch: bytes by which llama.cpp's temporary buffers exceeded an earlier estimate.
+    counted: memory sizes that llama.cpp counted, which replace estimates.
     """
 
     config: Config
@@ -144,19 +144,20 @@ class PlanRequest:
     more_scratch: int = 0
     counted: Counted = Counted()
 
-    def of_run(self) -> dict[str, Any]:
+    def plan_settings(self) -> dict[str, Any]:
         """Return all values of this request on which the plan of a run depends, by name.
 
         They are the settings of `config` that affect memory, and the fields of `needs`.
         """
-        return self.config.of_run() | asdict(self.needs)
+        return self.config.plan_settings() | asdict(self.needs)
 
 
 def longest_context(most: int, step: int, too_long: Callable[[int], bool]) -> int:
     """Return the longest context that is not too long, in tokens; 0 if every context is too long.
 
-    The context is a multiple of `step` and at most `most` tokens. too_long(n) tells whether a
-    context of n tokens is too long. Every longer context must then be too long as well.
+    The result is a multiple of `step` or equal to `most`, which is the maximum. too_long(n) tells
+    whether a context of n tokens is too long. If it is True for some n, it must be True for every
+    larger n.
     """
     steps = range(1, -(-most // step) + 1)
     fitting = bisect_right(steps, False, key=lambda n: too_long(min(most, n * step)))
@@ -165,47 +166,47 @@ def longest_context(most: int, step: int, too_long: Callable[[int], bool]) -> in
 
 @dataclass(frozen=True, slots=True)
 class SharedMemory:
-    """The memory that expert slots, KV cells, scratch and the prompt cache share, in bytes.
+    """The memory that expert slots share with the KV cache and with scratch, in bytes.
 
-    - n_bytes: size of this memory.
-    - least_slots: size of the fewest slots with which the policy works.
+    A KV cell is the KV cache of one token. Scratch is the memory of a step's temporary buffers. The
+    slots get the rest of the memory, so they shrink as the context grows.
+
+    - n_bytes: size of the whole memory.
+    - least_slots: minimum size of the slots.
     - all_slots: size of slots for every expert.
-    - cell_bytes: KV cache of one token (a KV cell).
-    - scratch: `scratch[n] = (a, b)` means that a step of at most n tokens needs a + b * n_cells
-      bytes of scratch. Smallest n first.
-    - cell_step: number of KV cells allocated at once.
-    - sequences: number of sequences that share the cells.
-    - prompts: maximum size of the prompt cache.
+    - cell_bytes: size of a KV cell.
     """
 
     n_bytes: int
     least_slots: int
     all_slots: int
     cell_bytes: float
+    # scratch[n] = (a, b): a step of at most n tokens needs a + b * (KV cells that attention covers)
+    # bytes of scratch. Smallest n first.
     scratch: Mapping[int, Line]
-    cell_step: int = CELL_STEP
-    sequences: int = 1
-    prompts: int = 0
+    cell_step: int = CELL_STEP  # number of KV cells allocated at once
+    sequences: int = 1  # number of sequences that share the cells
+    prompts: int = 0  # maximum size of the prompt cache, which takes its memory from the slots
 
     def slots(self, n_cells: int, n_tokens: int, held: int = 0, width: int = 0) -> int:
-        """Return the bytes of this memory that KV cache and scratch leave for expert slots.
+        """Return how many bytes of this memory a step leaves for expert slots.
 
-        - n_cells: the number of KV cells in use after a step.
+        - n_cells: the number of KV cells in use after the step.
         - n_tokens: the number of tokens in the step.
-        - held: scratch bytes that an earlier step still occupies.
+        - held: bytes of temporary buffers that earlier steps have allocated. The step uses them
+          again.
         - width: the number of KV cells that attention covers, if this is more than n_cells.
-          Attention also covers free cells that come before the last used cell.
         """
         empty, each = next(s for size, s in self.scratch.items() if size >= n_tokens)
         scratch = empty + int(max(pad(max(1, n_cells), self.cell_step), width) * each)
         return self.n_bytes - max(held, scratch) - self.cache_bytes(n_cells)
 
     def width(self, cells_end: int, n_tokens: int) -> int:
-        """Return the most KV cells that attention can cover after n_tokens more tokens.
+        """Return an upper bound of the KV cells that attention covers after n_tokens more tokens.
 
-        Attention covers all cells up to the last used cell, including free cells between used
-        cells. If several sequences share the cells, the result includes free cells that each
-        sequence may reserve. cells_end: the number of cells up to the last used cell now.
+        Attention covers all cells up to the last used one, also unused cells between them. Several
+        sequences leave such cells unused, because each reserves blocks of CELL_STEP cells.
+        cells_end: the number of cells up to the last used one before these tokens.
         """
         runs = self.sequences + 1 if self.sequences > 1 else 0
         return cells_end + n_tokens + runs * CELL_STEP
@@ -228,23 +229,26 @@ class SharedMemory:
         return longest_context(most, self.cell_step, lambda n: self.slots(n, at_once) < least)
 
     def fitting_micro_batches(self, n_cells: int, width: int = 0) -> list[int]:
-        """Return the micro-batch sizes that leave enough memory for the policy's fewest slots.
+        """Return the micro-batch sizes that leave enough memory for the minimum expert slots.
 
-        The smallest size comes first, and is always included. n_cells: the number of KV cells in
-        use after the micro-batch. width: the number of KV cells that attention covers, if this is
-        more than n_cells.
+        A larger micro-batch needs larger temporary buffers. The smallest size comes first, and is
+        always included. n_cells: the number of KV cells in use after the micro-batch. width: the
+        number of KV cells that attention covers, if this is more than n_cells.
         """
         smallest, least = min(self.scratch), self.least_slots
         fits = (n for n in self.scratch if self.slots(n_cells, n, 0, width) >= least)
         return [smallest, *(n for n in fits if n != smallest)]
 
     def micro_batch(self, n_cells: int, n_tokens: int, again: float = 1.0, width: int = 0) -> int:
-        """Return the micro-batch size with which the rest of a prompt reads the fewest bytes.
+        """Return the micro-batch size with which a prompt reads the fewest bytes of experts.
+
+        Fewer, larger micro-batches read experts less often, but need more memory for temporary
+        buffers, so fewer experts stay in memory.
 
         - n_cells: the number of KV cells in use.
         - n_tokens: the number of prompt tokens that are left.
-        - again: how many times, on average, an expert is read after the prompt if it was evicted to
-          make memory free for scratch.
+        - again: mean number of reads, after the prompt, of an expert that is not in memory. These
+          reads count too.
         - width: the number of KV cells that attention covers at the end of the prompt, if this is
           more than n_cells + n_tokens.
         """
@@ -276,49 +280,43 @@ class Refusal:
 
     @property
     def error(self) -> BudgetError:
-        """The error that a front end raises for this refusal."""
+        """A BudgetError with the text and the needed bytes of this refusal, ready to be raised."""
         return BudgetError(self.text, self.needed_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The memory plan of one model: the sizes of its parts, in bytes.
+    """The memory plan of one model: the sizes of its parts in bytes, and sizes in tokens.
 
-    - managed: the model runs with an expert store.
-    - n_ubatch: the micro-batch size in tokens.
-    - ram_bytes: the limit of all host memory of the model.
-    - cap_bytes: the limit of the memory (device or host) that holds the experts.
-    - compute_bytes: the part of scratch_bytes that compute graphs take.
-    - prompt_bytes: host memory for the prompt cache.
-    - tiers: the precisions (tiers) of the file in use, best first.
-    - skip: the policy may skip experts.
-    - placement: the policy's choice of slots; None without an expert store.
-    - budget_bytes: the limit of the slots if the user set one, otherwise the size of the slots.
+    - managed: an expert store reads experts from disk into slots (memory for experts). Otherwise
+      all experts are in memory.
+    - n_ctx, n_ubatch: context length and micro-batch size in tokens.
+    - placement: the policy, its settings and its slots; None without a store.
     - shared: how slots and KV cache share memory; None if their sizes are fixed.
 
-    With a device, dense_bytes, kv_bytes, scratch_bytes and the slots are in device memory, and
-    host_bytes is the size of the expert cache in host memory.
+    With a device, such as a GPU, the sizes are those in its memory, except for ram_bytes,
+    prompt_bytes and host_bytes.
     """
 
     managed: bool
     n_ctx: int
     n_ubatch: int
-    ram_bytes: int
-    cap_bytes: int
+    ram_bytes: int  # the limit of all host memory of the model
+    cap_bytes: int  # the limit of the memory (device or host) that holds the experts
     dense_bytes: int
     kv_bytes: int
-    scratch_bytes: int
-    compute_bytes: int
+    scratch_bytes: int  # compute_bytes and other memory that is not weights, KV cache or slots
+    compute_bytes: int  # temporary buffers of compute graphs
     device: Device | None = None
-    prompt_bytes: int = 0
+    prompt_bytes: int = 0  # the prompt cache, in host memory
     reason: str = ""
-    tiers: tuple[FileTier, ...] = ()
+    tiers: tuple[FileTier, ...] = ()  # the precisions (tiers) of the file in use, best first
     tier_names: tuple[str, ...] = ()
-    expert_bytes: int = 0
-    skip: bool = False
-    budget_bytes: int = 0
+    expert_bytes: int = 0  # all experts in all of these tiers
+    skip: bool = False  # the policy may skip experts
+    budget_bytes: int = 0  # the limit of the slots if the user set one, otherwise their size
     placement: Placement | None = None
-    host_bytes: int = 0
+    host_bytes: int = 0  # with a device, the expert cache in host memory
     shared: SharedMemory | None = None
 
     @property
@@ -335,7 +333,7 @@ class Plan:
 
     @property
     def fixed_bytes(self) -> int:
-        """The bytes that dense weights, KV cache, scratch and prompt cache take together.
+        """The bytes of everything except experts: dense weights, KV cache, scratch, prompt cache.
 
         If a GPU holds the experts, only GPU memory counts, otherwise only host memory. A prompt
         cache that shares memory with expert slots does not count.

@@ -64,15 +64,15 @@ class TierOffer:
 
 @dataclass(frozen=True, slots=True)
 class Precisions:
-    """The number of precisions (tiers) that a policy uses, and its default choice of tiers.
+    """How many precisions (tiers) of experts a policy can use, and which tiers it uses by default.
 
     - least, most: the minimum and maximum number of tiers.
-    - keeps: words for the error message of a policy that needs several tiers and cannot skip
-      experts, such as "two precisions". None for other policies.
-    - skips: whether the policy may skip experts by default. If so, the policy uses only one tier,
-      unless the user names a lower one.
-    - lossless: the settings with which the policy computes every expert in the best tier. It is {}
-      if the policy always does that, and None if it cannot.
+    - keeps: words such as "two precisions" for the error message "the policy NAME needs KEEPS and
+      cannot skip experts". None for other policies.
+    - skips: whether the policy may skip experts by default. It then uses one tier, unless the user
+      names a lower tier.
+    - lossless: the settings with which every expert is computed in the best tier. It is {} if the
+      policy always does that, and None if it cannot.
     """
 
     least: int = 1
@@ -82,7 +82,10 @@ class Precisions:
     lossless: Mapping[str, Any] | None = None
 
     def high(self, offer: TierOffer) -> FileTier:
-        """Return the best tier that the policy uses: by default, the best tier of the file."""
+        """Return the best tier (precision) to use: by default, the best tier of the file.
+
+        offer: the tiers of the model file.
+        """
         return offer.tiers[0]
 
     def low(self, offer: TierOffer, high: FileTier) -> FileTier | None:
@@ -246,10 +249,12 @@ class Placement:
         return mix
 
     def first(self, hotness: np.ndarray | None = None) -> Sequence[Transition]:
-        """Return the experts to load before the first token, and their tiers. By default, none.
+        """Return the experts to load before the first token, each as (layer, expert, tier).
 
-        hotness: the fraction of tokens that use each expert, [n_layers, n_expert]. If given, it
-        replaces the values with which the placement was made.
+        The base class returns no experts. A subclass may load the most used experts.
+
+        hotness: the fraction of tokens that use each expert, [n_layers, n_expert]. None stands for
+        the usage in earlier runs.
         """
         return ()
 
@@ -275,9 +280,8 @@ class About:
     - Settings: the dataclass of the policy's own settings.
     - reason: a few words for the message "OPTION has no effect with --policy NAME, which REASON",
       such as "runs one precision".
-    - precisions: the number of tiers that the policy uses, and its default choice.
-    - wants: everything that the policy may require from the runtime. With some settings, it
-      requires less.
+    - precisions: how many precisions (tiers) the policy can use, and which it uses by default.
+    - wants: all calls and data that the policy may require from the runtime, with any settings.
     """
 
     name: str
@@ -376,16 +380,15 @@ class Policy:
     def warm(
         self, resident: np.ndarray | None = None, target: np.ndarray | None = None
     ) -> Sequence[Transition] | None:
-        """Return the experts to load, and the tier of each, before the next token is computed.
+        """Return the experts to load before the next token, each as (layer, expert, tier).
 
-        The runtime calls this method without arguments at the start of a run.
+        The runtime calls this method without arguments at the start of a run. If `wants.waits` is
+        set, the runtime also calls it before each answer, until no experts are returned. None lets
+        the answer begin at once. An empty result lets the answer begin when no expert is changing
+        its tier (precision).
 
-        If `wants.waits` is set, the runtime also calls it before each answer, loads the returned
-        experts, and calls it again. The answer begins if the result is None. It also begins if the
-        result is empty and no expert is changing its tier.
-
-        resident, target: the tier of each expert in memory, now and after the changes under way,
-        uint8 [n_layers, n_expert].
+        resident, target: the tier of each expert, now and after the running changes, uint8
+        [n_layers, n_expert]. It is ABSENT for an expert that is not in memory.
         """
         return self.placement.first()
 

@@ -56,13 +56,13 @@ _MAGIC = b"moe-edge use 1\n"
 
 
 class SequenceUse:
-    """Counts how often the tokens of each sequence in memory use each expert.
+    """Counts how often the tokens of each sequence in the context use each expert.
 
     `past` has the counts of sequences that ended, float64 [n_layers, n_expert].
 
     Prompt tokens are counted for their own sequence, and their routing weights (gates) are added up
     as well. For a decode step, only the sum over all tokens is known. It is divided equally among
-    the sequences in memory.
+    the sequences in the context.
     """
 
     def __init__(self, n_layers: int, n_expert: int) -> None:
@@ -79,9 +79,10 @@ class SequenceUse:
 
     @property
     def sums(self) -> np.ndarray:
-        """The use of each expert by all sequences in memory, float64 [2, n_layers, n_expert].
+        """The use of each expert by all sequences in the context, float64 [2, n_layers, n_expert].
 
-        The first row has the number of uses, and the second row has the sums of routing weights.
+        The first entry has the number of uses, and the second entry has the sums of routing
+        weights.
         """
         total: np.ndarray = np.sum([self._none(), *self._of.values()], axis=0)
         return total
@@ -211,6 +212,9 @@ _LEARNED_TOKENS = 1024
 class NearTiers(NamedTuple):
     """The lower precisions (tiers) in which the less important experts are stored, best first.
 
+    They are called near, because the near-data paper computes these experts near the memory that
+    holds them.
+
     - tiers: the tier numbers.
     - names: the tier names.
     - bits: the bits per weight that the names say, such as 4 for q4_k.
@@ -224,9 +228,11 @@ class NearTiers(NamedTuple):
 
     @classmethod
     def of(cls, shape: ModelShape, settings: ContextSettings) -> NearTiers:
-        """Return the lower tiers to use for a model with these settings.
+        """Return the precisions (tiers) to use for experts that are not in the best precision.
 
-        Raises PolicyError if the settings name a tier that the model lacks, or too many tiers.
+        The setting near_tiers names them. By default, they are all precisions of the model below
+        the best. Raises PolicyError if the model lacks a named precision, or if there are too many
+        precisions.
         """
         tiers = near_tiers(shape.tiers, settings.near_tiers)
         names = [shape.tiers[tier] for tier in tiers]
@@ -339,11 +345,11 @@ class ContextPlacement(Placement):
     def of_use(
         self, counts: np.ndarray, gates: np.ndarray, before: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the importance of each expert in a conversation, and the tier that it should have.
+        """Return the importance of each expert for a conversation, and the tier it should have.
 
-        The importance of an expert is its fraction of the layer's uses, averaged with its fraction
-        of the layer's routing weights. Earlier uses have the weight of prior_tokens tokens (a
-        setting). The result is float64 and uint8. All arrays are [n_layers, n_expert].
+        The importance of an expert is a weighted mean of its fractions of the layer's sums of
+        `counts`, `gates` and `before`. The longer the conversation, the less `before` matters. The
+        results are float64 and uint8. All arrays are [n_layers, n_expert].
 
         - counts: how often tokens of the conversation used each expert.
         - gates: the sum of the routing weights of these uses.
@@ -360,10 +366,13 @@ class ContextPlacement(Placement):
         return scores, tiers
 
     def first(self, hotness: np.ndarray | None = None) -> Sequence[Transition]:
-        """Return a transition of every expert to the tier that its use in earlier runs implies.
+        """Return all experts, and the tier in which each is loaded before the first token.
 
-        hotness: the fraction of tokens that use each expert. If given, it replaces the use in
-        earlier runs.
+        Each entry is (layer, expert, tier). Experts that are used more get better tiers
+        (precisions).
+
+        hotness: the fraction of tokens that use each expert, [n_layers, n_expert]. None stands for
+        the usage in earlier runs.
         """
         none = np.zeros((self.shape.n_layers, self.shape.n_expert))
         known = self.hotness if hotness is None else hotness
@@ -387,21 +396,15 @@ class ContextPlacement(Placement):
 
 
 class ContextAware(Policy):
-    """Keeps the K most important experts of each layer in the best tier, the others in lower tiers.
+    """Keeps the most important experts of each layer in the best precision, others in lower ones.
 
-    A tier is a stored precision. Every expert stays in memory. The importance of an expert follows
-    from its use in the conversation and in earlier runs. After each prompt, the policy chooses the
-    tier of each expert again. The tiers change in the background, and tokens do not wait for that.
-    With the setting `placement` wait, the first token of an answer waits until the tiers have
-    changed.
+    Every expert stays in memory. The importance of an expert follows from its use in the
+    conversation and in earlier runs. After each prompt, the policy chooses the precision (tier) of
+    each expert again. The tiers change in the background, and tokens do not wait for that. With the
+    setting `placement` "wait", the first token of an answer waits until the tiers have changed.
 
-    In a prompt, the policy counts the uses of each expert and adds up its routing weights. In an
-    answer, it only counts uses. llama.cpp computes the last layer only for the last token of a
-    prompt. For this layer, the policy counts the experts that are predicted for all tokens.
-
-    If the lower (near) tiers share slots, the number of experts in each near tier is chosen after a
-    prompt, by the prefix split of section 4.2. If each near tier has its own slots, the numbers are
-    fixed.
+    If the lower tiers share slots, each prompt also changes how many experts are in each of them
+    (prefix split, section 4.2 of the near-data paper).
     """
 
     about = About(
@@ -414,7 +417,8 @@ class ContextAware(Policy):
         Settings=ContextSettings,
         reason="chooses the precision of every expert by the prompt",
         precisions=Precisions(least=2, keeps="several precisions"),
-        # One layer of look-ahead predicts the last layer's experts for all prompt tokens.
+        # llama.cpp computes the last layer only for the last token of a prompt. One layer of
+        # look-ahead predicts the last layer's experts for all prompt tokens.
         wants=PolicyRequirements(
             (Phase.PREFILL,), n_ahead=1, counts=True, states=True, all_resident=True
         ),
@@ -525,15 +529,17 @@ class ContextAware(Policy):
     def warm(
         self, resident: np.ndarray | None = None, target: np.ndarray | None = None
     ) -> Sequence[Transition] | None:
-        """Return the experts to load, and the tier of each, before the next token is computed.
+        """Return the experts to load before the next token, each as (layer, expert, tier).
 
-        At the start of a run, the arguments are None. The result then has every expert, in the tier
-        that its use in earlier runs implies.
+        At the start of a run, the arguments are None. The result has all experts, in tiers
+        (precisions) chosen by their use in earlier runs.
 
-        Before an answer, the arguments are the tier of each expert in memory, and its tier after
-        the changes under way. The policy chooses tiers by the prompt, and returns the changes for
-        which slots are free now. If answers do not wait for changes (`wants.waits`), the result is
-        None.
+        Before an answer, the method chooses tiers by the prompt, and returns the experts that can
+        change their tier now, because a slot is free. It returns None if answers do not wait for
+        such changes (`wants.waits` is False).
+
+        - resident: the current tier of each expert.
+        - target: its tier after the running changes.
         """
         if resident is None or target is None:
             wanted = self._latest = self._place()

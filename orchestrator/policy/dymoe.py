@@ -79,16 +79,19 @@ def realised(counts: list[int], m: int) -> float:
     return sum(counts) / (m * len(counts))
 
 
-def solve(retention: float, n_layers: int, m: int, schedule: str = COSINE) -> list[int]:
-    """Find how many experts of each layer must be critical to reach a mean fraction of `retention`.
+def counts_for_retention(
+    retention: float, n_layers: int, m: int, schedule: str = COSINE
+) -> list[int]:
+    """Return the number of critical experts of each layer, for a mean fraction of `retention`.
 
-    Return these numbers by layer. Critical experts are computed in the better of two precisions.
-    The mean over all layers of (number of critical experts) / m is as near to `retention` as
-    possible.
+    Critical experts are computed in the better of two precisions. The fraction of a layer is their
+    number divided by m.
 
+    - retention: the requested mean over all layers, 0 to 1. The result is as near to it as
+      possible.
     - m: the number of experts from which a layer's critical ones are chosen.
-    - schedule: how the fraction falls from the first layer to the last. With "cosine", no mean
-      below about one half is possible.
+    - schedule: how the fraction falls from the first layer to the last. With "cosine" and "linear",
+      it starts at 1, so that a mean below about one half is impossible.
     """
     if n_layers == 1:
         return critical_counts(retention, 1, m, schedule)
@@ -143,11 +146,11 @@ def load_ahead(
 
 
 def union(ids: np.ndarray, t: int, n_expert: int) -> tuple[list[int], int]:
-    """Return the experts that any token is predicted to select, and how many of them are critical.
+    """Return the experts of a layer that any token is predicted to select, critical experts first.
 
-    An expert is critical if it is among the first t predictions of at least one token. Critical
-    experts come first in the result. Within both parts, experts that more tokens select come first.
-    Ties are sorted by the best rank in any row of `ids`, then by index.
+    Also return the number of critical experts. An expert is critical if it is among the first t
+    predictions of at least one token. Within both parts, experts that more tokens select come
+    first. Ties are sorted by the best rank in any row of `ids`, then by index.
 
     ids: the predicted experts of each token, best first, int32 [T, k]. n_expert: the number of
     experts in the layer.
@@ -218,15 +221,13 @@ def _one_precision(shape: ModelShape, rules: Rules) -> bool:
 
 
 class Depth(NamedTuple):
-    """How many experts of each layer are critical, that is, computed in the high tier.
-
-    The high tier is the better of two precisions.
+    """How many experts of each layer are critical: computed in the better of two precisions.
 
     - retention: the requested mean fraction of critical experts, 0 to 1.
-    - critical: the number of critical experts t_l of each layer l, of the k that a token selects.
-    - realised: the actual mean of t_l / k over the layers.
-    - least: the smallest possible mean of t_l / k. The setting `schedule` limits it, because it
-      fixes how t_l falls with depth.
+    - critical: the number of critical experts of each layer, among the k that a token selects.
+    - realised: the actual mean fraction: the mean of critical[l] / k over the layers l.
+    - least: the smallest mean fraction that is possible with the setting `schedule`, by which the
+      fraction falls from the first layer to the last.
     """
 
     retention: float
@@ -254,8 +255,8 @@ class Depth(NamedTuple):
                 "give --low FILE, a file packed with several tiers, or --low-tier skip",
             )
         n_layers, k, schedule = shape.n_layers, shape.n_expert_used, settings.schedule
-        critical = solve(retention, n_layers, k, schedule)
-        least = realised(solve(0.0, n_layers, k, schedule), k)
+        critical = counts_for_retention(retention, n_layers, k, schedule)
+        least = realised(counts_for_retention(0.0, n_layers, k, schedule), k)
         return cls(retention, critical, realised(critical, k), least)
 
 
@@ -273,10 +274,10 @@ class DyMoEPlacement(Placement):
     def fractions(self, uses: np.ndarray) -> np.ndarray:
         """Return how often the policy requests each tier (precision) of each expert.
 
-        The result is float64 [n_layers, n_expert, n_tiers]. Each value is a fraction of the
-        expert's uses by tokens. All experts have the same values. The value of the high tier is the
-        mean fraction of a token's experts that are computed in it. The other uses request the low
-        tier, or skip the expert if there is only one tier.
+        The result is float64 [n_layers, n_expert, n_tiers], in fractions of the expert's uses by
+        tokens. All experts have the same values: h for tier 0, and 1 - h for tier 1 if it is in
+        use. h is the mean fraction of a token's experts that are computed in tier 0, the better
+        precision. Without tier 1, the other uses skip the expert.
 
         uses: [n_layers, n_expert]. Only its shape matters.
         """
@@ -300,16 +301,17 @@ class DyMoEPlacement(Placement):
 
 
 class DyMoE(Policy):
-    """Computes the most important experts of each layer and step in the high tier (tier 0).
+    """Computes the most important experts of each layer in tier 0, the better of two precisions.
 
-    These experts are called critical, and layer l has t_l of them. The others are computed in tier
-    1 or skipped. For a token of an answer, the importance of an expert is its gate score (eq. 3).
-    For a prompt, the importance is the number of heavy hitters (important tokens) that use the
-    expert (eq. 2). In a step of several sequences, an expert is computed in the high tier if one of
-    the sequences needs that.
+    These experts are called critical, and the setting `retention` is their mean fraction. The
+    others are computed in tier 1 or skipped.
 
-    Each layer has its own slots, and the experts of the next layer are prefetched. The less used
-    experts of a prompt are streamed through at most half of a layer's high slots.
+    - For a token of an answer, the experts with the highest gate scores are critical (eq. 3 of the
+      DyMoE paper).
+    - For a prompt, the experts that the most heavy hitters (important tokens) use are critical
+      (eq. 2).
+
+    In a step of several sequences, an expert is critical if it is critical for one of them.
     """
 
     about = About(
@@ -338,13 +340,11 @@ class DyMoE(Policy):
     ) -> DyMoEPlacement:
         """Divide a memory budget into slots for each layer, matrix kind and tier (precision).
 
-        First, each layer gets slots for the k experts that one token selects. t_l of them are high
-        slots, and the others are low slots, if a low tier is in use. t_l is the number of the
-        token's experts that are computed in the high tier, by the setting retention.
+        First, each layer gets slots for the experts that one token selects, in the tiers in which
+        they are computed. The rest of the budget pays for further slots, in proportion to their
+        expected usefulness.
 
-        The rest of the budget pays for further slots, in proportion to their expected usefulness.
-        High slots also serve requests for the low tier. If they are at least as useful as low
-        slots, the layer gets no further low slots.
+        Raises TiersError if the setting retention does not suit the tiers in use (see `Depth.of`).
         """
         settings = settings.with_usual()
         depth = Depth.of(shape, settings, rules)
@@ -362,7 +362,8 @@ class DyMoE(Policy):
             high, *low = first[pair]
             ratio = low[0].unit_bytes / high.unit_bytes if low else 0.0
             # A high slot serves requests for both tiers. A low request counts less there, because
-            # it saves fewer bytes.
+            # it saves fewer bytes. If a high slot is at least as useful as a low slot, the layer
+            # gets no further low slots.
             high_value, low_value = (t + (k - t) * ratio) / k, (k - t) / k
             values = high_value, 0.0 if high_value >= low_value else low_value
             for each, floor, value in zip(first[pair], counts[pair], values, strict=False):
@@ -411,16 +412,18 @@ class DyMoE(Policy):
         self.critical, self._prefill_counts = depth.critical, {}
 
     def prefill_critical(self, layer: int, n_used: int) -> int:
-        """Return how many of the n_used experts that a prompt uses in a layer are critical.
+        """Return how many experts of a layer are critical for a prompt that uses n_used of them.
 
-        Critical experts are computed in the better of two precisions. By default, their fraction
-        falls from the first layer to the last. If the prompt uses n_used experts in every layer,
-        the mean fraction over all layers is as near to the setting retention as possible.
+        Critical experts are computed in the better of two precisions. Their mean fraction over all
+        layers is about the value of the setting `retention`. By default, early layers have a larger
+        fraction than late layers.
         """
         counts = self._prefill_counts.get(n_used)
         if counts is None:
             shape, schedule = self.shape, self.settings.schedule
-            counts = solve(self.placement.depth.retention, shape.n_layers, n_used, schedule)
+            counts = counts_for_retention(
+                self.placement.depth.retention, shape.n_layers, n_used, schedule
+            )
             self._prefill_counts[n_used] = counts
         return counts[layer]
 
@@ -490,7 +493,7 @@ class DyMoE(Policy):
         return ()
 
     def report(self) -> Mapping[str, Any]:
-        """Return whether prefetching is on, and its recall and precision per layer."""
+        """Return whether prefetching is on, and its recall and precision for each layer."""
         return self._ahead.report()
 
     def describe(self) -> str:

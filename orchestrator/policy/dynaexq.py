@@ -50,10 +50,13 @@ MOVING = 254
 
 @dataclass(slots=True)
 class Swap:
-    """An exchange in a layer: expert `down` leaves the high tier, and `up` gets its slot there.
+    """An exchange of two experts of a layer between two tiers (precisions).
 
-    - down: None if a high slot is free, so that only `up` moves.
-    - promoting: whether the move of `up`, the second half of the exchange, was requested.
+    First, the expert `down` moves from the high tier to the low tier. Then the expert `up` moves to
+    the high tier.
+
+    - down: None if the high tier has a free slot, so that only `up` moves.
+    - promoting: whether the move of `up` has begun.
     """
 
     layer: int
@@ -91,12 +94,13 @@ def resident_pools(shape: ModelShape, capacity: Sequence[int]) -> TierPools:
 
 
 def fewest_high(shape: ModelShape, most: int = 1) -> list[int]:
-    """Return the smallest number of experts that must be in the high tier, for each layer.
+    """Return the smallest number of experts in the high tier, for each layer.
 
-    The high tier is the better of two precisions. Layers with about the same slot size share their
-    high slots, and each such group of layers must have one high slot. The result is therefore 1 for
-    one layer of each group, and 0 for the group's other layers. If `most` is 0, it is 0 for all
-    layers.
+    The high tier is the better of two precisions. Layers with about the same slot size share a pool
+    of high slots, and each pool has at least one slot. The result is therefore 1 for one layer of
+    each pool, and 0 for the pool's other layers.
+
+    most: the maximum number of high experts per layer. If it is 0, the result is 0 for all layers.
     """
     first = {pool.layers[0] for pool in pools_by_size(shape, HIGH)}
     return [min(most, int(layer in first)) for layer in range(shape.n_layers)]
@@ -105,10 +109,12 @@ def fewest_high(shape: ModelShape, most: int = 1) -> list[int]:
 def resident_plan(
     shape: ModelShape, budget_bytes: int, most_high: int | None
 ) -> tuple[TierPools, list[int]] | None:
-    """Return slots for every expert in a high or low tier, and the number of high ones per layer.
+    """Divide a memory budget into slots that hold all experts, each in one of two precisions.
 
-    High ones are experts in the high tier. Each layer has about the same number of them: as many as
-    the budget allows, at most most_high. Return None if the budget is smaller than the minimum (see
+    Return (slots, number of experts of each layer in the high tier, which is the better precision).
+    The numbers are about equal. They are as large as the budget allows, but at most most_high.
+
+    Return None if the budget is too small, even with the fewest experts in the high tier (see
     `fewest_high`).
     """
     full = shape.n_expert if most_high is None else min(shape.n_expert, most_high)
@@ -144,13 +150,12 @@ def cache_plan(
 ) -> tuple[SlotPlan, int, list[int]]:
     """Divide a memory budget that is too small for all experts into slots for a part of them.
 
-    The result is (slots, number of high experts per layer, number of low slots of each layer). High
-    experts are in the better of two precisions.
+    Return (slots, number of high experts per layer, number of low slots of each layer). High
+    experts are loaded in the better of two precisions.
 
-    Low slots for the experts of one token are set aside first. A fraction of the remaining budget
-    (CACHED_HIGH) is for high experts, the same number in each layer, at most most_high. The rest is
-    for low slots. The minimum is one low slot per layer and no high expert, even if the budget is
-    smaller.
+    First, n_expert_used low slots per layer are set aside: enough for one token. At most half of
+    the remaining budget (CACHED_HIGH) is for high experts. Every layer has the same number of them,
+    at most most_high. Low slots get the rest, and each layer has at least one.
     """
     layers = range(shape.n_layers)
     low_bytes = [shape.expert_slot_bytes(layer, LOW) for layer in layers]
@@ -193,14 +198,15 @@ class DynaExqSettings(Intervals):
 
 class _TwoTiers(Precisions):
     def high(self, offer: TierOffer) -> FileTier:
-        """Return the better of the two tiers (precisions) of the file that the policy should use.
+        """Return the better of the two precisions (tiers) that the policy uses from a model file.
 
-        If the user named the lower one, the result is the tier directly above it. Otherwise, the
-        result is from the best pair of neighbouring tiers with which all experts fit in the budget.
-        Almost all experts are then in the pair's lower tier. If no pair fits, the last pair is
-        used. If the file has only one tier, the result is that tier.
+        If the user named the lower precision, the result is the next better precision of the file.
+        Otherwise, the policy uses two neighbouring precisions of the file: the best two with which
+        the memory budget holds all experts, almost all of them in the lower precision. If no two
+        fit, the policy uses the two lowest. If the file has only one precision, the result is that
+        precision.
 
-        offer: the file's tiers, and the memory budget.
+        offer: the file's precisions, and the memory budget.
         """
         if len(offer.tiers) < 2:
             return offer.tiers[0]
@@ -273,10 +279,10 @@ class DynaExqPlacement(Placement):
     def first(self, hotness: np.ndarray | None = None) -> Sequence[Transition]:
         """Return the experts to load before the first token, each as (layer, expert, tier).
 
-        The most used experts of each layer are loaded in the high tier (the better precision).
-        `capacity` has their number for each layer. The others are loaded in the low tier, as many
-        as the slots hold. If the usage is unknown, the experts are taken in the order of their
-        index.
+        In each layer, the most used experts are loaded in the high tier, the better precision. The
+        field `capacity` of this object has the number of these experts per layer. The others are
+        loaded in the low tier, as many as its slots hold. If the usage is unknown, experts are
+        taken by index.
 
         hotness: the fraction of tokens that use each expert, [n_layers, n_expert]. None stands for
         the usage in earlier runs.
@@ -316,17 +322,14 @@ class DynaExqPlacement(Placement):
 class DynaExq(Learning):
     """Keeps the most used experts of each layer in tier 0 (high), and the others in tier 1 (low).
 
-    All experts are resident. Layer l has n_l high experts, as many as the memory budget allows. S
-    is the fraction of tokens that use an expert, as a moving average (see `Learning`). After each
-    interval of steps, a low expert replaces a high expert of its layer under three conditions:
+    Tier 0 is the better of two precisions, and holds as many experts as the memory budget allows.
 
-    - The low expert is one of the n_l experts with the highest S.
-    - The high expert is not one of the n_l + R experts with the highest S (R: setting rank_slack).
-    - Their S differs by more than H times the layer's mean S (H: setting hysteresis).
+    After each interval of steps, low experts that are now among the most used experts of their
+    layer replace high experts that no longer are. The settings rank_slack and hysteresis prevent
+    needless exchanges.
 
-    If the budget does not hold all experts in the low tier, they are cached (`caching`). Each layer
-    then evicts the least recently used copy, and tokens wait for misses. Some slots still hold the
-    most used experts (the hot set) in the high tier, which are loaded on demand.
+    All experts stay in memory. Only if the budget is too small for that, the least recently used
+    experts are evicted, and tokens wait for missing experts.
     """
 
     about = About(
@@ -385,7 +388,7 @@ class DynaExq(Learning):
         super()._set_up()
         self._pools, self.capacity = self.placement.pools, self.placement.capacity
         self.caching, self.cached = self.placement.caching, self.placement.cached
-        # The hot set while caching.
+        # The hot set while caching: the most used experts, loaded in the high tier on demand.
         self._hot: np.ndarray = np.zeros((self.shape.n_layers, self.shape.n_expert), bool)
         self._queue: list[Swap] = []
         self._active: list[Swap] = []

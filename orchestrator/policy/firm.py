@@ -81,23 +81,23 @@ def agreed(
     layers: int,
     scores: Sequence[float] = (),
 ) -> list[int]:
-    """Return the experts that a layer is expected to use, from the votes of earlier layers.
+    """Return the experts that a layer is expected to use, from the predictions of earlier layers.
 
-    A vote is the list of experts that one earlier layer predicts for this layer, best first. `way`
-    is the method to combine the votes, where K is `candidates` and P is `layers`:
+    - way: "mol" for the experts that are among the first `candidates` in each of the first `layers`
+      predictions (eq. 6 of the FIRM-MoE paper). "rank" for the first `candidates` experts of
+      votes[0]. "margin" for the experts of votes[0] with a high score; fewer `candidates` require a
+      higher score.
+    - votes: the predictions: the experts that each earlier layer predicts, best first. The nearest
+      layer comes first.
+    - scores: the router scores of the experts in votes[0], only for "margin".
 
-    - mol (eq. 6 of the FIRM-MoE paper): the experts among the first K of each of the first P votes.
-    - rank: the first K experts of votes[0].
-    - margin: the experts of votes[0] with a score of at least scores[-1] * sqrt(2) ** (n - K),
-      where n is the length of the vote.
-
-    votes: nearest layer first. scores: the router scores of the experts in votes[0]. The result has
-    the order of votes[0].
+    The result has the order of votes[0].
     """
     if not votes:
         return []
     nearest = votes[0]
     if way == MARGIN:
+        # The threshold is sqrt(2) times higher for each expert by which candidates is smaller.
         least = scores[-1] * float(2.0 ** ((len(scores) - candidates) / 2))
         return [expert for expert, score in zip(nearest, scores, strict=True) if score >= least]
     first = list(nearest[:candidates])
@@ -109,18 +109,19 @@ def agreed(
     return first
 
 
-def every_set(
+def expected_sets(
     way: str, votes: Sequence[Sequence[int]], depth: int, scores: Sequence[float] = ()
 ) -> list[list[int]]:
-    """Return the experts that are expected in a layer, for each number of predictions to use.
+    """Return the experts that a layer is expected to use, for every pair (K, P), as bit masks.
 
-    Several earlier layers each predict a list of experts for the layer. The first K experts of the
-    first P lists are used. The result is indexed [P - 1][K - 1], for P up to `depth`. Each entry is
-    a bit mask of experts.
+    P is the number of earlier layers that predict the experts of the layer, 1 to `depth`. K is the
+    number of experts taken from each prediction, 1 to the length of a prediction. The result is
+    indexed [P - 1][K - 1].
 
-    - way: the method that combines the lists: "mol", "rank" or "margin" (see `agreed`).
-    - votes: the lists, best expert first, and nearest layer first.
-    - scores: the router scores of the experts in the first list, only for "margin".
+    - votes: the experts that each earlier layer predicts, best first. The nearest layer comes
+      first.
+    - way: how the predictions are combined: "mol", "rank" or "margin" (see `agreed`).
+    - scores: only for "margin" (see `agreed`).
     """
     numbers = range(1, len(votes[0]) + 1)
     return [
@@ -143,14 +144,14 @@ def group_of(n_layers: int) -> list[int]:
 
 
 def absent_of(missing: Mapping[int, int], kinds: Sequence[int]) -> Absent:
-    """Return which matrices of experts are not in memory, as pairs (experts, n).
+    """Return which experts lack matrices in memory, as pairs (experts, n).
 
-    Each pair stands for n kinds of matrices, such as gate. `experts` is a bit mask of the experts
-    whose matrices of these kinds are not in memory. For example, experts 0 and 2 lack gate and up,
-    and expert 2 also lacks down. The result is then ((0b101, 2), (0b100, 1)).
+    An expert has the matrices gate, up and down. In a pair, n matrices are absent for exactly the
+    experts in the bit mask `experts`. For example, gate and up are absent for experts 0 and 2, and
+    down is absent for expert 2. The result is then ((0b101, 2), (0b100, 1)).
 
-    - missing: maps each expert to a bit mask of its matrices that are not in memory.
-    - kinds: the bits of the matrix kinds to include: those that are prefetched.
+    - missing: maps each expert to a bit mask of its absent matrices.
+    - kinds: the bits of the matrices to include: those that are prefetched.
     """
     sets = (mask_of(e for e, bits in missing.items() if bits & kind) for kind in kinds)
     return tuple(Counter(sets).items())
@@ -159,9 +160,10 @@ def absent_of(missing: Mapping[int, int], kinds: Sequence[int]) -> Absent:
 def unused_and_missed(expected: int, used: int, absent: Absent) -> tuple[int, int]:
     """Return how many matrices were prefetched in vain, and how many had to be read on demand.
 
-    A matrix was prefetched in vain if its expert was expected but not used. A matrix had to be read
-    on demand if its expert was used but not expected. Matrices that were already in memory count in
-    neither number. In eq. 11 of the FIRM-MoE paper, the numbers are n_unused and n_miss - n_hit.
+    A matrix of an expert was prefetched in vain if the expert was expected but not used. A matrix
+    had to be read on demand if its expert was used but not expected. Matrices that were already in
+    memory do not count. The two numbers are n_unused and n_miss - n_hit in eq. 11 of the FIRM-MoE
+    paper.
 
     - expected, used: bit masks of experts.
     - absent: the matrices that were not in memory, from `absent_of`.
@@ -193,8 +195,8 @@ class Weights(NamedTuple):
 
     - waste: alpha, the weight of an expert that is prefetched but not used.
     - miss: beta, the weight of an expert that is read on demand.
-    - matrices: how many matrices of an expert are prefetched. A single matrix counts as 1 /
-      matrices of an expert.
+    - matrices: how many matrices of each expert are prefetched. One matrix counts as the fraction
+      1 / matrices of an expert.
     """
 
     waste: float
@@ -206,11 +208,12 @@ class Weights(NamedTuple):
 
             mean = (waste * unused + miss * missed) / (matrices * n)
 
-        waste, miss and matrices are fields of this object.
+        waste and miss are the weights of the two errors. matrices is the number of prefetched
+        matrices per expert. All three are fields of this object.
 
-        - counts: the sums (unused, missed), [..., 2]: how many matrices of experts were prefetched
-          in vain, and how many were read on demand.
-        - n: how many pairs (layer, token) were added up in these sums.
+        - counts: the totals (unused, missed), [..., 2]: how many matrices of experts were
+          prefetched in vain, and how many were read on demand.
+        - n: how many pairs (layer, token) the totals cover.
 
         The result is a float, or nested lists if `counts` has more dimensions.
         """
@@ -220,20 +223,22 @@ class Weights(NamedTuple):
 
 @dataclass
 class Climb:
-    """Searches the best pair (K, P) for one group of layers by hill climbing.
+    """Searches the best pair (K, P) for a group of layers by hill climbing (FIRM-MoE, Algorithm 1).
 
-    This is Algorithm 1 of the FIRM-MoE paper. P is the number of earlier layers that predict the
-    experts of a layer, at most depth. K is the number of experts taken from each prediction, at
-    most k. The best pair has the smallest mean prediction loss (eq. 11).
+    P is the number of earlier layers that predict the experts of a layer, 1 to depth. K is the
+    number of experts taken from each prediction, 1 to k.
 
-    The search starts at (k, depth), and first decreases P. Each update changes one number by 1 if
-    the loss is then smaller. After `patience` updates without success, or at a limit, the search
-    tries the opposite direction. After that, it changes the other number.
+    The search starts at (k, depth). Each update tries a pair in which K or P differs by 1, and
+    moves to it if its mean prediction loss is smaller.
 
+    - patience: the number of updates without success after which the search changes its direction.
     - at: the current pair.
-    - seen: all pairs that the search compared. `end` chooses among them.
+    - seen: all pairs that were compared.
     """
 
+    # The search first decreases P. After `patience` updates without success, or at a limit, it
+    # tries the opposite direction, and then changes the other number.
+    #
     # This differs from the paper in two ways. The mean losses of both pairs are counted on the same
     # tokens, all since the start. The paper compares successive intervals, whose noise is larger
     # than the difference between neighbours. In the paper, one number only grows while the other
@@ -259,8 +264,8 @@ class Climb:
         experts taken from each prediction. In the next pair, one of these numbers differs by 1.
         After several updates without a smaller loss, the search changes its direction.
 
-        means: the mean loss of each pair since the start (eq. 11 of the FIRM-MoE paper), indexed [P
-        - 1][K - 1].
+        means: the mean loss of each pair since the start (eq. 11 of the FIRM-MoE paper), indexed
+        [P - 1][K - 1].
         """
         ahead = self._ahead()
         for _ in range(3):  # try the other three directions at a border
@@ -278,19 +283,21 @@ class Climb:
             self._turn()
 
     def end(self, means: Sequence[Sequence[float]]) -> None:
-        """End the search: choose the pair (K, P) with the smallest mean loss among those compared.
+        """Set `at` to the pair (K, P) with the smallest mean loss of all pairs that were compared.
 
-        K is the number of experts taken from each earlier layer's prediction. P is the number of
-        earlier layers whose predictions are used. This is the last step of Algorithm 1. means: the
-        mean prediction loss of each pair, indexed [P - 1][K - 1].
+        P is the number of earlier layers that predict the experts of a layer. K is the number of
+        experts taken from each prediction. This ends the search, as the last step of Algorithm 1 of
+        the FIRM-MoE paper.
+
+        means: the mean prediction loss of each pair, indexed [P - 1][K - 1].
         """
         self.at = least(means, self.seen)
 
     def _ahead(self) -> Votes | None:
         """Return the next pair (K, P) in the current direction, or None at the border.
 
-        K is the number of candidates (first experts) per vote, and P is the number of voting
-        layers.
+        P is the number of earlier layers that predict the experts of a layer. K is the number of
+        experts taken from each prediction.
         """
         at = [*self.at]
         at[self.axis] += self.delta
@@ -309,9 +316,9 @@ class Climb:
 class Tuner:
     """Chooses, for each group of layers, how many predicted experts are prefetched.
 
-    The choice is a pair (K, P). P is the number of earlier layers that predict the experts of a
-    layer. K is the number of experts taken from each prediction. The tuner compares predictions
-    with the experts that tokens then use, and chooses the pair with the smallest loss.
+    The choice is a pair (K, P): the first K experts in the predictions of P earlier layers. The
+    tuner compares predictions with the experts that tokens then use. It chooses the pair with the
+    smallest loss, which grows with each expert that is prefetched in vain or read on demand.
 
     - tuned: whether the choice is final.
     - every: how often predictions are compared; 4 means for every fourth token.
@@ -332,8 +339,8 @@ class Tuner:
     ) -> None:
         """Start a tuner at the pair `start` = (K, P), which is the maximum of both numbers.
 
-        K is the number of candidates (first experts) per vote, and P is the number of voting
-        layers.
+        P is the number of earlier layers that predict the experts of a layer. K is the number of
+        experts taken from each prediction.
 
         - way: how the pair is tuned. "climb" is hill climbing. "all" compares all pairs on the same
           tokens. "off" keeps the pair.
@@ -383,28 +390,29 @@ class Tuner:
     def count(
         self, layer: int, sets: Sequence[Sequence[int]], used: Sequence[int], absent: Absent
     ) -> None:
-        """Add up the prediction errors for one token in one layer, for every pair (K, P).
+        """Count the prefetching errors that each pair (K, P) would make for a token in a layer.
 
         P is the number of earlier layers that predict the experts of a layer. K is the number of
-        experts taken from each prediction. An error is a matrix of an expert that is prefetched in
-        vain or read on demand. `means` computes losses from the sums.
+        experts taken from each prediction. The errors are expert matrices that would be prefetched
+        in vain or read on demand. The method `means` computes losses from all counted errors.
 
-        - sets: the experts that each pair would prefetch, from `every_set`.
+        - sets: the experts that each pair would prefetch, from `expected_sets`.
         - used: the experts that the token uses.
-        - absent: the matrices that are not in memory, from `absent_of`. Only these must be read.
+        - absent: the matrices that are not in memory, from `absent_of`.
         """
         group, bits = self.groups[layer], mask_of(used)
         self._sums[group] += [[unused_and_missed(one, bits, absent) for one in row] for row in sets]
         self._n[group] += 1
 
     def means(self, group: int) -> list[list[float]]:
-        """Return the mean prediction loss of every pair (K, P) in a group of layers.
+        """Return the mean prediction loss that each pair (K, P) would have in a group of layers.
 
         P is the number of earlier layers that predict the experts of a layer. K is the number of
-        experts taken from each prediction. The loss grows with each matrix of an expert that a pair
-        would prefetch in vain or leave to be read on demand (eq. 11 of the FIRM-MoE paper). The
-        mean is over the layers and tokens that were passed to `count`. The result is indexed [P -
-        1][K - 1].
+        experts taken from each prediction. The loss is eq. 11 of the FIRM-MoE paper. It grows with
+        the number of experts that are prefetched in vain or read on demand.
+
+        The mean is over the layers and tokens that were passed to `count`. The result is indexed
+        [P - 1][K - 1].
         """
         found: list[list[float]] = self._weights.mean(self._sums[group], self._n[group])
         return found
@@ -610,23 +618,22 @@ class FIRMSettings(LookAhead):
 
     @property
     def way(self) -> str:
-        """How the policy tunes the number of prefetched experts: "climb", "all" or "off".
+        """The method that tunes the number of prefetched experts: "climb", "all" or "off".
 
-        It tunes two numbers: how many earlier layers predict, and how many experts of each
-        prediction are used. "climb" is hill climbing. "all" compares all pairs of the two numbers
-        on the same tokens. "off" keeps the numbers fixed. Without the setting `tune`, the value is
-        "off" if the setting `votes` gives the numbers, and "all" otherwise.
+        "climb" is hill climbing. "all" compares all possible numbers on the same tokens. "off"
+        keeps the numbers fixed.
+
+        This is the value of the setting `tune`. If the user did not set it, the method is "all". If
+        the user set the numbers themselves (setting `votes`), it is "off".
         """
         return self.tune or (ALL if self.votes is None else OFF)
 
     def with_usual(self) -> FIRMSettings:
         """Return these settings with a value for n_ahead, the number of layers to predict ahead.
 
-        - If n_ahead was set, it is kept.
-        - Otherwise, if `votes` was set, n_ahead is the largest P in it. `votes` has a pair (K, P)
-          for each group of layers. P is the number of earlier layers that predict the experts of a
-          layer.
-        - Otherwise, n_ahead is 3 if `agree` is "mol", as in the FIRM-MoE paper, and 1 if not.
+        If n_ahead was set, it is kept. If the setting `votes` was set, n_ahead is the largest
+        number of earlier layers whose predictions `votes` combines. Otherwise, n_ahead is 3 if the
+        setting `agree` is "mol", as in the FIRM-MoE paper, and 1 if not.
         """
         if self.n_ahead is not None:
             return self
@@ -635,12 +642,11 @@ class FIRMSettings(LookAhead):
     def limited(self, depth: int, asked: Collection[str]) -> FIRMSettings:
         """Return these settings for replaying a trace with predictions for `depth` layers ahead.
 
-        In the result, n_ahead (the number of layers to predict ahead) is at most `depth`. The
-        setting `votes` says how many earlier layers predict the experts of a layer. If that is more
-        than `depth`, a value of `votes` from the recorded run is dropped. If the user set the
-        value, ConfigError is raised.
+        In the result, n_ahead (the number of layers to predict ahead) is at most `depth`. If the
+        recorded value of the setting `votes` needs more layers, it is removed.
 
-        asked: the names of the settings that the user set.
+        Raises ConfigError if a setting that the user set needs more layers. asked: the names of the
+        settings that the user set.
         """
         if self.deepest is None or self.deepest <= depth:
             return super().limited(depth, asked)
@@ -688,16 +694,17 @@ class FIRMPlacement(Placement):
 
     @property
     def n_slots(self) -> int:
-        """The number of slots for whole experts in all layers."""
+        """The total number of expert slots in all layers. Each slot holds one expert."""
         return sum(sum(each) for each in self.room)
 
     @property
     def text(self) -> str:
-        """The policy's text in the status line, such as "firm q4_k, one precision, n=3, rank 8,1".
+        """The policy's part of the status line, such as "firm q4_k, one precision, n=3, rank 8,1".
 
-        n is the number of matrices per expert that are prefetched. "8,1" means that the first 8
-        experts in the prediction of 1 earlier layer are prefetched. Different groups of layers can
-        have different pairs of numbers. Tuning may change the pairs later.
+        n is the number of matrices per expert that are prefetched. "rank" is the setting `agree`,
+        the method that selects experts from predictions. "8,1" means the first 8 experts in the
+        prediction of 1 earlier layer. Groups of layers can have different pairs. Tuning may change
+        the pairs later.
         """
         n_ahead = self.wants.n_ahead
         if not n_ahead:
@@ -706,16 +713,16 @@ class FIRMPlacement(Placement):
         begins = [(self.shape.n_expert_used, depth_of(asked.agree, n_ahead))] * len(GROUPS)
         chosen = begins if asked.votes is None else read_votes(asked.votes)
         groups = sorted(set(group_of(self.shape.n_layers)[1:]))
-        return self.voting(chosen[group] for group in groups)
+        return self.status_text(chosen[group] for group in groups)
 
-    def voting(self, votes: Iterable[Votes]) -> str:
-        """Return the policy's text in the status line, with these numbers of predicted experts.
+    def status_text(self, votes: Iterable[Votes]) -> str:
+        """Return the policy's part of the status line, for these numbers of predicted experts.
 
-        An example is "firm q4_k, one precision, n=3, rank 8,1".
+        An example is "firm q4_k, one precision, n=3, rank 8,1". n is the number of matrices per
+        expert that are prefetched. "rank" is the setting `agree`, the method that selects experts
+        from predictions. "8,1" means the first 8 experts in the prediction of 1 earlier layer.
 
-        votes: the pairs at the end of the text, one for each group of layers. In the pair (8, 1),
-        the first 8 experts in the prediction of 1 earlier layer are prefetched. Equal pairs are
-        shown once.
+        votes: a pair such as (8, 1) for each group of layers. Equal pairs are shown once.
         """
         pairs = " ".join(f"{k},{p}" for k, p in dict.fromkeys(votes))
         asked = self.settings
@@ -726,16 +733,12 @@ class FIRMPlacement(Placement):
 class FIRM(Policy):
     """Computes every expert in one precision, and prefetches experts that earlier layers predict.
 
-    In decode, each of P earlier layers predicts a list of experts for the next layer. An expert is
-    prefetched if it is among the first K of each list (voting, eq. 4 to 6). K and P are tuned for
-    shallow, middle and deep layers (eq. 9 to 11, Algorithm 1). In a step with several sequences,
-    the experts that are expected for any token are prefetched. For prompts, see `Prompts`.
+    In decode, the first K experts that the previous layer predicts are prefetched. The setting
+    `agree` "mol" selects the method of the FIRM-MoE paper: an expert is prefetched if it is among
+    the first K predictions of each of P earlier layers (eq. 4 to 6). The attribute `tuner` tunes K
+    and P for shallow, middle and deep layers (eq. 9 to 11, Algorithm 1).
 
-    By default, only the previous layer predicts (rank), whole experts are prefetched, and all pairs
-    (K, P) are compared on the same tokens. The paper's forms are options: predictions of several
-    layers (mol), only the gate or gate and up, and hill climbing.
-
-    tuner: chooses K and P.
+    In a step with several sequences, the experts that are expected for any token are prefetched.
     """
 
     about = About(
@@ -762,12 +765,12 @@ class FIRM(Policy):
         budget_bytes: int,
         history: History,
     ) -> FIRMPlacement:
-        """Divide a memory budget into slots, with about the same number of experts for each layer.
+        """Divide a memory budget into expert slots, with about the same number for each layer.
 
-        Each matrix kind of a layer has its own slots.
+        If an earlier run tuned the number of prefetched experts, and this number suits the run, the
+        settings of the result contain it.
 
-        The setting `votes` can say how many experts of each prediction are prefetched. Raises
-        PolicyError if that is more than a token uses in a layer.
+        Raises PolicyError if the setting `votes` asks for more experts per layer than a token uses.
         """
         settings = settings.with_usual()
         most = max(k for k, _ in read_votes(settings.votes or "1,1"))
@@ -815,12 +818,15 @@ class FIRM(Policy):
             self.tuner.chosen, self.tuner.tuned = read_votes(asked.votes), True
 
     def learned(self) -> Learned:
-        """Return the numbers of predicted experts that tuning found, for later runs.
+        """Return the tuned numbers of prefetched experts, from which the next run starts.
 
-        The numbers are a value of the setting `votes`, such as "8,1/6,1/4,1" for shallow, middle
-        and deep layers. In "8,1", 8 is the number of experts taken from each prediction, and 1 is
-        the number of earlier layers that predict. The result also has the number of slots and the
-        settings that affect tuning. It is empty until tuning is finished.
+        The result is empty until tuning is finished. Its field `tuned` is a dict:
+
+        - votes: a value of the setting `votes`, such as "8,1/6,1/4,1" for shallow, middle and deep
+          layers. "8,1" means the first 8 experts in the prediction of 1 earlier layer.
+        - slots: the number of expert slots.
+
+        Other keys are the settings that affect tuning.
         """
         asked, tuner = self.settings, self.tuner
         if not (tuner.tuned and tuner.tokens and self.wants.n_ahead) or asked.way == OFF:
@@ -868,7 +874,7 @@ class FIRM(Policy):
             found = agreed(way, votes, candidates, layers, scores)
             expected += found if one else [each for each in found if each not in expected]
             if one and self._counts and not tuner.tuned:
-                self._every = every_set(way, votes, depth_of(way, self.wants.n_ahead), scores)
+                self._every = expected_sets(way, votes, depth_of(way, self.wants.n_ahead), scores)
         return expected
 
     def _ask(
@@ -947,13 +953,14 @@ class FIRM(Policy):
     def describe(self) -> str:
         if not self.wants.n_ahead:
             return self.placement.text
-        return self.placement.voting(self.tuner.by_group().values()) + self._ahead.note
+        return self.placement.status_text(self.tuner.by_group().values()) + self._ahead.note
 
 
 def look_ahead(settings: FIRMSettings, rules: Rules) -> int:
     """Return how many layers ahead experts are predicted. 0 means no prediction.
 
-    The result is 0 if results must not depend on which experts are in memory (`rules.exact`).
+    The result is 0 if the setting prefetch is off. It is also 0 if the model's output must not
+    depend on which experts are in memory (`rules.exact`).
     """
     return (settings.n_ahead or 0) if settings.prefetch != OFF and not rules.exact else 0
 
@@ -970,16 +977,14 @@ def recalled(
     shape: ModelShape,
     rules: Rules,
 ) -> FIRMSettings:
-    """Return the settings with the value of `votes` from an earlier run, if it suits this run.
+    """Return the settings with the numbers of prefetched experts that an earlier run tuned.
 
-    `votes` says how many earlier layers predict the experts of a layer, and how many experts of
-    each prediction are prefetched. The value suits if the settings that affect tuning are equal and
-    the number of slots is similar. The result then also sets n_ahead (the number of layers to
-    predict ahead) to the number of layers in `votes`. Otherwise, the result is `settings`
-    unchanged.
+    These numbers are a value of the setting `votes` (see `FIRM.learned`). They are used only if
+    this run has about the same number of expert slots and the same settings that affect tuning. If
+    the numbers do not suit this run, `settings` is returned unchanged.
 
-    tuned: the result of `FIRM.learned` in the earlier run. n_slots: the number of expert slots in
-    this run.
+    tuned: `FIRM.learned().tuned` of the earlier run. n_slots: the number of expert slots in this
+    run.
     """
     votes, slots = tuned.get("votes"), tuned.get("slots")
     n_ahead = look_ahead(settings, rules)

@@ -1,4 +1,7 @@
-"""A policy with a loss budget, spent on missing experts to read as little as possible (ours)."""
+"""A policy that skips missing experts or computes them in low precision, to read less (ours).
+
+The quality loss stays within a budget that the user sets.
+"""
 
 from __future__ import annotations
 
@@ -69,16 +72,16 @@ class Account:
 
 @dataclass(frozen=True, slots=True)
 class LayerCosts:
-    """The quality loss and the savings if an expert of one layer is skipped or computed in tier 1.
+    """The quality loss and the saved bytes of skipping or lowering experts of one layer.
 
-    Tier 0 is the best precision in use, and tier 1 is lower.
+    To lower an expert means to compute it in tier 1 instead of tier 0, the better precision.
 
-    - skip, low: the estimated loss in nats of skipping each expert, and of computing it in tier 1,
-      at gate weight 1, float64 [n_expert].
+    - skip, low: the loss in nats of skipping and of lowering each expert, at gate weight 1, float64
+      [n_expert].
     - high_bytes, low_bytes: the size of an expert in tiers 0 and 1. low_bytes is 0 without a tier
       1.
-    - present_bytes: the saving if an expert in memory is skipped. It is computing time, expressed
-      as a number of read bytes.
+    - present_bytes: the bytes that count as saved if an expert in memory is skipped. This saves
+      only computing time.
     """
 
     skip: memoryview
@@ -89,32 +92,32 @@ class LayerCosts:
 
     @property
     def dearest(self) -> float:
-        """An upper limit for the cost of skipping an expert of the layer, at gate weight 1.
+        """An upper limit for the quality loss per saved byte of skipping any expert of the layer.
 
-        The cost is the quality loss in nats, divided by the saved bytes. The limit combines the
-        highest loss of an expert with the smallest saving.
+        The limit is in nats per byte, for gate weight 1. It combines the highest loss of an expert
+        with the smallest saving.
         """
         saved = (self.high_bytes, self.low_bytes, self.present_bytes)
         return max(self.skip) / min(each for each in saved if each)
 
     @property
-    def least_present(self) -> float:
-        """The lowest cost of skipping an expert of the layer that is in memory, at gate weight 1.
+    def lowest_resident_cost(self) -> float:
+        """The lowest quality loss per saved byte of skipping an expert that is in memory.
 
-        The cost is the quality loss in nats, divided by present_bytes: the number of bytes that
-        stands for the saved computing time. The cost is infinite if present_bytes is 0.
+        The value is in nats per byte, for gate weight 1. It is infinite if skipping such an expert
+        counts as no saving (present_bytes is 0).
         """
         return min(self.skip) / self.present_bytes if self.present_bytes else math.inf
 
     def ways(self, expert: int, square: float, resident: int) -> Sequence[Way]:
-        """Return the ways to skip an expert or to compute it in tier 1, a lower precision.
+        """Return the ways in which one expert can be skipped or computed in tier 1 (low precision).
 
-        An expert in memory in tier 0 can be skipped. An expert in memory in tier 1 can be computed
-        in tier 1. An absent expert can be skipped. If tier 1 costs less than skipping, two ways
-        follow each other: from tier 0 to 1, then to skipping. A `Way` begins with its cost, the
-        quality loss in nats per saved byte.
+        A way is a tuple (loss per saved byte, expert, tier or SKIP, loss at gate weight 1,
+        instead_of). Losses are in nats. If instead_of is a tier, this tier must be chosen for the
+        expert before.
 
-        square: sum of the tokens' squared gate weights. resident: the tier in memory, or ABSENT.
+        square: the sum of the squared gate weights of the tokens that use the expert. resident: the
+        expert's tier in memory, or ABSENT.
         """
         skip, n_bytes, low_bytes = self.skip[expert], self.high_bytes, self.low_bytes
         if resident == 0:
@@ -133,14 +136,12 @@ class LayerCosts:
 
 
 def layer_costs(shape: ModelShape, estimate: KlEstimate, present: float) -> list[LayerCosts]:
-    """Return a LayerCosts object for each layer of a model.
+    """Return the losses and the savings of skipping or lowering experts, for each layer.
 
-    Each object holds the quality loss and the savings if an expert is skipped or computed in a
-    lower tier.
+    To lower an expert means to compute it in a lower precision.
 
-    estimate: the estimated quality losses. present: the value of skipping an expert that is in
-    memory, relative to skipping an expert that must be read. With 0.01, the saved computing time
-    counts as 1 % of the expert's bytes.
+    estimate: the estimated quality losses. present: the fraction of an expert's bytes that counts
+    as saved if the expert is in memory and is skipped. This saves computing time, but no reading.
     """
     found = []
     for layer, nats in enumerate(estimate.nats):
@@ -156,14 +157,14 @@ def spend(
 ) -> dict[int, int]:
     """Choose which experts of one token to skip or compute in a lower tier. Returns {expert: tier}.
 
-    Choices with the least quality loss per saved byte come first.
+    Choices with the least quality loss per saved byte come first. Their losses raise account.spent,
+    at most to account.left + allowed.
 
-    - ways: the possible choices, sorted in place.
-    - squares: each expert's squared gate weight.
-    - account: account.spent is the token's loss so far, and grows. account.left is the allowed loss
-      that earlier tokens did not use. The token may use it too.
+    - ways: the possible choices (see LayerCosts.ways), sorted in place.
+    - squares: each expert's squared gate weight, which multiplies the loss.
+    - account: the losses of the token's sequence so far.
     - price: the maximum loss per saved byte, in nats.
-    - allowed: the token's own allowed loss up to this layer, in nats.
+    - allowed: the allowed loss of a token up to this layer, in nats.
     """
     lowered: dict[int, int] = {}
     spent, most = account.spent, account.left + allowed
@@ -187,14 +188,14 @@ def spend_all(
 ) -> dict[int, int]:
     """Choose which experts of several tokens to skip or compute in a lower tier.
 
-    Returns {expert: tier}. Choices with the least quality loss per saved byte come first.
+    Returns {expert: tier}. Choices with the least quality loss per saved byte come first. Their
+    losses raise account.spent of each token, at most to account.left + allowed.
 
-    - ways: the possible choices, sorted in place.
-    - claims: for each expert, (account, squared gate weight) of its tokens. account.spent is the
-      token's loss so far, and grows. account.left is the allowed loss that earlier tokens did not
-      use. The token may use it too.
+    - ways: the possible choices (see LayerCosts.ways), sorted in place.
+    - claims: for each expert, (account, squared gate weight) of the tokens that use it. An account
+      has the losses of a token's sequence.
     - price: the maximum loss per saved byte, in nats.
-    - allowed: each token's allowed loss up to this layer.
+    - allowed: the allowed loss of a token up to this layer, in nats.
     """
     lowered: dict[int, int] = {}
     ways.sort()
@@ -220,8 +221,8 @@ _BURST_EXPERTS = 8
 class ReadBehind:
     """Prefetches experts that were skipped or lowered twice within a few steps, for later tokens.
 
-    A lowered expert was computed in the low tier. The experts are read in the high tier, at a
-    limited rate, after the reads that the current tokens need.
+    A lowered expert was computed in a low precision. The experts are read in the best precision in
+    use, at a limited rate, after the reads that the current tokens need.
     """
 
     def __init__(self, shape: ModelShape, rate: int) -> None:
@@ -243,14 +244,14 @@ class ReadBehind:
         resident: memoryview,
         out: DecisionBuffer,
     ) -> None:
-        """Prefetch experts that were skipped or lowered twice within a few steps, for later steps.
+        """Prefetch the experts of one layer that were skipped or lowered twice within a few steps.
 
-        Lowered means computed in a lower tier. Each call finds such experts in its layer, and
-        requests those that the previous call found. The store accepts no prefetch for the layer
-        that is being computed. Requests above the limit in bytes per second are dropped.
+        Call this for each layer of a step. The requests are made at the next call, because the
+        store accepts none for the layer that is being computed. Requests above the rate limit are
+        dropped.
 
-        - step, layer: numbers of the running step and layer.
-        - lowered: experts skipped or lowered in this layer.
+        - step, layer: the numbers of the running step and layer.
+        - lowered: the experts that are skipped or computed in a lower tier now.
         - resident: each expert's best tier in memory, or ABSENT.
         - out: receives the requests.
         """
@@ -341,14 +342,13 @@ class FloorSettings(LookAhead):
 class FloorPlacement(Placement):
     """The memory slots for experts under the policy `floor`, and its estimate of the quality loss.
 
-    This policy skips experts that are not in memory, or computes them in a lower tier, within an
-    allowed loss.
+    This policy skips experts that are not in memory, or computes them in a lower tier (precision),
+    within an allowed loss.
 
     - room: the number of experts for which each layer has slots in each tier, indexed
       [layer][tier].
     - estimate: the estimated loss of lower tiers and of skipping; None if unknown.
-    - share: the fraction of the setting max_loss that a token may cause now. max_loss is the
-      allowed loss per token.
+    - share: the loss that a token may cause now, as a fraction of the setting max_loss.
     """
 
     room: Sequence[Sequence[int]]
@@ -372,15 +372,15 @@ class FloorPlacement(Placement):
 
 
 class Floor(Policy):
-    """A policy that skips or lowers experts missing in memory, within an allowed quality loss.
+    """A policy that skips missing experts, or computes them in low precision, to read less.
 
-    To lower an expert means to compute it in a lower precision. The experts with the least
-    estimated loss per saved byte are chosen. The limit for this value, the price, rises while
-    tokens lose less than the setting max_loss, and falls while they lose more. At a high price,
-    experts in memory are skipped too.
+    The setting max_loss is the allowed quality loss per token. Experts with the least estimated
+    loss per saved byte are chosen, up to a maximum loss per saved byte (the price). The price rises
+    while tokens use too little of the allowed loss, and falls while they use too much. At a high
+    price, experts in memory are skipped too.
 
-    Prompts are computed without loss. The `keep_top` experts of each token with the highest gate
-    weights are not changed.
+    Prompts are computed without loss, and so are each token's `keep_top` experts with the highest
+    gate weights.
     """
 
     # The price is the same in all layers, because then no other distribution of the same loss saves
@@ -411,11 +411,11 @@ class Floor(Policy):
         budget_bytes: int,
         history: History,
     ) -> FloorPlacement:
-        """Divide a memory budget into expert slots, with about the same number for each layer.
+        """Divide a memory budget into slots for experts, and return the placement with these slots.
 
-        Each layer, matrix kind (such as `up` or `down`) and tier has its own group of slots. Slots
-        of the low tier get the fraction low_share of the budget. They get less if the high tier
-        could otherwise not hold one expert per layer.
+        The budget is divided between the high and the low tier (precision), then about equally
+        among the layers. The low tier, if the policy uses one, gets the fraction low_share of the
+        budget. It gets less if the high tier could otherwise not hold one expert per layer.
         """
         settings = settings.with_usual()
         low_bytes, low_counts = 0, [0] * shape.n_layers
@@ -463,7 +463,7 @@ class Floor(Policy):
             self._costs = layer_costs(shape, estimate, asked.skip_present)
             self._dearest = max(each.dearest for each in self._costs)
             if asked.skip_present:
-                least = min(each.least_present for each in self._costs)
+                least = min(each.lowest_resident_cost for each in self._costs)
                 self._present_price = _LEAST_SQUARE * least
         self._divide_by_depth()
 
@@ -489,8 +489,8 @@ class Floor(Policy):
     def _divide_by_depth(self) -> None:
         """Divide the allowed loss of a token among the layers, and reset the price.
 
-        The price is the limit for the loss per saved byte. The new price would use up the allowed
-        loss if all experts had the same cost.
+        The price is the maximum loss per saved byte. The new price would use up the allowed loss if
+        all experts had the same cost.
         """
         budget, shape = self.allowed, self.shape
         # A layer's part of the budget is proportional to the share of experts that may be lowered.
@@ -664,15 +664,15 @@ class Floor(Policy):
         out.prefetch_all(layer, [expert for expert in wanted if expert not in skipped], 0)
 
     def on_step(self, report: StepReport) -> tuple[()]:
-        """Adjust the limits for the quality loss of later tokens, after a decode step.
+        """Adjust the limits for the quality loss of later tokens, after a step.
 
-        The allowed loss that a token did not use is kept for later tokens of its sequence, up to a
-        maximum. The maximum loss per saved byte (the price) rises if tokens lost less than allowed,
-        and falls if they lost more. Experts that exceed the price are neither skipped nor computed
-        in a lower tier.
+        Returns no transitions. Allowed loss that a token did not cause is kept for later tokens of
+        its sequence, up to a maximum. The price (the maximum loss per saved byte at which experts
+        are skipped or lowered) rises if much of the allowed loss is left, and falls if little is
+        left.
 
-        If report.unusual is true, only half of the setting max_loss is allowed from then on.
-        Returns no transitions.
+        If report.unusual is true, the loss estimates may be wrong for the text. Tokens may then
+        cause only half of the setting max_loss.
         """
         if report.unusual is not None:
             self._spend_share(0.5 if report.unusual else 1.0)

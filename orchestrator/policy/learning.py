@@ -1,6 +1,6 @@
-"""Base class of policies that place experts by their recent usage.
+"""Base class of policies that choose the precision (tier) of experts by their recent usage.
 
-Such policies change tiers in the background.
+Such policies change the tiers of experts in the background.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class Intervals(Background):
 
 
 def wants_to_learn(wants: PolicyRequirements, settings: Intervals) -> PolicyRequirements:
-    """Return `wants` with the further requirements of a policy that learns the usage of experts.
+    """Return a copy of `wants` with the requirements of a policy that learns the usage of experts.
 
     After a step, such a policy gets the number of tokens routed to each expert. It also gets the
-    tier of each expert, and the tier to which an expert is being changed. The speed of such changes
-    is limited to the setting transition_rate, in bytes per second, or to a default.
+    tier (precision) of each expert, and the tier to which an expert is being changed. The speed of
+    such changes is limited to the setting transition_rate, in bytes per second, or to a default.
     """
     rate = USUAL_RATE if settings.transition_rate is None else settings.transition_rate
     return replace(wants, counts=True, states=True, transition_rate=rate, learns=True)
@@ -62,15 +62,12 @@ def wants_to_learn(wants: PolicyRequirements, settings: Intervals) -> PolicyRequ
 class Learning(Policy):
     """Base class of policies that learn how often tokens use each expert.
 
-    An interval ends after update_steps decode steps or a prefill step. With update_ms, it ends
-    after this many milliseconds of compute time. For each expert, S then becomes a S + (1 - a) f
-    (DynaExq, section 3.5).
+    After each interval of steps, the average usage S of an expert becomes a S + (1 - a) f (DynaExq,
+    section 3.5). Here, f is the fraction of the layer's tokens that used the expert. The factor a
+    is hotness_decay ** w, where w is 1, or less for layers that computed few tokens.
 
-    - S: the average usage (_scores).
-    - f: the fraction of the layer's tokens that used the expert.
-    - a: hotness_decay ** w.
-    - w: the fraction of the interval's tokens that the layer computed. Without update_ms, an
-      interval counts as at least update_steps tokens.
+    An interval ends after update_steps decode steps or a prefill step. With the setting update_ms,
+    it ends after this many milliseconds of compute time.
     """
 
     settings: Intervals

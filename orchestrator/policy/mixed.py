@@ -1,7 +1,7 @@
-"""Every expert is resident, in the tier with the best value for its bytes.
+"""A policy that keeps every expert in memory, in the precision with the best value for its bytes.
 
-The policy generalises DynaExq: it plans over all tiers of the file and follows the usage of the
-experts.
+The policy generalises DynaExq: it plans over all tiers (precisions) of the file and follows the
+usage of the experts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from orchestrator.allocation.hull import Hull, in_tiers, lost
+from orchestrator.allocation.hull import Hull, in_tiers, total_loss
 from orchestrator.allocation.pools import (
     Places,
     TierPools,
@@ -43,17 +43,19 @@ from orchestrator.settings import inherit
 def exchanges(
     losses: np.ndarray, tiers: np.ndarray, pool_of: np.ndarray, free: np.ndarray, margin: float
 ) -> list[tuple[int, int]]:
-    """Return pairs (riser, faller) of experts that should exchange their tiers.
+    """Return pairs (riser, faller) of experts that should exchange their precisions (tiers).
 
     The riser gets the better tier. Pairs that save the most loss come first. An expert is the
     number layer * n_expert + index.
 
-    - losses: the loss of each expert and tier, weighted by use, [n_layers, n_expert, n_tiers].
+    - losses: each expert's quality loss in each tier, multiplied by its use, [n_layers, n_expert,
+      n_tiers].
     - tiers: the current tiers, [n_layers, n_expert].
-    - pool_of: slot pool of each layer and tier; -1 for unused tiers. A pair must use the same
-      pools.
-    - free: experts that may be exchanged.
-    - margin: the minimum saving, relative to the mean loss difference between the two tiers.
+    - pool_of: the memory pool of each layer and tier; -1 for unused tiers. Both experts of a pair
+      use the same pools.
+    - free: the experts that may be exchanged.
+    - margin: the minimum saving, relative to the mean loss difference of all experts between the
+      two tiers.
     """
     _, n_expert, n_tiers = losses.shape
     flat, at = losses.reshape(-1, n_tiers), tiers.reshape(-1)
@@ -95,16 +97,15 @@ def moves(
     target: np.ndarray,
     losses: np.ndarray,
 ) -> list[Transition]:
-    """Return the transitions (layer, expert, tier) to wanted tiers for which slots are free now.
+    """Return the transitions to start now, so that experts get their wanted tiers (precisions).
 
-    If there are none and no transition is under way, experts that wait for a lower tier move to the
-    lowest tier instead. It has reserve slots.
+    A transition is (layer, expert, tier). Only transitions with free memory slots are returned. If
+    there are none, experts that wait for a lower tier go to the lowest tier, which has reserve
+    slots. Their old slots then become free for others.
 
     - wanted: each expert's wanted tier.
-    - resident, target: each expert's tier in memory, and its tier after a transition that is under
-      way, uint8 [n_layers, n_expert].
-    - losses: the loss of each expert and tier, multiplied by the expert's use, float64 [n_layers,
-      n_expert, n_tiers].
+    - resident, target: each expert's tier now, and after a transition that is under way.
+    - losses: each expert's loss in each tier, multiplied by its use, [n_layers, n_expert, n_tiers].
     """
     lowest = losses.shape[2] - 1
     wanted = np.where(resident == ABSENT, ABSENT, wanted)
@@ -137,12 +138,16 @@ class MixedSettings(Intervals):
 
 class _AnyTiers(Precisions):
     def high(self, offer: TierOffer) -> FileTier:
-        """Return the best tier that the policy uses for a model.
+        """Return the best tier (precision) that the policy uses for a model.
 
         Usually, this is one tier better than the best tier in which all experts fit in the memory
-        budget. Some experts can then have the better tier. A still better tier is returned if one
-        expert in that tier takes at most the fraction SMALL of the budget. offer: the tiers of the
-        model file, and the budget.
+        budget. Some experts can then have the better tier.
+
+        If the experts are tiny compared with the budget, the policy can afford still better tiers.
+        The result is then the best tier in which an average expert takes at most the fraction SMALL
+        of the budget.
+
+        offer: the tiers of the model file, and the budget.
         """
         tiers = offer.tiers
         fits = next((each for each in tiers if offer.fits_whole(each)), tiers[-1])
@@ -157,7 +162,7 @@ class _AnyTiers(Precisions):
 
 @dataclass(frozen=True, kw_only=True)
 class MixedPlacement(Placement):
-    """The expert slots of the policy `mixed`, and the tier that is planned for every expert.
+    """The expert slots of the policy `mixed`, and the tier (precision) planned for every expert.
 
     - pools: the slots, grouped by size.
     - tiers: the planned tiers, uint8 [n_layers, n_expert].
@@ -167,9 +172,10 @@ class MixedPlacement(Placement):
     tiers: np.ndarray
 
     def first(self, hotness: np.ndarray | None = None) -> Sequence[Transition]:
-        """Return a transition of every expert to its planned tier.
+        """Return the transitions that load every expert in its planned tier (precision).
 
-        The argument hotness has no effect.
+        Each transition is (layer, expert, tier). The argument hotness is ignored, because the tiers
+        were planned before.
         """
         return every_expert_to(self.tiers)
 
@@ -187,15 +193,16 @@ class MixedPlacement(Placement):
 
 
 class Mixed(Learning):
-    """A policy that gives each expert a tier, so that the total loss is minimal in a memory budget.
+    """A policy that gives each expert a precision (tier), for minimal loss in a memory budget.
 
-    All experts are in memory. The total loss is the sum of w L over all experts:
+    All experts are in memory. The policy minimises the quality loss, the sum of w L over all
+    experts:
 
-    - L: the loss of one use of the expert in its tier, in nats if known.
+    - L: the loss of one use of the expert in the chosen tier, in nats if known.
     - w: the expert's share of the uses in its layer. Unused experts get a small share.
 
-    The number of experts per tier is fixed. Pairs of experts may exchange tiers after an interval
-    of steps.
+    The number of experts per tier is fixed. After each interval of steps, pairs of experts may
+    exchange their tiers, because the usage changes.
     """
 
     about = About(
@@ -222,9 +229,10 @@ class Mixed(Learning):
         budget_bytes: int,
         history: History,
     ) -> MixedPlacement:
-        """Choose the tier of every expert for the budget, and return the slots for them.
+        """Choose the precision (tier) of every expert for a memory budget.
 
-        The choice uses the known usage and losses of the experts.
+        Returns the placement, with memory slots for all experts. The total quality loss is
+        minimised, according to the expert usage and the losses in `history`.
         """
         hotness, losses = history.hotness(), history.losses(shape.tiers, per_use=True)
         scores = np.zeros((shape.n_layers, shape.n_expert)) if hotness is None else hotness
@@ -323,12 +331,13 @@ class Mixed(Learning):
     def report(self) -> Mapping[str, Any]:
         """Return figures about the policy's work since the runtime started, by name.
 
-        - updates: the number of intervals after which the expert usage was updated.
-        - exchanges: the number of pairs of experts that got each other's tier as their wanted tier.
-        - moves: the number of requested transitions. A transition reads one expert in another tier.
+        - updates: how often the measured expert usage was updated.
+        - exchanges: the number of pairs of experts that were chosen to exchange their tiers
+          (precisions).
+        - moves: the number of experts that were requested in another tier.
         - experts: the planned number of experts in each tier.
-        - loss: the total loss in the wanted tiers, divided by the total loss of all experts in the
-          lowest tier.
+        - loss: the total quality loss in the chosen tiers, divided by the total loss if all experts
+          were in the lowest tier.
         """
         losses = self.weighted
         least = float(losses[..., -1].sum())
@@ -337,18 +346,18 @@ class Mixed(Learning):
             "exchanges": self._exchanged,
             "moves": self._moved,
             "experts": dict(zip(self.shape.tiers, self.placement.per_tier, strict=True)),
-            "loss": lost(losses, self._wanted) / least if least else 0.0,
+            "loss": total_loss(losses, self._wanted) / least if least else 0.0,
         }
 
 
 def pools_of(shape: ModelShape, settings: MixedSettings, tiers: np.ndarray) -> TierPools:
-    """Return pools of expert slots for a planned assignment of experts to tiers.
+    """Return the memory slots for a planned assignment of experts to precisions (tiers).
 
-    Each tier gets its own slots, because the store requires slots for every tier. There is one
-    exception: if no expert is assigned to a tier, it shares the slots of the next better tier. This
-    requires that a slot can hold several tiers and that the better tier has experts.
+    The slots are grouped in pools of one size. Each tier gets its own slots. However, if the plan
+    has no experts in a tier, this tier may use the slots of the next better tier. Slots must then
+    be able to hold different tiers.
 
-    tiers: the tier of each expert, [n_layers, n_expert].
+    tiers: the tier of each expert, [n_layers, n_expert]. Tier 0 is the best.
     """
     places: list[Places] = []
     last = len(shape.tiers) - 1
@@ -387,7 +396,7 @@ def weights(scores: np.ndarray) -> np.ndarray:
     """Return each expert's fraction of all uses in its layer, float64 [n_layers, n_expert].
 
     Each layer's values sum to 1. The part UNIFORM_SHARE of this sum is divided equally among the
-    experts, so that rarely used ones count too. A layer without uses gets equal values.
+    experts, so that rarely used experts count too. A layer without uses gets equal values.
 
     scores: how often tokens use each expert, [n_layers, n_expert].
     """
@@ -396,9 +405,10 @@ def weights(scores: np.ndarray) -> np.ndarray:
 
 
 def nominal(shape: ModelShape) -> np.ndarray:
-    """Return losses to use if none were measured, float64 [n_layers, n_expert, n_tiers].
+    """Return assumed quality losses of the experts in each tier (precision), if none were measured.
 
-    All experts have the same losses. One more bit per weight divides the loss by four.
+    All experts have the same losses. One more bit per weight divides the loss by four. The losses
+    have no unit. The result is float64 [n_layers, n_expert, n_tiers].
     """
     bits = shape.bits or tuple(map(nominal_bits, shape.tiers))
     return nominal_losses(bits, shape.n_layers, shape.n_expert)

@@ -43,10 +43,10 @@ class Pace:
         return self._n_fast >= FAST
 
     def came(self) -> None:
-        """Record that the thread that reads an answer got new text.
+        """Record that the reader of an answer got new text.
 
-        A text is fast if it comes less than REST_S seconds after the previous text. After a few
-        fast texts in a row, `rests` becomes true, until a read finds no text.
+        If texts follow each other in less than REST_S seconds, `rests` becomes true. The reader
+        should then wait REST_S seconds before each read, to get several tokens at once.
         """
         if self.rests:
             return
@@ -55,9 +55,10 @@ class Pace:
         self._last_s = now_s
 
     def nothing(self) -> None:
-        """Record that the thread that reads an answer found no new text.
+        """Record that the reader of an answer found no new text.
 
-        `rests` then becomes false, because the text no longer comes fast.
+        `rests` then becomes false: the reader should wait for the next text, instead of a fixed
+        time.
         """
         self._n_fast = 0
 
@@ -87,14 +88,17 @@ class Answer:
     ) -> None:
         """Start a thread that answers the request.
 
-        answer: runs the request to its end on that thread. Its arguments are this object and a file
-        descriptor, to which it writes a byte when text has arrived. costs: returns the costs until
-        now. failure: returns why the last step failed. tokens_done: returns how many tokens of the
-        running step are computed. stop_of: returns why a complete answer ended ("end", "word" or
-        "limit") and whether the context was full. changed: returns a sentence if a model file was
-        written to, else "". prompt_remedy: advice for a prompt that does not fit the context.
+        - answer: computes the answer on that thread. It gets this object and a file descriptor, to
+          which it writes a byte when text has arrived.
+        - costs: returns the costs until now.
+        - failure: returns why the last step failed.
+        - tokens_done: returns how many tokens of the running step are computed.
+        - stop_of: returns why the answer ended ("end", "word" or "limit") and whether the context
+          was full.
+        - changed: returns a sentence if a model file was written to, else "".
+        - prompt_remedy: advice for a prompt that is too long.
 
-        Raises OSError if no file descriptors or threads are left. The request is closed then.
+        Raises OSError if no file descriptors or threads are left, and then closes the request.
         """
         self.error: BaseException | None = None
         self.is_shared = False  # whether other answers decoded at the same time

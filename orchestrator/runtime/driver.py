@@ -1,4 +1,4 @@
-"""The loop between a policy and its store, in live runs and in replay.
+"""Connects a policy with the expert store, in live runs and in replay.
 
 router -> on_route: the policy decides -> the store acts -> experts compute
 """
@@ -46,25 +46,28 @@ class BaseDriver:
     def prepare(
         self, first: Sequence[Transition], progress: Callable[[float], None] | None
     ) -> None:
-        """Read the first experts into memory, and connect the driver with the expert store.
+        """Read the first experts of a loaded model, and register callbacks with the expert store.
 
-        The store then calls the driver in each step. Called once, after the model was loaded.
-        first: (layer, expert, tier) of the experts that the policy needs before the first token.
+        The store, which holds the experts in memory, calls the callbacks in each step. Call this
+        once.
+
+        first: the experts that the policy needs before the first token, as (layer, expert, tier).
         progress: gets the share that is read, 0 to 1.
         """
 
     def set_prompts(self, n_bytes: int, keep: Callable[[int], int]) -> None:
-        """Set the maximum memory for copies of earlier conversations, in bytes.
+        """Set the maximum memory for copies of earlier conversations.
 
-        keep: a function keep(limit) that limits the copies to a number of bytes, and returns how
-        many bytes they then use. The driver calls it before a step, when it divides the memory
-        again. The limit is below n_bytes if the KV cache or the expert slots need the memory.
+        n_bytes: this maximum. keep: a function that shrinks the copies to a number of bytes, and
+        returns how many bytes they then use. The driver calls it before steps. If the KV cache or
+        the expert slots need the memory, the driver passes less than n_bytes.
         """
 
     def begin(self, phase: Phase) -> None:
-        """Set the phase of the next call of llama_decode. All tokens of the call have this phase.
+        """Set the phase (prefill or decode) of the next call of llama_decode.
 
-        Before the first token of an answer, this waits for the experts that the policy requires.
+        All tokens of the call have this phase. Before the first token of an answer, this waits for
+        the experts that the policy requires.
         """
 
     def check(self, status: int) -> None:
@@ -74,11 +77,11 @@ class BaseDriver:
         does nothing. status: the result of llama_decode.
         """
 
-    def between_steps(self) -> None:
-        """Clear the phase (prefill or decode) that `begin` set for steps.
+    def clear_phase(self) -> None:
+        """Clear the phase (prefill or decode) that `begin` set.
 
-        Later steps derive their phase from their tokens. Call this after the last llama_decode of
-        an evaluation.
+        Each later step is prefill or decode according to its own tokens. Call this after the last
+        step that was announced with `begin`.
         """
 
     def follow(self, phase: Phase) -> None:
@@ -90,10 +93,9 @@ class BaseDriver:
         """
 
     def stop_waiting(self) -> None:
-        """End all waits for reads of experts. Safe on any thread.
+        """End all waits for reads of experts, because the program ends. Safe on any thread.
 
-        An answer that waits for experts that the policy requires then begins without them. Call
-        this when the program ends.
+        A step that was waiting then continues without these experts, or fails.
         """
 
     def warmup_mode(self) -> AbstractContextManager[None]:
@@ -139,14 +141,14 @@ class BaseDriver:
         return False
 
     def save_sequence(self, sequence: int) -> bytes | None:
-        """Return the state that the policy stores for a sequence, or None if it has no state.
+        """Return the policy's own state of one sequence as bytes, or None if it has no such state.
 
-        The caller keeps the state together with the tokens of the sequence.
+        The caller saves these bytes together with the tokens of the sequence.
         """
         return None
 
     def restore_sequence(self, sequence: int, state: bytes) -> None:
-        """Restore a state of the policy that save_sequence returned.
+        """Give the policy the state of a sequence that save_sequence returned.
 
         Call this when the sequence holds the same tokens again. Raises PolicyError for a damaged
         state.
@@ -301,10 +303,9 @@ class Driver(BaseDriver):
         A transition (layer, expert, tier) makes the store read an expert in another precision
         (tier).
 
-        unusual: a value for the policy's report. It is true if recent tokens used other experts
-        than the texts with which quality losses were measured, because the losses may then be
-        wrong. If the driver estimates losses (`meter`), it ignores the argument and determines the
-        value itself.
+        unusual: whether the measured quality losses may be wrong for recent tokens (see
+        judge_routing), or None if not known. The policy gets this value in the report. A driver
+        that estimates losses (`meter`) ignores the argument, and calls judge_routing instead.
         """
         policy = self.policy
         wants, is_reported = policy.wants, step.phase in policy.wants.told_in
@@ -318,8 +319,8 @@ class Driver(BaseDriver):
                     is_reported or self.meter.needs_tiers
                 ):  # experts in transition count in the old tier
                     held = self.store.resident() if resident is None else resident
-                    self.meter.holds(served(wants.default_tier, held))
-                self.meter.counted(self.store.take_counts() if counts is None else counts)
+                    self.meter.set_tiers(served(wants.default_tier, held))
+                self.meter.add_counts(self.store.take_counts() if counts is None else counts)
             self.meter.step_done(step.phase, step.n_tokens)
             unusual = self.judge_routing(step.n_tokens)
         if counts is not None:
@@ -342,12 +343,14 @@ class Driver(BaseDriver):
         )
 
     def judge_routing(self, n_tokens: int) -> bool | None:
-        """Return whether recent tokens used other experts than the texts of the loss table.
+        """Return whether recent tokens use experts so unusually that measured losses may be wrong.
 
-        The loss table holds the quality loss of experts in lower precision, measured with these
-        texts. If a text uses other experts, the measured losses may not apply to it. The result is
-        None if nothing was compared. A comparison takes place once every ROUTING_TOKENS tokens, and
-        only if the policy has a loss budget. n_tokens: number of tokens of the step that has ended.
+        These are the quality losses of experts in lower precision. They were measured with other
+        texts, and only apply to texts that use the experts about as often.
+
+        The check takes place once every ROUTING_TOKENS tokens, and only if the policy has a loss
+        budget. The result is None if there was no check. n_tokens: number of tokens of the step
+        that has ended.
         """
         policy, meter = self.policy, self.meter
         routing = meter.estimate.routing if meter is not None else None
@@ -406,10 +409,12 @@ class Driver(BaseDriver):
         """Divide the memory for a step between KV cache, scratch, prompt copies and expert slots.
 
         Called before a step is computed or a saved sequence is restored. The KV cache and scratch
-        (temporary buffers of a step) get as much memory as they need. Copies of earlier
-        conversations and expert slots share the rest. room: describes the memory in use and the
-        tokens of the step. The method sets two of its fields: at_once is the micro-batch size, and
-        drop_scratch is 1 if scratch of earlier steps is to be freed.
+        (temporary buffers of a step) get the memory that they need. Copies of earlier conversations
+        and expert slots share the rest.
+
+        room: describes the memory in use and the tokens of the step. The method sets two of its
+        fields: at_once, the micro-batch size, and drop_scratch, which is 1 if scratch of earlier
+        steps is to be freed.
         """
         shared = self.shared
         assert shared is not None
@@ -466,7 +471,7 @@ class Driver(BaseDriver):
             )
         self._pause()
 
-    def between_steps(self) -> None:
+    def clear_phase(self) -> None:
         self.store.set_phase(None)
         self._prompt_read = False
 

@@ -74,9 +74,7 @@ class Idle:
     def stop(self) -> None:
         """End the thread that reads experts, and wait until it has ended. Safe on any thread.
 
-        If an expert is being read, the store completes the read in the background. If a thread was
-        running, this call also undoes an earlier `Store.cancel(True)`, so that the store may
-        compute steps again.
+        If an expert is being read, the store completes the read in the background.
         """
         thread = self._thread
         if thread is not None:
@@ -84,6 +82,7 @@ class Idle:
                 self._stopping = True
                 self._store.cancel(True)
                 thread.join()
+                # This also undoes a cancel by another thread. Driver.end_idle cancels again.
                 self._store.cancel(False)
                 self._thread = None
 

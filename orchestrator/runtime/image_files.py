@@ -98,24 +98,28 @@ _AGAIN = "save it again as PNG or JPEG"
 class ImageLimits:
     """Limits for the images of one request.
 
-    file_bytes: bytes of all files together. They are part of the request and of each later request
-    of the conversation. pixels: width times height of one image; an 8K screen has 33.2 million.
-    count: number of images. shape: the longer side of an image over the shorter one; models enlarge
-    narrow images. decode_bytes: memory for decoding them (see the function decode_bytes). stb_image
-    takes 4.5 to 8 bytes for each pixel of an ordinary image, and up to 28 for an interlaced PNG
-    with 16 bits, so the memory has a limit of its own. It is enough for three photos of 12 million
-    pixels, or for one PNG of 16 million pixels with alpha.
+    - file_bytes: the bytes of all image files together.
+    - pixels: width times height of one image.
+    - count: the number of images.
+    - shape: the longer side of an image divided by the shorter side.
+    - decode_bytes: the memory for decoding (see the function decode_bytes).
 
-    llama.cpp then scales each image to the size that the model reads, or cuts it into tiles.
-    prepared_bytes: the largest image in this form. min_pixels: smaller images are enlarged to this
-    many pixels; 0 if each image may take prepared_bytes. held_bytes: memory for the images of a
-    request in this form.
+    For the model, llama.cpp scales the decoded images or cuts them into tiles. The result is called
+    prepared.
+
+    - prepared_bytes: the memory of the largest prepared image.
+    - min_pixels: smaller images are enlarged to this many pixels; 0 if tiles have a fixed size.
+    - held_bytes: the memory for all prepared images.
     """
 
+    # The files are part of the request and of each later request of the conversation.
     file_bytes: int = 12 << 20
-    pixels: int = 1 << 25
+    pixels: int = 1 << 25  # an 8K screen has 33.2 million
     count: int = 32
-    shape: int = 64
+    shape: int = 64  # models enlarge narrow images
+    # stb_image takes 4.5 to 8 bytes for each pixel of an ordinary image, and up to 28 for an
+    # interlaced PNG with 16 bits, so the memory has a limit of its own. It is enough for three
+    # photos of 12 million pixels, or for one PNG of 16 million pixels with alpha.
     decode_bytes: int = 129 << 20
     prepared_bytes: int = 0
     min_pixels: int = 0
@@ -128,9 +132,11 @@ class ImageLimits:
     def with_prepared(self, prepared_bytes: int, min_pixels: int) -> ImageLimits:
         """Return a copy of these limits, completed with the image sizes of a model.
 
-        held_bytes is set to the memory that two of the model's largest images need. prepared_bytes:
-        memory of the largest image after it was scaled or cut into tiles for the model. min_pixels:
-        smaller images are enlarged to this many pixels; 0 if each image may take prepared_bytes.
+        For the model, llama.cpp scales each image or cuts it into tiles.
+
+        prepared_bytes: the memory of the largest image in this form. min_pixels: smaller images are
+        enlarged to this many pixels. If it is 0, the limits assume that each image takes
+        prepared_bytes.
         """
         held = _COPIES * 2 * prepared_bytes + prepared_bytes
         return replace(
@@ -149,7 +155,7 @@ class ImageLimits:
         return self.decode_bytes + self.held_bytes
 
     def prepared(self, image: Image) -> int:
-        """Return the maximum bytes of memory that an image takes after scaling for the model."""
+        """Return the maximum memory of an image after it was scaled for the model, in bytes."""
         if not self.min_pixels:
             return self.prepared_bytes
         # The sides are rounded to whole patches, which have fewer than _PATCH pixels each way.

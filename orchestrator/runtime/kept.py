@@ -1,4 +1,4 @@
-"""Keeps conversations in files, so that they outlive their sequence and their process.
+"""Saves conversations to files, from which another sequence or a later run can continue them.
 
 The files are in the folder of --prompt-cache.
 """
@@ -196,10 +196,11 @@ class KeptConversations:
         self._tell()
 
     def leave(self, end_s: float | None) -> None:
-        """End the thread, and save all conversations. Call this after the server core has ended.
+        """Save all conversations when the server ends, and end the background thread.
 
-        end_s: a time of the monotonic clock, after which no further conversation is saved. None
-        means that all conversations are saved.
+        This thread saves and restores conversations while the server runs. Call this after
+        llama.cpp's server core has ended. end_s: the time (of time.monotonic) after which no
+        further conversation is saved; None for no limit.
         """
         self.thread.shutdown()
         for sequence in self._saved:
@@ -225,7 +226,7 @@ class KeptConversations:
             is_whole = n_tokens == n
             return Stored(n_bytes, parts) if is_whole else None
 
-        self._folder.save(self._key, held, self._native.has_part, marks, write)
+        self._folder.save(self._key, held, self._native.needs_checkpoints, marks, write)
         if is_whole:
             self._saved[sequence] = np.array(held, np.int32)
 

@@ -15,7 +15,7 @@ from orchestrator.plan.records import Plan, PlanRequest
 from orchestrator.runtime.store_layout import has_flash
 
 
-def weights_of(
+def load_weights(
     config: Config,
     plan: Plan,
     model: ExpertModel,
@@ -23,10 +23,10 @@ def weights_of(
     gpu: Accelerator | None,
     progress: Callable[[float], None] | None,
 ) -> Model:
-    """Load the weights that llama.cpp holds in memory.
+    """Load the weights that llama.cpp holds in memory, and return llama.cpp's model with them.
 
-    These are the dense weights if an expert store holds the experts, and otherwise all weights.
-    progress: gets the share that is loaded, 0 to 1.
+    If an expert store holds the experts, these are only the dense weights. progress: gets the share
+    that is loaded, 0 to 1.
     """
     repack, mapped = config.use_extra_bufts, config.use_mmap
     if repack is None:

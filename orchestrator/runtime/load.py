@@ -19,7 +19,7 @@ from orchestrator.plan.records import Plan, PlanRequest
 from orchestrator.runtime.damage import DataCheck, InUse, managed_places
 from orchestrator.runtime.driver import BaseDriver, Driver
 from orchestrator.runtime.history import History
-from orchestrator.runtime.llama_parts import context_of, weights_of
+from orchestrator.runtime.llama_parts import context_of, load_weights
 from orchestrator.runtime.loss_meter import LossMeter
 from orchestrator.runtime.steps import Sequences, Steps
 from orchestrator.runtime.store_layout import StoreSpecs
@@ -90,7 +90,7 @@ class Loaded:
 
 
 class Loader:
-    """Loads the parts of a model on this machine as a plan says.
+    """Loads the expert store, the weights and the context of a model, as a plan says.
 
     planner: makes plans from settings. history: the recorded expert usage of the model. files:
     watches the model's files for changes.
@@ -99,8 +99,9 @@ class Loader:
     def __init__(self, request: PlanRequest, model: ExpertModel) -> None:
         """Prepare to load a model. Nothing is loaded yet.
 
-        request: the settings at start, and the needs of the front end. Raises ConfigError if the
-        device does not exist, and NativeError if the native library is not installed.
+        request: the settings, and the memory and sequences that the program needs. Raises
+        ConfigError if the device does not exist, and NativeError if the native library is not
+        installed.
         """
         self.planner = Planner(request, model)
         self.bindings, self.gpu = self.planner.bindings, self.planner.gpu
@@ -138,12 +139,14 @@ class Loader:
         return self._model.lookup_text
 
     def load(self, runs: ResolvedPlan, progress: Progress | None = None) -> Loaded:
-        """Load a model as its plan says.
+        """Load a model into memory as a plan says, and return it.
 
-        On a GPU, a first prompt and token show how much memory the model really takes. If it takes
-        more than the cap, the model is loaded again with fewer experts. If it takes much less than
-        planned, the model is loaded again with more experts. Raises MoeEdgeError, and then leaves
-        nothing loaded.
+        On a GPU, a first prompt and token show how much memory the model really takes. If this
+        exceeds the memory cap or leaves much of it free, the model is loaded again, with fewer or
+        more experts in GPU memory.
+
+        runs: the plan. progress: gets the name of the current work, and the share of it that is
+        done. Raises MoeEdgeError, and then leaves nothing loaded.
         """
         if not self.on_gpu:
             return self._load(runs, progress)
@@ -209,7 +212,7 @@ class Loader:
                 if estimate is not None:
                     driver.meter = LossMeter(estimate, config.exact_tiers)
             with self._checked(plan):
-                model = weights_of(
+                model = load_weights(
                     config,
                     plan,
                     self._model,

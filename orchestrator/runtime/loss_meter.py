@@ -9,19 +9,20 @@ from orchestrator.events import DecisionBuffer, Phase, RouteEvent, StoreView, se
 
 
 class LossMeter:
-    """Adds up the estimated quality loss (KL divergence) from experts in lower precision.
+    """Adds up the estimated quality loss (KL divergence) of a run with experts in lower precision.
 
-    nats, tokens: the total loss and the number of tokens since the start, for each phase. halved:
-    whether a policy may now use only half of its loss budget, because the text uses other experts
-    than the texts with which losses were measured. halved_tokens: number of tokens that were
-    decoded while `halved` was true.
+    nats, tokens: the loss in nats and the number of tokens since the start. Both are lists with one
+    item for prompts (prefill) and one for answers (decode). halved: whether a policy may use only
+    half of its loss budget at present, because the text uses other experts than the texts with
+    which losses were measured. halved_tokens: number of tokens that were decoded while `halved` was
+    True.
     """
 
     def __init__(self, estimate: KlEstimate, exact: bool) -> None:
-        """Begin with totals of 0. estimate: estimates the loss of an expert in each tier.
+        """Begin with totals of 0. estimate: estimates the loss of an expert in each precision.
 
-        exact: whether experts are computed in the decided precision (tier), even if a better copy
-        is in memory.
+        exact: whether experts are computed in the precision that the policy chose, even if a better
+        copy is in memory.
         """
         self.estimate = estimate
         # Whether any tier in use has a loss, skipping aside; and whether the best one has.
@@ -37,11 +38,11 @@ class LossMeter:
         self.halved, self.halved_tokens = False, 0
 
     def decided(self, event: RouteEvent, view: StoreView, decision: DecisionBuffer) -> None:
-        """Add the estimated loss of one layer, after the policy has chosen its experts' precisions.
+        """Add the estimated quality loss of a layer for which the policy has chosen precisions.
 
         event: the experts that the router chose. view: the experts that are in memory. decision:
-        the precisions that the policy chose. The totals include the loss only after step_done was
-        called for the step. A failed step adds nothing.
+        the precisions that the policy chose. The loss becomes part of the totals when `step_done`
+        is called, so a failed step adds nothing.
         """
         if event.step != self._step:
             self._step = event.step
@@ -74,33 +75,31 @@ class LossMeter:
 
     @property
     def needs_tiers(self) -> bool:
-        """Whether the precisions (tiers) of the experts are not known yet.
-
-        The method `holds` sets them. Call it before `counted`, which estimates a loss from them.
-        """
+        """Whether `set_tiers` must be called before `add_counts`: no precisions are known yet."""
         return self._tiers is None
 
-    def holds(self, tiers: np.ndarray) -> None:
-        """Set the precision (tier) of each expert in steps in which the policy makes no choices.
+    def set_tiers(self, tiers: np.ndarray) -> None:
+        """Tell the meter the precision (tier) of each expert, before calls of `add_counts`.
 
-        The method `counted` uses these values to estimate the quality loss of such steps. The
-        experts themselves are not changed. tiers: uint8 [n_layers, n_expert].
+        tiers: uint8 [n_layers, n_expert]; 0 is the best precision.
         """
         if self._tiers is None or not np.array_equal(tiers, self._tiers):
             self._tiers, self._of_use = tiers.copy(), self.estimate.of_use(tiers)
 
-    def counted(self, counts: np.ndarray) -> None:
-        """Add the estimated quality loss of a step in which the policy chose no precisions.
+    def add_counts(self, counts: np.ndarray) -> None:
+        """Add the estimated quality loss of a step, given how many of its tokens used each expert.
 
-        The precision (tier) of each expert is the value that was last passed to `holds`. counts:
-        number of tokens of the step that used each expert, [n_layers, n_expert].
+        Use this for a step in which the policy chose no precisions. Call `set_tiers` first, which
+        tells the meter the precision of each expert. counts: number of tokens that used each
+        expert, [n_layers, n_expert].
         """
         self._in_step += float(np.vdot(counts, self._of_use))
 
     def step_done(self, phase: int, n_tokens: int) -> None:
-        """Add the estimated loss of a step to the totals, after the step was computed.
+        """Add the tokens and the estimated quality loss of a computed step to the totals.
 
-        n_tokens: number of tokens of the step.
+        The loss is the sum of the estimates of `decided` or `add_counts` for this step. phase:
+        Phase.PREFILL or Phase.DECODE. n_tokens: number of tokens of the step.
         """
         self.nats[phase] += self._in_step
         self.tokens[phase] += n_tokens
@@ -116,7 +115,7 @@ class LossMeter:
         return self.since(([0.0 for _ in Phase], [0 for _ in Phase]), phase)
 
     def mark(self) -> tuple[list[float], list[int]]:
-        """Return the estimated quality loss and the number of tokens since the start, for `since`.
+        """Return the totals so far, as the starting point of a measurement with the method `since`.
 
         The result is (losses in nats, numbers of tokens). Each of the two lists has one item for
         prefill and one for decode.
@@ -124,10 +123,10 @@ class LossMeter:
         return list(self.nats), list(self.tokens)
 
     def since(self, mark: tuple[list[float], list[int]], phase: int) -> float | None:
-        """Return the mean estimated loss of a phase after a call of `mark`, in nats per token.
+        """Return the mean estimated quality loss since a call of `mark`, in nats per token.
 
-        mark: the result of that call. Return None if no tokens were computed in the phase since
-        then.
+        mark: the result of that call. phase: Phase.PREFILL for prompts, or Phase.DECODE for
+        answers. Returns None if no tokens of this phase were computed since that call.
         """
         n = self.tokens[phase] - mark[1][phase]
         return (self.nats[phase] - mark[0][phase]) / n if n else None

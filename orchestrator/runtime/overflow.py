@@ -95,12 +95,12 @@ class Part(NamedTuple):
         return self.type in (PartType.CALLS, PartType.ANSWER)
 
     def length(self, count: Count) -> int | None:
-        """Return about how many tokens the part adds to a prompt, or None if this is not known.
+        """Return about how many tokens this part adds to a prompt, or None if this is not known.
 
-        The number for a question is too small by the length of a short filler message, and the
-        number for an answer is too large by this length. In the sum over a conversation, these
-        errors cancel. count: returns the number of tokens of a list of messages.
+        count: returns the number of tokens of a list of messages.
         """
+        # The number for a question is one filler too small, and that for an answer one filler too
+        # large. In the sum over a conversation, these errors cancel.
         if self.type is PartType.SYSTEM:
             before, after = [FILLER, _ANSWER], [FILLER]
         else:
@@ -139,12 +139,12 @@ def first_kept(
 ) -> int:
     """Return the index of the first message to keep, so that a conversation fits in the context.
 
-    An exchange is a question and everything up to the next question. For each request in turn, if
-    the prompt leaves too little space for an answer, the oldest exchanges are dropped until the
-    prompt takes at most half of the context. The latest exchange is kept.
+    If a prompt leaves too little space for its answer, the oldest exchanges are dropped until at
+    most half of the context is full. An exchange is a question and everything up to the next
+    question. The latest exchange stays. This rule is applied to each answer's prompt in turn.
 
-    parts: the result of parts_of. lengths: tokens of each part. n_head: tokens before the first
-    part. n_ctx: context length in tokens. n_answer: maximum answer length.
+    parts: the result of parts_of. lengths: their numbers of tokens. n_head: tokens before the first
+    part. n_ctx: context length. n_answer: maximum answer length.
     """
     most = n_ctx - min(max(n_answer, n_ctx // LEAST_FREE), n_ctx // MOST_FREE)
     n_prompt, exchanges = n_head, deque[list[int]]()  # of each: first message, number of tokens
@@ -172,12 +172,12 @@ def shortened(
 ) -> list[Message]:
     """Return a conversation without its oldest exchanges if it does not fit in the context.
 
-    An exchange is a question and everything up to the next question. System messages are kept. All
-    messages are returned if the model's chat template refuses some of them.
+    An exchange is a question and everything up to the next question. System messages and the latest
+    exchange are kept. All messages are returned if their tokens cannot be counted.
 
-    n_bytes: length of the request as JSON. Up to n_ctx / 2 without images, all messages are
-    returned without counting tokens. count: returns the number of tokens of messages. n_ctx: length
-    of the context in tokens. n_answer: maximum length of the answer in tokens.
+    n_bytes: length of the request as JSON, to recognize short conversations without counting
+    tokens. count: returns the number of tokens of messages. n_ctx: length of the context in tokens.
+    n_answer: maximum length of the answer in tokens.
     """
     said = list(messages)
     head = list(takewhile(_is_system, said))

@@ -1,10 +1,11 @@
 """Reads and writes the files of --prompt-cache. Each file keeps the tokens and state of a sequence.
 
 Files appear complete or not at all, and are verified before they are used. A file has llama.cpp's
-own sequence file (tokens and state), the model's and the policy's states at the marks, a
-description in JSON, and a footer. The footer has lengths and a hash of everything before it. The
-description has the key, whether the sequence cannot be truncated everywhere (has_part), and each
-mark's length and bytes. Newer files also have the positions that a mark's state covers (positions).
+own sequence file (tokens and state), saved states, a description in JSON, and a footer. The states
+are those of the model and the policy at the marks (lengths to which the sequence can be truncated).
+The footer has lengths and a hash of everything before it. The description has the key, whether the
+sequence cannot be truncated everywhere (has_part), and each mark's length and bytes. Newer files
+also have the positions that a mark's state covers (positions).
 """
 
 from __future__ import annotations
@@ -88,11 +89,11 @@ _CHUNK = 1 << 22
 
 
 class Stored(NamedTuple):
-    """A record of the data that was written to a file for one sequence.
+    """The sizes and places of the data that llama.cpp wrote to a file for one sequence.
 
-    n_bytes: size of the sequence's tokens and state, which llama.cpp wrote. marks: positions in the
-    file of further states of the model. With such a state, the sequence can be truncated to an
-    earlier length.
+    n_bytes: size of the tokens and the state of the whole sequence, with which the file begins.
+    marks: further states of the model in the file. Each FileMark has the byte offset and the size
+    of a state, and the length to which the sequence can be truncated with it.
     """
 
     n_bytes: int
@@ -100,12 +101,12 @@ class Stored(NamedTuple):
 
 
 class ListedMark(NamedTuple):
-    """An entry in a file's list of marks, the positions to which its sequence can be truncated.
+    """An entry in a prompt-cache file: a length to which its sequence can be truncated.
 
-    length: number of tokens before the position. part_bytes: size of the model's saved state at the
-    position. policy_bytes: size of the policy's saved state at the position. A size is -1 if no
-    such state was saved. pos_min, pos_max: first and last token position in the model's state; -1
-    if the file does not record them.
+    length: number of tokens that remain. part_bytes: size of the model's saved state at this
+    length. policy_bytes: size of the policy's saved state at this length. A size is -1 if no such
+    state was saved. pos_min, pos_max: first and last token position in the model's state; -1 if the
+    file does not record them.
     """
 
     length: int
@@ -116,23 +117,19 @@ class ListedMark(NamedTuple):
 
     @property
     def n_bytes(self) -> int:
-        """The total size of the states that the file holds for this mark, in bytes.
-
-        A mark is a length to which the saved sequence can be truncated. It has a state of the
-        model, a state of the policy, or both.
-        """
+        """The total size of the model's and the policy's saved state in the file, in bytes."""
         return max(0, self.part_bytes) + max(0, self.policy_bytes)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Listed:
-    """The description of a file in the prompt cache, which holds one sequence of tokens.
+    """The description of a prompt-cache file, which holds one sequence of tokens and its state.
 
     key: identifies the model and settings of the run (state_key). tokens: the tokens, int32.
     has_part: whether the model has sliding windows or recurrent layers. The sequence can then be
-    truncated only to the lengths in `marks`. marks: lengths for which the file has saved states.
-    state_end: size of llama.cpp's data at the start of the file, in bytes. n_stored: number of
-    entries in llama.cpp's token list, which may also have a header and images.
+    truncated only to the lengths in `marks`. marks: these lengths, with the sizes of the saved
+    states. state_end: size of llama.cpp's data at the start of the file, in bytes. n_stored: number
+    of integers in llama.cpp's token list, which may also describe images.
     """
 
     path: Path
@@ -154,11 +151,11 @@ class Listed:
         return usable(len(self.tokens), self.has_part, places, common)
 
     def file_marks(self) -> list[FileMark]:
-        """Return the places in the file that hold states of the model, for truncating the sequence.
+        """Return the places of the model's states in this prompt-cache file.
 
-        Models with sliding windows or recurrent layers need such a state to continue from an
-        earlier length of the sequence. Each FileMark has the offset and the size of a state in
-        bytes, and this length in tokens.
+        With such a state, the sequence in the file can be truncated to an earlier length. Only
+        models with sliding windows or recurrent layers need this. Each FileMark has the byte offset
+        and the size of a state, and the length.
         """
         found, at = [], self.state_end
         for each in self.marks:
@@ -169,7 +166,7 @@ class Listed:
 
 
 class PromptFolder:
-    """The folder of --prompt-cache. Each file in it holds one conversation.
+    """The folder of --prompt-cache. Each file in it holds the tokens and state of one conversation.
 
     notes: sentences for the user about files that were removed or could not be written.
     """
@@ -236,10 +233,10 @@ class PromptFolder:
         If saving fails, a sentence is added to `notes`, and no error is raised.
 
         - key: identifies the model and settings (state_key).
-        - has_part: whether the sequence can be truncated only at marks.
-        - marks: lengths to which the sequence can be truncated, with their states.
-        - write_state: writes llama.cpp's data to a path. It returns their size in bytes, or a
-          Stored if model states are included. It returns 0 on failure, and None to save nothing.
+        - has_part: whether the sequence can be truncated only at some lengths.
+        - marks: such lengths, with the states to save for them.
+        - write_state: lets llama.cpp write its data to a path. Returns a Stored, or the size of the
+          data in bytes; 0 on failure; None to save nothing.
         """
         path = self._target(key, tokens)
         remove_abandoned(path)
@@ -274,15 +271,15 @@ class PromptFolder:
     def load(
         self, listed: Listed, most_bytes: int | None, read_state: Callable[[Path], bool]
     ) -> tuple[Mark, ...] | None:
-        """Verify a saved file, and restore llama.cpp's state of the sequence from it.
+        """Verify a saved file, and let `read_state` restore llama.cpp's sequence from it.
 
-        Returns the marks: the lengths to which the sequence can be truncated, with their saved
-        states. Returns None if the file is damaged, cannot be read or does not fit in memory. A
-        damaged file is removed.
+        Returns the lengths to which the sequence can be truncated, with the saved states for them.
+        Returns None if the file is damaged, cannot be read or does not fit in memory. A damaged
+        file is removed.
 
-        read_state: restores the state from a path; returns False if memory is too small.
-        most_bytes: maximum size of the returned states; the earliest marks are left out if
-        necessary. With None, model states are not returned, because read_state restores them.
+        most_bytes: maximum total size of the returned states; if necessary, the shortest lengths
+        are left out. If it is None, only the policy's states are returned. read_state: restores the
+        sequence from a path; returns False if memory is too small.
         """
         try:
             with open(listed.path, "rb") as file:

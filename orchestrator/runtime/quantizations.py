@@ -96,6 +96,8 @@ class Quantizations:
     def here(self, row: Quantization) -> str | None:
         """Return how a model would run on this machine, or None if this is unknown.
 
+        row: the model's entry in `rows`. The result is one of these texts:
+
         - FITS: the whole model fits in memory.
         - STREAMS: some experts are read from disk while the model runs.
         - NOT: the model cannot run, for example because memory is too small.
@@ -106,9 +108,10 @@ class Quantizations:
     def as_dict(self) -> dict[str, Any]:
         """Return the table as a dict of JSON values, with one object in `rows` for each model.
 
-        An object in `rows` has the fields of `Outlook`, the predicted memory and speed. They are
-        None if they are unknown. The object also has `here`, the result of the method `here`, and
-        `best`, whether the model is the best choice.
+        Each object has the fields of `Quantization`, and those of `Outlook` (the predicted memory
+        and speed), which are None if unknown. Its field `here` says whether the model fits in
+        memory, streams experts from disk or cannot run. Its field `best` says whether the model is
+        the best choice.
         """
         found = asdict(self)
         for row, model in zip(found["rows"], self.rows, strict=True):
@@ -120,14 +123,14 @@ class Quantizations:
 def compare(
     listing: Listing, request: PlanRequest, begins: Callable[[str, float | None], None]
 ) -> Quantizations:
-    """Return how the models of a repository would run on this machine.
+    """Return how the models of a Hugging Face repository would run on this machine.
 
-    Only the headers of the models are downloaded. If a header cannot be read, the row of the model
-    has a sentence that says why. request: the settings for each model. begins: called with the name
-    of the current activity and the share of it that is done, or None if the share is unknown.
+    Only the headers of the models are downloaded. The row of a model whose header cannot be read
+    says why. listing: the models of the repository. request: the settings for each model. begins:
+    called with the current activity and the share of it that is done (None if unknown).
 
-    Raises ConfigError for settings that only suit a single model or a GPU. Raises NativeError if
-    moe-edge's build of llama.cpp is missing. Raises OSError if the disk cannot be measured.
+    Raises ConfigError for settings that only suit a single model or a GPU, NativeError without
+    moe-edge's build of llama.cpp, and OSError if the disk cannot be measured.
     """
     from orchestrator.cost.disk import machine_bandwidth
     from orchestrator.cost.speeds import DISTURBED, Speeds

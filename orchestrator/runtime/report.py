@@ -160,9 +160,10 @@ class StoreCosts:
         self._calls = store.calls if store else 0
 
     def fields(self) -> dict[str, Any]:
-        """Return the measurements until now, such as hit_rate, bytes_read and wait_ms.
+        """Return the measurements of the expert store since this object was created, by name.
 
-        The names are those of GenerationStats.
+        Examples are hit_rate, bytes_read and wait_ms. The names and units are those of
+        GenerationStats.
         """
         store = self._store
         if store is None:

@@ -154,11 +154,11 @@ class Runtime(Closing):
         model: ExpertModel,
         progress: Progress | None,
         answering: Answering | None,
-        compared: bool,
+        ignore_unused: bool,
         say: Callable[[str], None],
     ) -> None:
         self._answering, self._say, self._needs = answering, say, request.needs
-        self._compared = compared
+        self._ignore_unused = ignore_unused
         # The users that may compute: answers, or one evaluator.
         self._turns = threading.Condition()
         self._running: list[Answer] = []
@@ -168,7 +168,7 @@ class Runtime(Closing):
         # The exception of a policy that failed the last step, with its traceback.
         self.policy_error: Exception | None = None
         self.config = request.config
-        self._open(request.config, model, progress, compared)
+        self._open(request.config, model, progress, ignore_unused)
 
     @classmethod
     def open(
@@ -176,32 +176,32 @@ class Runtime(Closing):
         config: Config | PlanRequest,
         progress: Progress | None = None,
         answering: Answering | None = None,
-        compared: bool = False,
+        ignore_unused: bool = False,
         say: Callable[[str], None] = lambda _sentence: None,
     ) -> Runtime:
-        """Plan the memory of a model, load the model, and return it.
+        """Load a model into memory, and return it as a Runtime.
 
         config: the settings. A PlanRequest adds the memory and sequences that the program needs.
-        progress: gets the name of each part of the work, and the share of it that is done.
-        answering: settings for answering requests. Without them, the runtime can only evaluate
-        tokens. compared: whether settings that the policy does not have are ignored, instead of
-        refused. say: gets sentences for the user, on any thread. Raises MoeEdgeError if the model
-        cannot be loaded.
+        progress: gets the name of the current work, and the share of it that is done. answering:
+        settings for answering requests. Without them, the runtime can only evaluate tokens.
+        ignore_unused: whether to ignore settings that have no effect with the chosen policy,
+        instead of raising an error. say: gets sentences for the user, on any thread. Raises
+        MoeEdgeError if the model cannot be loaded.
         """
         request = config if isinstance(config, PlanRequest) else PlanRequest(config)
         model = ExpertModel.open(request.config.model, request.config.low)
         try:
-            return cls(request, model, progress, answering, compared, say)
+            return cls(request, model, progress, answering, ignore_unused, say)
         except BaseException:
             model.close()
             raise
 
     def _open(
-        self, config: Config, model: ExpertModel, progress: Progress | None, compared: bool
+        self, config: Config, model: ExpertModel, progress: Progress | None, ignore_unused: bool
     ) -> None:
         """Measure this machine, make a plan for the model, and load the model.
 
-        compared: ignore settings that the policy does not have, instead of refusing them.
+        ignore_unused: ignore settings that the policy does not have, instead of refusing them.
         """
         self._model = model
         if progress is not None:
@@ -210,7 +210,8 @@ class Runtime(Closing):
         self._loader = Loader(request, model)
         planner, wanted = self._loader.planner, request.config
         _ = planner.slow_disk  # before the model takes the memory
-        self._load(config, planner.compared(wanted) if compared else planner.runs(wanted), progress)
+        runs = planner.compared(wanted) if ignore_unused else planner.runs(wanted)
+        self._load(config, runs, progress)
 
     def _request(self, config: Config) -> PlanRequest:
         """Return a request to plan the model's memory with these settings."""
@@ -552,7 +553,7 @@ class Runtime(Closing):
                 if not self._is_ending:
                     self._loaded.steps.begin()  # a cancel counts for this evaluation only
                 self._loaded.steps.reset()
-                self._loaded.driver.between_steps()
+                self._loaded.driver.clear_phase()
                 with self._turns:
                     self._is_lent = False
                     self._turns.notify_all()
@@ -601,7 +602,7 @@ class Runtime(Closing):
             try:
                 if runs is None:
                     model = ExpertModel.open(config.model, config.low)
-                    self._open(config, model, None, self._compared)
+                    self._open(config, model, None, self._ignore_unused)
                 else:
                     self._load(config, runs, None)
             except BaseException:

@@ -86,10 +86,11 @@ class Sequences:
 
 
 class Steps:
-    """Evaluates tokens in steps, and keeps track of the tokens in the context.
+    """Evaluates tokens in steps, and keeps track of the tokens in a llama.cpp context.
 
-    cached: tokens of the main sequence. cancelled: whether `cancel` was called after the last
-    `begin`.
+    A context has a main sequence of tokens, and may have additional sequences that continue it
+    (`fork`). cached: tokens of the main sequence. cancelled: whether the current evaluation, which
+    starts with `begin`, was cancelled.
     """
 
     def __init__(

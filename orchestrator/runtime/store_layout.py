@@ -53,9 +53,10 @@ class StoreSpecs:
 
     @cached_property
     def checksums(self) -> Checksums:
-        """The checksums that the model's files contain, in an object that lists them by tensor.
+        """The model's tensors with the checksums that the model's files contain.
 
-        They are read from the files on first use.
+        The list `tensors` of the result has the checksums of each tensor. They are read from the
+        files on first use.
         """
         return Checksums(self._model)
 
@@ -129,14 +130,15 @@ def store_layers(
     tiers: Sequence[int],
     slots: SlotPlan,
 ) -> StoreLayers:
-    """Return where the experts of each layer are in the files, and which slot group caches them.
+    """Return the file positions of each layer's experts, and the slot groups that cache them.
 
     The result has the form of StoreSpec.layers: (layer number, {(kind, tier): Slices}) for each MoE
-    layer. A kind is up, gate, gate_up or down. A tier is a position in `tiers`.
+    layer. A kind is a matrix of an expert (up, gate, gate_up or down). A tier is a precision, as a
+    position in `tiers`.
 
-    layer_ids: llama.cpp's number of each MoE layer. slices: positions in the files,
-    [layer][kind][tier of the file]. tiers: the precisions in use, as indices of the last axis of
-    `slices`. slots: has the slot group (slots of one size) of each layer, kind and tier.
+    layer_ids: llama.cpp's layer numbers. slices: file positions, [layer][kind][precision]. tiers:
+    the precisions in use, as positions in the last axis of `slices`. slots: has the slot group
+    (slots of one size) for each layer, kind and tier.
     """
     return tuple(
         (

@@ -271,11 +271,11 @@ class Conversation:
     n_common: int = 0
 
     def n_shared_with(self, before: Conversation) -> int:
-        """Return the number of equal digests at the start of this conversation and of `before`.
+        """Return how many digests at the start of this conversation equal those of an earlier one.
 
-        `before` is an earlier conversation. A digest stands for a message, or for a piece of a
-        prompt. Returns 0 if more than the last digest of `before` differs or is missing here. Also
-        returns 0 if only digests of tools and system messages are equal.
+        `before` is the earlier conversation. A digest stands for a message, or for a piece of a
+        prompt. The result is 0 if only tools and system messages are equal, or if the conversations
+        differ before the last digest of `before`.
         """
         shared = 0
         for ours, theirs in zip(self.pieces, before.pieces, strict=False):
@@ -287,12 +287,12 @@ class Conversation:
 
 
 def conversations_of(data: dict[str, Any], most: int) -> list[Conversation]:
-    """Return one Conversation, with digests of its text, for each sequence that a request needs.
+    """Return a Conversation (digests of a prompt) for each sequence that a request needs.
 
-    `data` is the request. If it has several prompts, each prompt needs a sequence. If there are
-    more than `most` prompts, the result is `most` conversations without digests. A request for `n`
-    answers to one prompt needs n sequences. Only the first conversation then has digests, because
-    llama.cpp copies the prompt from the first sequence to the others.
+    SlotManager uses the digests to find a sequence of llama.cpp's server that already holds the
+    beginning of the prompt. If several answers to one prompt are requested, only the first
+    Conversation has digests. If the request `data` has more than `most` prompts, the result has
+    `most` Conversations without digests.
     """
     n = data.get("n_cmpl", data.get("n", 1))  # llama.cpp prefers n_cmpl, too
     messages = data.get("messages", data.get("input"))
@@ -353,12 +353,12 @@ class SlotManager:
         self._n_taken = 0
 
     def take(self, asked: Iterable[Conversation], cells: int = 0) -> tuple[list[int], int]:
-        """Take a free slot for each conversation. Return (slots, number of old KV cells in them).
+        """Take a free slot for each conversation. Return (slot numbers, number of old KV cells).
 
-        A slot is a sequence of llama.cpp's server. It keeps the KV cells of its last request until
-        a new prompt starts. The number of old KV cells is an upper bound for these, added up over
-        all taken slots. `cells` is the number of KV cells that the new request may use in each
-        slot. The result does not count them.
+        A slot is a sequence of llama.cpp's server. It keeps the KV cells of its previous request
+        until a new prompt starts. The number of old KV cells is an upper bound, summed over the
+        taken slots. `cells` is the number of KV cells that the new request may use in each slot. It
+        is recorded for the next request in the slot.
         """
         taken, held = [], 0
         for each in asked:
@@ -430,9 +430,9 @@ class Bodies:
     """
 
     def __init__(self, workers: Executor, is_stopping: Callable[[], bool] = lambda: False) -> None:
-        """Create the accounting.
+        """Create an object that counts no bodies yet.
 
-        `workers` parses the bodies; `is_stopping` tells whether to shut down.
+        `workers` parses the bodies; `is_stopping` tells whether the server is shutting down.
         """
         self.kept_bytes = self.refused = 0
         self.is_stopping = is_stopping

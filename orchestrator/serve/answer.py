@@ -105,12 +105,12 @@ class Exchange:
     """An ASGI response that waits for the request's turn, then computes and sends the answer.
 
     - places, cells: the numbers of answers and of KV cells that the request reserves in `Gate`.
-    - conversations: digests of each prompt. With them, `SlotManager` finds a sequence that holds
-      the beginning of the prompt.
+    - conversations: digests of the prompts. With these, `SlotManager` finds sequences of
+      llama.cpp's server that already hold the beginning of a prompt.
     - settings: the policy settings of the request.
     - shape: converts llama.cpp's answer to the format of the path `route`.
-    - compute: computes the answer instead of llama.cpp's server, if given.
-    - outlet: makes the writer of the HTTP response. Default: the class `Outlet`.
+    - compute: replaces llama.cpp's server, if given.
+    - outlet: makes the writer of the HTTP response; `Outlet` by default.
     """
 
     state: State
@@ -305,7 +305,7 @@ class Exchange:
 
 
 class Parts:
-    """Reads the parts of an answer from a coroutine while the runtime computes them.
+    """Lets a coroutine read an answer in parts while the runtime computes it.
 
     Call `close` at the end in any case.
     """

@@ -116,7 +116,7 @@ def application(state: State, log: Callable[[str], None]) -> Starlette:
 class Using:
     """ASGI middleware that counts the requests which may be using the model.
 
-    A model is freed only while there is none.
+    The server frees a model only while this number is 0.
     """
 
     def __init__(self, app: ASGIApp, state: State) -> None:
@@ -264,7 +264,8 @@ class Endpoints:
     async def local_models(self, _request: Request) -> Response:
         """Return the models on this machine, the latest task and the latest comparison, as JSON.
 
-        A task lists, downloads or loads models, or compares the models of a repository.
+        A task lists, downloads or loads models, or compares the models of a repository. A
+        comparison says how these models would run on this machine.
         """
         return JSONResponse(self._changes().as_dict())
 
@@ -272,7 +273,7 @@ class Endpoints:
         """Start the task that a request names, or stop the running task if the action is "stop".
 
         A task lists, downloads or loads models, or compares the models of a repository. The
-        response is that of `local_models`.
+        response is JSON with the models on this machine, the task, and the latest comparison.
         """
         changes, patience = self._changes(), self._state.settings.patience
         read = read_body(request, TASK_BYTES, TASK_BYTES, lambda _n_bytes: None)

@@ -47,10 +47,7 @@ class Words:
 
     @property
     def body_factor(self) -> int:
-        """Memory to reserve for parsing and tokenizing a request body, as a multiple of its length.
-
-        The length is that of the longest body that the server accepts.
-        """
+        """Memory for parsing and tokenizing a request body, in bytes for each byte of the body."""
         return WHOLE_FACTOR if self.is_whole else BODY_FACTOR
 
     def count_tokens(self, text: str, model: Model) -> tuple[int, int]:

@@ -125,16 +125,19 @@ class ModelChanges:
         self._thread.start()
 
     def stop(self) -> None:
-        """Make the running task end soon. A partial download is kept. Thread-safe."""
+        """Make the running task, such as a download, end soon.
+
+        A partial download is kept. Thread-safe.
+        """
         self._is_stopped = True
         process = self._process
         if process is not None:
             process.kill()
 
     def join(self, end_s: float) -> bool:
-        """Wait for the end of the task, until end_s of the monotonic clock.
+        """Wait until the running task, such as a download, ends, but not longer than until end_s.
 
-        Returns False if it still runs then.
+        end_s is a time of the monotonic clock. Returns False if the task still runs then.
         """
         if self._thread is not None:
             self._thread.join(max(0.0, end_s - monotonic()))

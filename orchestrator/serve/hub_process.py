@@ -40,10 +40,11 @@ def list_pulled() -> list[dict[str, Any]]:
 
 
 def compare(repo: str, settings: dict[str, Any], front_bytes: int, parallel: int) -> dict[str, Any]:
-    """Return how the models of a repository (OWNER/NAME) would run on this machine.
+    """Return how the models of a Hugging Face repository (OWNER/NAME) would run on this machine.
 
-    settings: settings of the server's Config. front_bytes, parallel: memory and number of answers,
-    as in Answering. Raises MoeEdgeError or OSError.
+    The result is that of `Quantizations.as_dict`, a table with a row for each model. settings: the
+    server's settings (Config), by name. front_bytes: memory that the server needs in addition to
+    the model. parallel: number of answers at the same time. Raises MoeEdgeError or OSError.
     """
     from gguf_tools.hub import PREFIX, list_models
     from orchestrator.config import Config

@@ -167,9 +167,10 @@ class Lines(Outlet):
     async def begin(
         self, status: int, content_type: str, more: dict[str, str] | None = None
     ) -> None:
-        """Send the HTTP status and the headers.
+        """Send the HTTP status and the headers of an answer.
 
-        A stream gets the media type of lines of JSON. `more` holds further header fields.
+        `content_type` is the media type of OpenAI's answer. If it is that of a stream, Ollama's
+        media type for lines of JSON is sent instead. `more` holds further header fields.
         """
         self._is_stream = content_type == STREAM
         await super().begin(status, LINES if self._is_stream else content_type, more)

@@ -39,7 +39,7 @@ class One:
 
 @dataclass(frozen=True)
 class Times:
-    """A part of a regular expression that repeats an item `least` to `most` times.
+    """A part of a regular expression that repeats another part, `item`, `least` to `most` times.
 
     A `most` of None means no limit.
     """
@@ -53,7 +53,7 @@ class Times:
 class Choice:
     """A part of a regular expression that matches any of several alternatives.
 
-    Each alternative is a sequence of items.
+    Each alternative is a sequence of parts.
     """
 
     choices: tuple[tuple[Node, ...], ...]
@@ -81,9 +81,8 @@ def translated(pattern: str, least: int = 0, most: int | None = None) -> str:
 def of_words(words: Iterable[str]) -> str:
     """Return a regular expression for llama.cpp that matches exactly these words.
 
-    Common prefixes of words are written only once, because the cost of a grammar per token grows
-    with the number of alternatives. Raises PatternError if words share beginnings at too many
-    places.
+    Common beginnings of words are written only once, as in `ab(c|d)`, because llama.cpp is slow
+    with many alternatives. Raises PatternError if this nests the groups too deeply.
     """
     return f"^{_branches(sorted(set(words)), 0, 0)}$"
 
@@ -133,7 +132,8 @@ class _Reader:
     def alternatives(self) -> list[tuple[bool, list[Node], bool]]:
         """Parse the whole regular expression, and return its top-level alternatives.
 
-        Each alternative is (starts with ^, items, ends with $).
+        Each alternative is (whether it starts with ^, its parts in order, whether it ends with $).
+        A part is a One, a Times or a Choice.
         """
         found = []
         while True:

@@ -147,8 +147,9 @@ def settle_request(
 ) -> dict[str, Any]:
     """Check a request, translate it in place for llama.cpp, and return its policy settings.
 
-    `n_bytes` is the length of the body. This can take seconds, because a body may have 100,000
-    tokens. Raises Refusal (an error response) for a request that cannot be served.
+    `data` is the request, and `n_bytes` the length of its body. The policy settings are those in
+    its field `moe_edge`. This can take seconds, because a body may have 100,000 tokens. Raises
+    Refusal (an error response) for a request that cannot be served.
     """
     changes = data.pop(_OURS, None) or {}
     fault = fault_of(COMMON[_OURS], changes, _OURS)
@@ -678,9 +679,10 @@ def _name_of(tool: Any) -> str | None:
 def settle_reasoning(route: str, data: dict[str, Any]) -> None:
     """Translate a request's reasoning settings into the fields that llama.cpp reads, in place.
 
-    These settings are Anthropic's `thinking` and `output_config.effort`, OpenRouter's `reasoning`,
-    and a token budget of 0. If the request has chat template arguments of its own, these take
-    precedence.
+    A client can set an effort, limit the reasoning tokens, or turn reasoning off. It uses
+    Anthropic's fields `thinking` and `output_config.effort`, or OpenRouter's field `reasoning`. A
+    limit of 0 tokens turns reasoning off. The request's own `chat_template_kwargs` take precedence
+    over the translated settings.
     """
     wanted: dict[str, Any] = {}
     if route == ANTHROPIC:
@@ -774,12 +776,12 @@ def settle_probs(
     """Translate the fields of a request for token probabilities into llama.cpp's fields, in place.
 
     Returns an object that converts llama.cpp's answer to the format of the path `route`, or None if
-    no conversion is needed.
+    no conversion is needed. The length of the answer is limited, so that its probabilities fit in
+    memory (PROBS_BYTES). Raises Refusal (an error response) if the request's own limit is too large
+    for that.
 
-    The probabilities of an answer must fit in PROBS_BYTES. Answers to several prompts share this
-    memory. If the request has no limit of generated tokens, a limit that fits is added. Raises
-    Refusal (an error response) if the request's own limit is too large. `most_tokens` is the
-    longest possible answer. `n_dropped` is the number of messages that --overflow removed.
+    `most_tokens` is the longest possible answer. `n_dropped` is the number of messages that
+    --overflow removed from the request. The converted answer reports it to the client.
     """
     shaping = Shaping(route, data, n_dropped)  # before the fields change
     name = {CHAT: "top_logprobs", COMPLETIONS: "logprobs"}.get(route, "n_probs")
@@ -853,13 +855,13 @@ def settle_length(
 ) -> int:
     """Return the number of KV cells to reserve for a request: those of its prompt and its answers.
 
-    If the request `data` has no limit of generated tokens, a limit is added: the server's
-    --max-tokens. Without that option it is the number of all KV cells divided by --parallel, minus
-    the prompt, but at least RESERVED_TOKENS. The limit never exceeds the rest of the context.
+    If the request `data` has no limit of generated tokens, a limit for each answer is added: the
+    server's --max-tokens, or else about 1/--parallel of all KV cells. It never exceeds the rest of
+    the context.
 
-    `n_answers` is the number of answers to one prompt. `asker` is the request's body, which can
-    query llama.cpp's server for numbers of tokens. Raises Refusal (an error response) if the prompt
-    is too long.
+    `served` is the loaded model. `n_answers` is the number of answers to one prompt. `asker` is the
+    request's body, which can query llama.cpp's server. Raises Refusal (an error response) if the
+    prompt is too long.
     """
     body, most = written(data), served.about.n_ctx
     counted = check_length(route, body, served, asker)
@@ -875,13 +877,14 @@ def settle_length(
 
 
 def check_length(route: str, body: bytes, served: Served, asker: Body) -> int | None:
-    """Count the tokens of a request's prompt, and check that it fits in the context.
+    """Count the tokens of a request's prompt, and check that it fits in the context of the model.
 
-    Returns the number of tokens. Returns None if they cannot be counted: for a list of texts, for
-    infill requests, and for requests that llama.cpp will refuse. `body` is the request as JSON
-    text. `asker` is the same request's Body, which can query llama.cpp's server for numbers of
-    tokens. Call this on a thread, because it waits for llama.cpp. Raises Refusal (an error
-    response) if the prompt does not fit or the chat template fails.
+    Returns the number of tokens, or None if they cannot be counted, for example for several
+    prompts. Raises Refusal (an error response) if the prompt does not fit or the chat template
+    fails.
+
+    `body` is the request as JSON text, and `served` the loaded model. `asker` is the same request's
+    Body, which can query llama.cpp's server. Call this on a thread, because it waits for llama.cpp.
     """
     counting = COUNTED_BY.get(route)
     prompt = json.loads(body).get("prompt") if counting is None else None

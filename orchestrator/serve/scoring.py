@@ -215,13 +215,14 @@ def _logits(
 
 
 def judged(prompt: Prompt, parts: Iterable[np.ndarray], top: int, n_generated: int) -> Scores:
-    """Return the log-probabilities of a prompt's tokens, except the tokens that the server added.
+    """Return the log-probability of each token of a prompt, computed from the model's logits.
 
-    If n_generated is 1, the result also has the most likely next token. Otherwise n_generated is 0.
+    Tokens that the server added, such as BOS, are left out. `parts` are arrays of logits, float32
+    [m, n_vocab], with a row for each token of the prompt except the last: the prediction after this
+    token. `top` is the number of most likely tokens to return for each position.
 
-    `parts` are arrays of logits, float32 [m, n_vocab]. Their rows, in order, are the predictions
-    after each token of the prompt. The row after the last token is present only if n_generated is
-    1. `top` is the number of most likely tokens to return for each position.
+    If n_generated is 1, `parts` also has the row after the last token, and the result ends with the
+    most likely next token. Otherwise n_generated is 0.
     """
     n_prompt = len(prompt.tokens)
     n = n_prompt + n_generated

@@ -90,9 +90,9 @@ def front_bytes(
 def body_limits(
     config: Config, settings: ServeSettings, images: ImageLimits | None
 ) -> tuple[int, int]:
-    """Return the maximum length of a body without its images, and of its images, in bytes.
+    """Return (largest body of a request without its images, largest size of its images), in bytes.
 
-    `images` are the limits of the model for images, or None if it takes none.
+    `images` are the limits of the model for images, or None if the model takes no images.
     """
     if images is None:
         return settings.most_body_bytes(config.ctx), 0
@@ -118,10 +118,11 @@ class Served:
         note: Callable[[str], None],
         trusted_bytes: int = 0,
     ) -> None:
-        """Derive the limits for requests.
+        """Determine the limits for requests to a loaded model.
 
-        `note` gets messages for the log. `trusted_bytes` is the length of the longest request if it
-        comes from the program itself, which needs no protection from its clients.
+        `note` gets messages for the log. `trusted_bytes` is 0 in a server. A program that sends
+        only its own requests sets it to the length of its longest request, which replaces the
+        limits for clients.
         """
         config = runtime.config
         self.runtime, self.about = runtime, runtime.about

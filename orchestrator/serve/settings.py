@@ -151,12 +151,12 @@ class ServeSettings(Settings):
         return self.body_limit or max(LEAST_BODY_BYTES, BODY_BYTES * (n_ctx or 0))
 
     def most_with_images(self, n_ctx: int | None) -> tuple[int, int]:
-        """Return (maximum length of a body without its images, maximum length of its images).
+        """Return (text limit, image limit) for the body of a request to a model that takes images.
 
-        Both limits are in bytes, for a model that takes images. Without --body-limit, the limit for
-        images is IMAGE_BYTES. With --body-limit, text may take up to the default length of a body,
-        and images the remaining bytes of --body-limit. n_ctx is the value of --ctx, or None if the
-        option was not given.
+        Both limits are in bytes. Text is everything except the images. The text limit is the
+        default length of a body, or --body-limit if that is smaller. Images may take the rest of
+        --body-limit. Without --body-limit they may take IMAGE_BYTES. n_ctx is the value of --ctx,
+        or None if the option was not given.
         """
         usual = max(LEAST_BODY_BYTES, BODY_BYTES * (n_ctx or 0))
         if self.body_limit is None:

@@ -329,12 +329,11 @@ def error_event(route: str, error: bytes) -> bytes:
 
 
 def takes_costs(part: bytes, is_stream: bool, route: str) -> bool:
-    """Return whether to add measurements, such as cache hits, to this part of an answer.
+    """Return whether measurements, such as cache hits, should be added to this part of an answer.
 
-    `part` is a complete answer, or events of a stream. The result is True if `part` has llama.cpp's
-    own measurements (`timings`) or Anthropic's event `message_delta`. The result is also True for a
-    complete answer if the path `route` is Anthropic's /v1/messages or OpenAI's /v1/responses,
-    because llama.cpp sends no `timings` there.
+    `part` is a complete answer, or events of a stream, for the path `route`. The measurements
+    belong in the part with llama.cpp's own measurements (`timings`). On paths without `timings`,
+    they belong in the complete answer, or in Anthropic's event `message_delta`.
     """
     if not is_stream and route in _WITHOUT_TIMINGS:
         return True

@@ -206,7 +206,7 @@ def test_the_last_file_has_its_name_or_the_command_is_interrupted(tmp_path, monk
 
     monkeypatch.setattr(os, "replace", late)
     with interrupts.listening():
-        interrupts.ends_with(tmp_path / "a")
+        interrupts.declare_last_file(tmp_path / "a")
         UnfinishedFile(tmp_path / "a").complete(synced=False)
         press()
     with pytest.raises(KeyboardInterrupt), interrupts.listening():
@@ -216,7 +216,7 @@ def test_the_last_file_has_its_name_or_the_command_is_interrupted(tmp_path, monk
 
 def test_without_a_command_no_file_is_the_last_one(tmp_path):
     """Outside of a command, a completed file does not suppress later interrupts."""
-    interrupts.ends_with(tmp_path / "a")
+    interrupts.declare_last_file(tmp_path / "a")
     UnfinishedFile(tmp_path / "a").complete(synced=False)
     with pytest.raises(KeyboardInterrupt), interrupts.held():
         press()

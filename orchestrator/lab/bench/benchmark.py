@@ -51,10 +51,13 @@ class Benchmark(ABC):
     columns: Sequence[Column]
 
     def open(self, on: Any, note: Note) -> None:
-        """Open the model that is measured. It is generated if it is missing.
+        """Open the model file that this benchmark measures. The file is generated if it is missing.
 
-        `note` receives progress messages. Raises MoeEdgeError if the model cannot be generated.
-        Raises ConfigError if the benchmark needs a longer context than the model was trained for.
+        - on: the options of the benchmark, which describe the model.
+        - note: receives progress messages.
+
+        Raises MoeEdgeError if the model cannot be generated. Raises ConfigError if the benchmark
+        needs a longer context than the model was trained for.
         """
         self.on, self.note = on, note
         self.high, self.low = build_models(on, (HIGH, LOW), note)
@@ -75,15 +78,16 @@ class Benchmark(ABC):
         """Return the cases to measure (systems under memory caps), in the order of the tables."""
 
     def row(self, case: Case, runs: Sequence[Result]) -> Result:
-        """Return the row of a case: a dict with its metrics over all runs.
+        """Return the table row of a case (a system under a memory cap): a dict with its metrics.
 
-        If the case failed, the row has the key "error" with the reason instead.
+        The metrics are computed over all `runs` (repetitions) of the case. If the case failed, the
+        row has the key "error" with the reason instead.
         """
         return case_row(case, runs, self.limit_bytes(case))
 
     @abstractmethod
     def compare(self, rows: Sequence[Result], runs: Sequence[Sequence[Result]]) -> None:
-        """Compare the rows with each other, and add the results to the rows as further metrics.
+        """Compare the table rows with each other, and add the results to them as metrics.
 
         An example of such a metric is a row's speed-up over the row of upstream llama.cpp. `runs`
         has the measurements of each row.
@@ -176,7 +180,10 @@ class Benchmark(ABC):
         return results
 
     def measured(self, case: Case, runs: Sequence[Result]) -> None:
-        """Called after each run of a case, with all its runs so far. Reports a failure at once."""
+        """Called after each run of a case (a system under a memory cap). Reports a failure at once.
+
+        `runs` has the results of the case so far.
+        """
         if "error" in runs[-1]:
             self.note(f"{case.key}: {runs[-1]['error']}")
 
@@ -226,9 +233,10 @@ class Benchmark(ABC):
         return self.high if tier is None else build_models(self.on, (tier,), self.note)[0]
 
     def limit_bytes(self, case: Case) -> int | None:
-        """Return the memory limit of a case for the whole process, in bytes.
+        """Return the memory limit in bytes for the process that runs a case.
 
-        Returns None if the case has no cap, or if the cap applies only to the expert cache.
+        A case is a system under a memory cap. The result is None if the case has no cap, or if the
+        cap applies only to the expert cache.
         """
         if case.cap is None or not self.on.caps_process:
             return None
@@ -244,24 +252,28 @@ class Benchmark(ABC):
 
     @property
     def cap_words(self) -> str:
-        """A title for tables of measurements under a memory cap, as a format string for the cap.
+        """A title for tables of measurements under a memory cap, with a placeholder for the cap.
 
-        The cap is a fraction. If it limits the memory of the whole process, it is a fraction of the
-        model file. If it limits only the expert slots, it is a fraction of the experts.
+        An example is "expert slots for {:.0%} of the experts". The caller fills in the cap, which
+        is a fraction. The option `caps_process` decides whether the cap limits the memory of the
+        process or only the expert slots.
         """
         if self.on.caps_process:
             return "process memory limited to {:.0%} of the file"
         return "expert slots for {:.0%} of the experts"
 
     def cap_settings(self, case: Case) -> dict[str, Any]:
-        """Return the settings of our engine that apply the memory cap of a case."""
+        """Return the settings of our engine that apply the memory cap of a case.
+
+        A case is a system under a memory cap.
+        """
         limit = self.limit_bytes(case)
         if limit is not None:
             return {"ram": limit}
         return {} if case.cap is None else {"expert_ram": int(case.cap * self.model.tier_bytes[0])}
 
     def measure(self, case: Case, number: int) -> Result:
-        """Measure a case once, in a child process with the memory cap of the case.
+        """Measure a case (a system under a memory cap) once, in a child process with this cap.
 
         `number` is the number of the run. Returns the measurements, or {"error": reason}.
         """
@@ -292,7 +304,7 @@ class Benchmark(ABC):
         return run_child("orchestrator.lab.bench.child", job, seconds, enter)
 
     def job(self, case: Case, number: int) -> Job:
-        """Return the job that tells a child process what to measure for a case.
+        """Return the job of a child process that measures a case (a system under a memory cap).
 
         `number` is the number of the run.
         """

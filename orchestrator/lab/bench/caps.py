@@ -97,9 +97,10 @@ class Computing(NamedTuple):
     def of_mix(self, run: int, mix: Mapping[str, float]) -> float:
         """Estimate the compute time per token if some experts have low precision or are skipped.
 
-        Return milliseconds, interpolated between the times in this object.
+        The result is in milliseconds. It is interpolated between the measured times `high`, `low`
+        and `fewer` of one run of the benchmark.
 
-        - run: the number of the run of the benchmark whose times are used, an index into `high`.
+        - run: the number of this run, an index into the three lists.
         - mix: fraction of the experts with the low precision ("low"), and of skipped ones ("skip").
         """
         high = self.high[run]
@@ -113,12 +114,13 @@ class Computing(NamedTuple):
 
 
 def computing(rows: Sequence[Result], fewer_share: float) -> Computing:
-    """Return llama.cpp's compute time per token with everything in memory, for each benchmark run.
+    """Return upstream llama.cpp's compute times per token with everything in memory.
 
-    - rows: the rows of the benchmark. Only rows without a memory cap are used. If several rows have
-      the same role, such as with and without repacked weights, the fastest one of each run counts.
+    - rows: the rows of the benchmark's table. Each row has the times of one system, one time for
+      each run (repetition). The role of a row, "upstream", "low" or "fewer", selects the field of
+      the result (`high` for "upstream"). If several rows have the same role, the fastest one of
+      each run counts.
     - fewer_share: the fraction of the usual experts per token that rows with the role "fewer" use.
-      It becomes a field of the result.
     """
     high, low, fewer = (
         best_runs([row for row in rows if row["cap"] is None and row["role"] == role])
@@ -128,7 +130,7 @@ def computing(rows: Sequence[Result], fewer_share: float) -> Computing:
 
 
 def add_disk_bound(row: Result, runs: Sequence[Result], compute: Computing) -> None:
-    """Add a lower bound of the time per token to a row, and the measured disk bandwidths.
+    """Add a lower bound of the time per token to a table row, and the measured disk bandwidths.
 
     A step takes at least its compute time, which `compute` estimates. It also takes at least the
     time to read the experts that are not in memory, at the highest disk bandwidth that was
@@ -147,13 +149,11 @@ def add_disk_bound(row: Result, runs: Sequence[Result], compute: Computing) -> N
 
 
 def step_bytes(part: Result) -> list[float]:
-    """Return the number of bytes that each decode step needed from the disk, one number per step.
+    """Return the estimated number of bytes that each decode step needed from the disk.
 
-    - part: the measurements of these steps.
-
-    The bytes of a step are all bytes read on demand, plus the useful share of its prefetched bytes.
-    This share is the same for each step: the fraction of all prefetches in `part` that a token
-    used.
+    Bytes that were read on demand count fully. Prefetched bytes are multiplied by the fraction of
+    all prefetches that a token used. part: the measurements of the steps. The result has one number
+    for each step.
     """
     used = part["store"]["used_ahead"]
     return [demand + used * ahead for demand, ahead in part["step_reads"]]
@@ -209,11 +209,11 @@ class Caps(Benchmark):
         return listed
 
     def largest_whole(self, cap: float) -> str | None:
-        """Return the largest type of experts with which the whole model fits under a memory cap.
+        """Return the largest quantization type of experts with which the model fits in memory.
 
-        All experts have the same type (precision). cap: a fraction of the size of the model file.
-        If the cap limits only the expert slots, it is a fraction of the size of all experts. The
-        result is None if no type is small enough.
+        The result is None if no type is small enough. cap: the memory cap, as a fraction of the
+        size of the model file. If the option `caps_process` is False, only the experts must fit,
+        and `cap` is a fraction of their size in the model file.
         """
         model, options = self.model, self.on
         config = Config.build(model=self.high, ctx=options.n_ctx, ubatch=options.n_ubatch)

@@ -49,7 +49,7 @@ class Case:
 
 
 def chosen(cases: list[Case], words: Sequence[str]) -> list[Case]:
-    """Return the cases whose names contain at least one of the given words.
+    """Return the benchmark cases whose names contain at least one of the given words.
 
     If no words are given, return all cases. Raises ConfigError if words are given, but match no
     case.
@@ -135,10 +135,15 @@ def policies(cap: float, retention: float) -> list[Case]:
 
 
 def foreign_policies(cap: float, more: str | None) -> list[Case]:
-    """Return one case for each policy of other installed packages, under one memory cap.
+    """Return one benchmark case for each policy that other installed packages provide.
 
-    Each policy has its default settings. `more` is the name of a further policy, or None. Raises
-    ConfigError if a child process cannot import a policy.
+    A case is a system that is measured under a memory cap, here our engine with a policy in its
+    default settings.
+
+    - cap: the memory cap, as the fraction of the model that fits in memory (see Case).
+    - more: the name of a further policy, or None.
+
+    Raises ConfigError if the processes that measure the cases cannot import a policy.
     """
     names = [*POLICIES.installed, *([] if more is None else [more])]
     return [
@@ -185,11 +190,12 @@ PAPER = (ON_DEMAND, CACHE, CACHE_AHEAD, MIXED, MIXED_AHEAD, SKIP_AHEAD)
 
 
 def paper_rows(cap: float, retention: float) -> list[Case]:
-    """Return the six rows of Table 3 of the DyMoE paper under one memory cap.
+    """Return six benchmark cases, which reproduce the rows of Table 3 of the DyMoE paper.
 
-    Row 1 loads each expert on demand and has no cache hits. All other rows cache experts. Rows 4 to
-    6 keep the fraction `retention` of the experts in the high precision. The other experts have low
-    precision in rows 4 and 5, and are skipped in row 6. Rows 3, 5 and 6 also prefetch experts.
+    All cases have the same memory cap. Row 1 loads each expert on demand and has no cache hits. All
+    other rows cache experts. Rows 4 to 6 keep the fraction `retention` of the experts in the high
+    precision. The other experts have low precision in rows 4 and 5, and are skipped in row 6. Rows
+    3, 5 and 6 also prefetch experts.
     """
 
     # Prefetching is "on" instead of "auto", because "auto" also tries steps without prefetching.

@@ -40,8 +40,8 @@ class Part(NamedTuple):
     - name: identifies the part in the results.
     - kind: PROMPT, PROMPTS (a prompt for each sequence) or DECODE.
     - seconds, at_least: decode steps end early after `seconds`, but not before `at_least` steps.
-    - sequences: number of sequences that decode in one batch; 0 for a single sequence. Each
-      continues its own prompt if the prompts were read by a part of kind PROMPTS. Otherwise all
+    - sequences: number of sequences that decode in one batch; 0 for a single sequence. After a part
+      of kind PROMPTS, each sequence continues its own prompt. After any other part, all sequences
       continue the same prompt.
     """
 
@@ -54,26 +54,28 @@ class Part(NamedTuple):
 
 
 def prompt(n: int, name: str = PROMPT) -> Part:
-    """Describe one part of a measurement: a prompt of n tokens in a new conversation.
+    """Return a description of one part of a measurement: a prompt of a new conversation.
 
-    Nothing is computed yet: `play` runs the part. name: identifies the part in the results.
+    The function `play` runs the part later. n: the number of tokens. name: identifies the part in
+    the results.
     """
     return Part(name, PROMPT, n)
 
 
 def settle(n: int, seconds: float) -> Part:
-    """Describe one part of a measurement: n decode steps for warm-up, which reports ignore.
+    """Return a description of one part of a measurement: n decode steps, until speeds are settled.
 
-    Nothing is computed yet: `play` runs the part. It ends early after `seconds`.
+    Reports ignore the times of this part. The function `play` runs it later, and ends it early
+    after `seconds`.
     """
     return Part("settle", DECODE, n, seconds)
 
 
 def decode(n: int, seconds: float) -> Part:
-    """Describe one part of a measurement: n decode steps, each for one token.
+    """Return a description of one part of a measurement: n decode steps, each for one token.
 
-    Nothing is computed yet: `play` runs the part. It ends early after `seconds`, but not before 8
-    steps.
+    The function `play` runs the part later. It ends the part early after `seconds`, but not before
+    8 steps.
     """
     return Part(DECODE, DECODE, n, seconds, MIN_STEPS)
 
@@ -162,7 +164,12 @@ def text_stream(seed: int, pieces: Sequence[str], tokenize: Callable[[str], Sequ
 
 
 def source(job: Job, n_vocab: int, tokenize: Callable[[str], Sequence[int]]) -> Draw:
-    """Return the function that draws the tokens of a job, from a text or at random."""
+    """Return a function that supplies the tokens of a job, which is one measurement.
+
+    The function takes a number n and returns a list of the next n tokens. They are from the text of
+    the job, or random if the job has no text. n_vocab: the size of the vocabulary. tokenize:
+    converts a text to tokens.
+    """
     if job.text is None:
         return token_stream(job.seed, n_vocab)
     pieces = Path(job.text).read_text("utf-8").removesuffix("\n").split(SEPARATOR)

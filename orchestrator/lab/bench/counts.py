@@ -88,9 +88,10 @@ def cases(model: ExpertModel, retention: float) -> list[Case]:
 
 
 def job(case: Case, high: Path, low: Path, model: ExpertModel) -> Job:
-    """Return the job that tells a child process what to run for a case.
+    """Return the job that tells a child process how to measure a benchmark case.
 
-    `high` and `low` are the model files in the two precisions.
+    A case is one system with its settings. `high` and `low` are the model files in the two
+    precisions.
     """
     parts: list[Part] = [
         prompt(PROMPT_TOKENS),
@@ -129,10 +130,14 @@ def no_hits_slot_bytes(model: ExpertModel) -> int:
 
 
 def figures(case: Case, run: Result, n_layers: int) -> Result:
-    """Return the row of a case: the numbers of GPU operations per layer and decoded token.
+    """Return the counts of a benchmark case as a table row: a dict from name to number.
 
-    The row also has counters of the expert store per layer and token, such as bytes read from the
-    disk. `run` is the result of the child process.
+    The numbers are GPU operations, such as kernel launches, and bytes read from disk. Each is a
+    mean per layer and decoded token.
+
+    - case: the measured system with its settings. Its name is in the row.
+    - run: the measurements of the case. If the case failed, they have the key "error", and the row
+      has the error instead of numbers.
     """
     row: Result = {"name": case.name}
     if "error" in run:

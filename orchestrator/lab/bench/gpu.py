@@ -187,7 +187,12 @@ def nearest_times(own: float, wanted: float) -> int:
 
 
 def add_over_demand(rows: Sequence[Result]) -> None:
-    """Add to each row its speed-up over the row that loads experts on demand under the same cap."""
+    """Add to each row of the benchmark its speed-ups over loading experts on demand.
+
+    The keys are "speedup_tpot" (time per token) and "speedup_ttft" (time to the first token). Each
+    row is compared with the row "load on demand" that was measured under the same cap on GPU
+    memory.
+    """
     for same in caps_of(rows):
         demand = [row for row in same if row["name"] == ON_DEMAND]
         add_ratio(same, "speedup_tpot", demand)
@@ -218,12 +223,12 @@ class FixedMemory:
         return max(self.ours, self.theirs) + int(share * sum(self.layers))
 
     def cpu_moe(self, share: float) -> int:
-        """Return the smallest value of llama.cpp's option --n-cpu-moe with which the model fits.
+        """Return how many layers must keep their experts on the CPU if llama.cpp runs the model.
 
-        The value is the number of layers whose experts llama.cpp leaves on the CPU. The GPU has
-        vram_bytes(share) bytes of memory.
+        The result is the smallest value of llama.cpp's option --n-cpu-moe with which the model fits
+        in `vram_bytes(share)` bytes of GPU memory.
 
-        - share: fraction of the bytes of all experts for which this memory is computed.
+        - share: fraction of the experts for which this memory has space, by bytes.
         """
         left = self.vram_bytes(share) - self.theirs
         n = len(self.layers)
@@ -233,10 +238,13 @@ class FixedMemory:
         return n
 
 
-def getting(case: Case, how: str) -> Case:
-    """Return a copy of a case that handles cache misses in another way.
+def with_misses(case: Case, how: str) -> Case:
+    """Return a copy of a benchmark case that handles missing experts in another way.
 
-    `how` is the value of the setting `misses`, such as "copy".
+    A case is one system with its settings. Missing experts are those that are not on the GPU.
+
+    - how: "copy" copies them to the GPU, "compute" computes them on the CPU, and "auto" chooses the
+      faster way for each expert.
     """
     return replace(case, settings=case.settings | {"misses": how})
 
@@ -338,11 +346,11 @@ class Gpu(Benchmark):
             listed.append(Case(UPSTREAM_ON_GPU, "upstream", None, "upstream", {"gpu": number}))
             listed += table3.on_gpu()
         for cap in caps:
-            ours = table3.rows_under(cap, cap == caps[0], retention, table)
+            ours = table3.cases_under(cap, cap == caps[0], retention, table)
             some = {"gpu": number, "cpu_moe": fits}
             if cap == caps[0]:
                 listed.append(Case(f"{UPSTREAM} {fits}", "upstream", cap, "upstream", some))
-            listed += [getting(case, "copy") for case in ours]
+            listed += [with_misses(case, "copy") for case in ours]
         return listed
 
     def _all_cases(self) -> list[Case]:
@@ -360,8 +368,8 @@ class Gpu(Benchmark):
             listed += [
                 Case(f"{UPSTREAM} {fits}", "upstream", cap, "upstream", some),
                 Case(UPSTREAM_CPU, "upstream", cap, "upstream", none),
-                *(replace(getting(lru, how), name=f"lru, {how}") for how in LRU_WAYS),
-                *(getting(case, "copy") for case in paper_rows(cap, retention)),
+                *(replace(with_misses(lru, how), name=f"lru, {how}") for how in LRU_WAYS),
+                *(with_misses(case, "copy") for case in paper_rows(cap, retention)),
                 lru,
                 *others,
             ]
@@ -399,10 +407,13 @@ class Gpu(Benchmark):
         return job
 
     def measure(self, case: Case, number: int) -> Result:
-        """Measure a case once, or return the result that an earlier call saved.
+        """Measure a benchmark case once, or return the result that an earlier call saved.
 
-        Results are saved in the folder `keep` of the options, if given. The name of the file is a
-        hash of the case and of everything that it depends on. `number` is the number of the run.
+        A case is one system under one memory cap. Results are saved in the folder `keep` of the
+        options, if given. The name of the file is a hash of the case and of everything that it
+        depends on.
+
+        - number: index of the run. A run measures every case once.
         """
         if self.on.keep is None:
             return super().measure(case, number)
@@ -454,11 +465,11 @@ class Gpu(Benchmark):
         self.fixed_memory = FixedMemory(ours, theirs, layers)
 
     def bandwidth(self, number: int, seconds: float = 1.5) -> disk.Bandwidth:
-        """Measure the speed of the disk and return it.
+        """Return the measured read speed of the disk.
 
-        The first call of each run also measures the speed of copies to the GPU, and adds it to
-        `copies`. With the option --table3, the model files are in memory. Later calls of the same
-        run then return the disk speed of the first call.
+        The benchmark measures the disk several times in each run of all cases. The first call in a
+        run also measures the speed of copies to the GPU, and appends it to `copies`. With the
+        option --table3, later calls in the run return the disk speed of the first call.
 
         - number: index of the run.
         - seconds: approximate duration of the disk measurement.
@@ -470,7 +481,10 @@ class Gpu(Benchmark):
         return super().bandwidth(number, seconds)
 
     def forget(self) -> None:
-        """Evict the model's files from the page cache. With --table3 they stay there."""
+        """Evict the model's files from the operating system's page cache.
+
+        With the option --table3 nothing is evicted, because the model stays in main memory.
+        """
         if not self.on.table3:
             super().forget()
 
@@ -495,7 +509,11 @@ class Gpu(Benchmark):
             self.note(table3.line(case, self.row(case, runs), self.on.prompt_tokens))
 
     def row(self, case: Case, runs: Sequence[Result]) -> Result:
-        """Return the row of a case: its metrics, the GPU's memory and the bytes copied to it."""
+        """Return the metrics of one case as a table row (dict), from the results of all its runs.
+
+        A case is one system under one memory cap. The metrics include speeds, the GPU memory in
+        use, and the bytes copied to the GPU. If the case failed, the row has an "error" instead.
+        """
         row = case_row(
             case, runs, None if case.cap is None else self.fixed_memory.vram_bytes(case.cap)
         )

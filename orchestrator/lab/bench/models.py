@@ -58,10 +58,12 @@ def model_bytes(options: BenchOptions, tiers: Sequence[str]) -> int:
 
 
 def uniform_tiers(options: BenchOptions) -> tuple[str, ...]:
-    """Return the quantization types in which the benchmark's model can be written.
+    """Return the quantization types in which `build_models` can write the benchmark's model.
 
-    All experts of a written file have the same type. Types have names such as "q4_k", and the
-    largest type comes first. `options` select the model.
+    All experts in one file have the same type. Types have names such as "q4_k". They are sorted
+    from the largest to the smallest.
+
+    - options: the options that select the model.
     """
     if options.trained:
         with ExpertModel.open(DEMO_MODEL) as demo:

@@ -289,9 +289,13 @@ class Paired:
     options = PairedOptions
 
     def run(self, on: PairedOptions, note: Note = lambda text: None) -> Report:
-        """Run all pairs and return the report. `note` receives progress messages.
+        """Compare the speed of two configurations, and return a report with the speed ratios.
 
-        Raises MoeEdgeError if the process of a side fails.
+        The configurations, called "ours" and "theirs", are started together several times. Each
+        start gives one ratio. Raises MoeEdgeError if one of them fails.
+
+        - on: the options, which have the settings of both configurations.
+        - note: receives progress messages.
         """
         model = on.model or build_models(on, (on.tier,), note)[0]
         model = model.resolve()

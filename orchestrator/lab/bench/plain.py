@@ -112,10 +112,11 @@ class PlainModel(Closing):
         return self._context.model.tokenize(text, add_special=True, parse_special=True)
 
     def eval(self, tokens: list[int], pos: int) -> npt.NDArray[np.float32]:
-        """Evaluate tokens at positions pos, pos + 1, and so on.
+        """Evaluate tokens at positions pos, pos + 1, and so on, and return the last token's logits.
 
-        Earlier KV cells from pos on are removed first. Returns a copy of the last token's logits
-        [1, n_vocab]. Raises NativeError if the evaluation fails.
+        Tokens at positions 0 to pos - 1 must have been evaluated before. Tokens that were evaluated
+        at `pos` or later are first removed from the KV cache. The result is a copy, float32 [1,
+        n_vocab]. Raises NativeError if the evaluation fails.
         """
         context = self._context
         context.forget_from(pos)

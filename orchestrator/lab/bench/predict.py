@@ -213,8 +213,8 @@ def expert_bytes(trace: Trace) -> int:
 def replayed(trace: Trace, case: Case, speed: float, measured_from: int) -> Result:
     """Simulate the prompts and decode steps of a benchmark case, and return its metrics.
 
-    A case is a policy with its settings under a cap on GPU memory. The metrics, such as the time
-    per token and the hit rate, have the keys of a row of the measured table.
+    A case is a policy with its settings under a cap on GPU memory. The result is a dict with keys
+    such as "tpot_ms_p50" (time per token) and "hit_rate".
 
     - trace: the experts that each token uses in each layer.
     - speed: bandwidth of the link to the GPU, in bytes per second.
@@ -281,9 +281,13 @@ def measured_minus_simulated(shape: synthetic.Shape, cases: Sequence[Case]) -> d
 
 
 def predict(on: Any, note: Note) -> Report:
-    """Predict the rows of the DyMoE paper's Table 3 by simulation, and return the report.
+    """Predict the speeds that `moe-edge bench gpu --table3` would measure, by simulation.
 
-    `on` are the options of `bench gpu`. The row of upstream llama.cpp has no prediction.
+    Returns a report with the time per token, the time to read a prompt, and the hit rate of our
+    engine. It has a row for each policy with its settings in Table 3 of the DyMoE paper.
+
+    - on: the options of the benchmark. `link` is the simulated bandwidth of copies to the GPU.
+    - note: receives progress messages.
     """
     shape = synthetic.preset(on.model_name)
     layers = on.layers or shape.n_layer
@@ -296,9 +300,9 @@ def predict(on: Any, note: Note) -> Report:
     ]
     trace = draw_trace(replace(shape, n_layer=layers), Run(layers, steps), on.seed)
     some = default_path(DEMO_MODEL)
-    under = {cap: table3.rows_under(cap, cap == on.caps[0], on.retention, some) for cap in on.caps}
+    under = {cap: table3.cases_under(cap, cap == on.caps[0], on.retention, some) for cap in on.caps}
     lacking = measured_minus_simulated(
-        shape, table3.rows_under(table3.ALL_ROWS_CAP, True, on.retention, some)
+        shape, table3.cases_under(table3.ALL_ROWS_CAP, True, on.retention, some)
     )
     rows = []
     for cases in under.values():

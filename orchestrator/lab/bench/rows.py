@@ -31,7 +31,9 @@ def times_ms(run: Result, name: str) -> list[float]:
 
 
 def median_ms(runs: Sequence[Result], name: str) -> list[float]:
-    """Return the median time of the prompts or decode steps in each run, in milliseconds.
+    """Return a list with one time for each run: the median over its prompts or decode steps.
+
+    The times are in milliseconds.
 
     - runs: the measurements of each run. They consist of named parts, each with one or more prompts
       or decode steps.
@@ -122,10 +124,13 @@ def per_token(run: Result, key: str) -> float:
 
 
 def case_row(case: Case, runs: Sequence[Result], limit_bytes: int | None) -> Result:
-    """Return the row of a case: decode speed, TTFT, cache hits and memory over all its runs.
+    """Return the metrics of one benchmark case as a table row (dict), over all its runs.
 
-    `limit_bytes` is the memory limit of the case. None means no limit. If a run failed, the row has
-    its "error" instead.
+    A case is one system under one memory cap. The metrics include decode speed, time to the first
+    token, cache hits and memory. If a run failed, the row has its "error" instead.
+
+    - runs: the measurements of each run.
+    - limit_bytes: the memory limit of the case. None means no limit.
     """
     row: Result = {"name": case.name, "cap": case.cap, "role": case.role}
     row["limit_bytes"] = limit_bytes

@@ -66,7 +66,11 @@ COPIES = 2
 
 
 def on_gpu() -> list[Case]:
-    """Return the cases of our engine that have all experts on the GPU."""
+    """Return the benchmark cases in which our engine has all experts on the GPU.
+
+    A case is a policy with its settings. In one case no policy is asked during decoding. In the
+    other, the policy decides in each layer.
+    """
     settings = {"policy": "dymoe", "retention": 1.0, "prefetch": "off", "force_managed": True}
     return [
         replace(REFERENCE, name="static tables, all on GPU"),
@@ -74,14 +78,13 @@ def on_gpu() -> list[Case]:
     ]
 
 
-def rows_under(cap: float, first: bool, retention: float, table: Path) -> list[Case]:
-    """Return the benchmark cases of our engine for one cap on GPU memory.
+def cases_under(cap: float, first: bool, retention: float, table: Path) -> list[Case]:
+    """Return the benchmark cases (policies with settings) of our engine for one cap on GPU memory.
 
-    A case is a policy with its settings. Up to a cap of 25 %, the cases are the six rows of Table 3
-    of the DyMoE paper, and the policies dynaexq and floor. Above it, four of the six rows remain.
-
-    - cap: fraction of the experts that fits on the GPU.
-    - first: return row 1, "load on demand", for any cap.
+    - cap: fraction of the experts that fits on the GPU. Up to 0.25, the cases are the six rows of
+      Table 3 of the DyMoE paper, and the policies dynaexq and floor. Above 0.25, only rows 2, 3, 5
+      and 6 are returned.
+    - first: return row 1 for any cap.
     - retention: fraction of experts that dymoe keeps in high precision.
     - table: file with each expert's error in each precision, for floor.
     """
@@ -153,9 +156,9 @@ def paper_text(row: Row, part: str) -> str | None:
 def columns(prompt_tokens: int) -> tuple[Column, ...]:
     """Return the columns of the table that `moe-edge bench gpu --table3` prints.
 
-    The columns include decode times, hit rates, and speed-ups next to those of the DyMoE paper. Two
-    columns are the times to read a prompt of `prompt_tokens` tokens, and one of 4 times this
-    length.
+    They include the time per token, the hit rate, and speed-ups next to those of the DyMoE paper.
+    Two more columns have the times to read a short prompt of `prompt_tokens` tokens and a long
+    prompt, which is 4 times as long.
     """
     return (
         NAME,
@@ -193,7 +196,14 @@ def waits_text(row: Row) -> str:
 
 
 def line(case: Case, row: Row, prompt_tokens: int) -> str:
-    """Return the figures of a row as one line of text."""
+    """Return the measurements of a benchmark case as one line of text.
+
+    A case is one system under one memory cap. The text has the time per token, the times to read a
+    short and a long prompt, and the hit rate. If the case failed, the text has the error instead.
+
+    - row: the metrics of the case, or its error.
+    - prompt_tokens: length of the short prompt.
+    """
     if "error" in row:
         return f"{case.key}: {row['error']}"
     found = (

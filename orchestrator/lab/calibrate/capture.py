@@ -53,17 +53,20 @@ def spill_folder() -> Path:
 
 
 class Rows:
-    """Stores activations in an unnamed temporary file, which the system deletes automatically.
+    """Stores input vectors of experts for each token of a text, in an unnamed temporary file.
 
-    Each token has `per_token` rows of numbers. They are float16 with a scale for each row, so that
-    large activations do not overflow. Values down to 2^-14 of the row's largest magnitude have a
-    relative error of at most 2^-11.
+    A token has `per_token` vectors: one for each expert that it uses, or only one if its experts
+    share their input. The system deletes the file automatically.
+
+    The numbers are float16 with a scale for each vector, so that large values do not overflow.
+    Values down to 2^-14 of the vector's largest magnitude have a relative error of at most 2^-11.
     """
 
     def __init__(self, folder: Path, n_tokens: int, shape: tuple[int, int]) -> None:
-        """Create the file with zeros for n_tokens tokens. `shape` is (rows per token, row length).
+        """Create the file with zeros for n_tokens tokens.
 
-        Raises ConfigError if the disk has too little free space.
+        `shape` is (vectors per token, length of a vector). Raises ConfigError if the disk has too
+        little free space.
         """
         self.per_token, width = shape
         n_rows = n_tokens * self.per_token
@@ -83,17 +86,17 @@ class Rows:
 
     @staticmethod
     def n_bytes(n_tokens: int, shape: tuple[int, int]) -> int:
-        """Return the size in bytes of a file with the activations of n_tokens tokens.
+        """Return the size in bytes of a file with the input vectors of n_tokens tokens.
 
-        `shape` is (activation vectors per token, length of a vector).
+        `shape` is (vectors per token, length of a vector).
         """
         return 2 * n_tokens * shape[0] * shape[1]
 
     def put(self, token: int, values: np.ndarray) -> None:
-        """Store the activations of n consecutive tokens in the file.
+        """Store the input vectors of n consecutive tokens in the file.
 
         - token: index of the first of these tokens.
-        - values: finite float32 numbers [n, activation vectors per token, length of a vector].
+        - values: finite float32 numbers [n, vectors per token, length of a vector].
         """
         rows = values.reshape(-1, values.shape[-1])
         exponents = np.frexp(np.abs(rows).max(axis=1))[1] - 1
@@ -102,7 +105,7 @@ class Rows:
         self._values[at] = np.ldexp(rows, -exponents[:, None])
 
     def take(self, rows: np.ndarray) -> np.ndarray:
-        """Return stored activation vectors, float32 [n, length of a vector].
+        """Return stored input vectors, float32 [n, length of a vector].
 
         - rows: the indices of the n vectors. Each token has `per_token` consecutive vectors, so
           vector i of a token has the index token * per_token + i.

@@ -243,15 +243,15 @@ class OutputSums:
         self.counts[event.layer] += np.bincount(ids, minlength=self._n_expert)
         self.gates[event.layer] += np.bincount(ids, weights, self._n_expert)
 
-    def seen(self, layer: int, kind: int, node: Node) -> None:
-        """Update the statistics with a computed product of a layer's expert matrices.
+    def add_product(self, layer: int, kind: int, node: Node) -> None:
+        """Update the statistics after llama.cpp has computed a matrix product of a layer's experts.
 
-        A gate or up product supplies the inputs of the layer's experts, of which a sample may be
-        kept. The down product supplies the experts' outputs. The mean squares of the outputs are
-        added to `squares`.
+        A product multiplies the experts' matrices of one kind, such as DOWN, by their inputs. A
+        gate or up product shows the inputs of the experts, which may be sampled. A down product
+        shows their outputs, whose mean squares are added to `squares`.
 
-        - layer: index of the layer among the MoE layers.
-        - kind: kind of the matrices, such as DOWN.
+        - layer: index among the MoE layers.
+        - kind: the kind of the matrices.
         - node: the tensor of llama.cpp's graph that holds the product.
         """
         if kind != DOWN:

@@ -130,7 +130,7 @@ class Method:
         return self.name or (IMATRIX if self.imatrix else RTN)
 
     def check(self) -> None:
-        """Raise ConfigError if the method is unknown, or if its options contradict each other."""
+        """Raise ConfigError for an unknown quantization method or contradictory options."""
         name = self.chosen
         if name not in METHODS:
             raise ConfigError(f"--method {name} is unknown: choose one of {', '.join(METHODS)}")
@@ -253,9 +253,14 @@ def calibrated(method: Method, model: ExpertModel, progress: Progress) -> tuple[
 
 
 def save_imatrix(method: Method, source: Path, out: Path, progress: Progress) -> str | None:
-    """Read a calibration text with the model `source`, and write its importance matrix to `out`.
+    """Compute the importance matrix of a model, and write it to the file `out`.
 
-    Returns a warning about experts that saw too few tokens, or None.
+    The model reads a calibration text for this purpose. The matrix has the sums of the squared
+    inputs of each expert matrix. Returns a warning about experts that saw too few tokens, or None.
+
+    - method: names the text file, the number of tokens and the memory cap.
+    - source: the model file.
+    - progress: receives the completed fraction.
     """
     with ExpertModel.open(source) as model:
         imatrix, _ = calibrated(method, model, progress)

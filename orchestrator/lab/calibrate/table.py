@@ -77,14 +77,15 @@ PARTS, ALL = "skip in parts", "skip"
 
 
 class Moved(NamedTuple):
-    """The measured effect of computing some experts in a lower precision, or of skipping them.
+    """The measured effect on a model's output if some of its experts are changed.
 
-    The effect is measured on a text of n windows (pieces of text).
+    A changed expert is computed in a lower precision, or skipped. All values are means over the
+    tokens of each of n windows (pieces of a text).
 
-    - kl float64 [n]: measured mean KL divergence per token from the unchanged model.
-    - lost float64 [n, n_layers]: mean loss per token and layer that the loss table predicts.
-    - surprise float64 [n]: how unusual the window's choice of experts is. The value is large if the
-      window often uses experts that are otherwise rarely used.
+    - kl float64 [n]: KL divergence from the unchanged model, in nats.
+    - lost float64 [n, n_layers]: sum of the mean squared output errors of a token's changed
+      experts, each times its squared gate weight.
+    - surprise float64 [n]: larger if the window uses experts that are otherwise rarely used.
     """
 
     kl: np.ndarray
@@ -125,16 +126,16 @@ def moved(
     against: Reference,
     progress: Progress,
 ) -> Moved:
-    """Read a text once with some experts changed, and return the effect on the model's output.
+    """Read a text once with some experts changed, and measure the effect on the model's output.
 
-    A changed expert is computed in a lower precision, or skipped. The effect is the KL divergence
-    from the unchanged model.
+    A changed expert is computed in a lower precision, or skipped. Returns the KL divergence from
+    the unchanged model, with statistics of each window (piece of the text).
 
     - reader: the model with its text.
-    - name: name of a pass from passes(), which decides how experts are changed.
-    - costs float64 [n_layers, n_expert]: predicted loss per use of a changed expert with gate
-      weight 1.
-    - unusual float64 [n_layers, n_expert]: larger for rarely used experts.
+    - name: one of the names from passes(). It decides how experts are changed.
+    - costs float64 [n_layers, n_expert]: each expert's mean squared output error after the change,
+      for the statistics.
+    - unusual float64 [n_layers, n_expert]: larger for rarely used experts, for the statistics.
     - against: log-probabilities of the unchanged model.
     """
     n_layers, n_windows = len(costs), len(reader.scored)
@@ -179,15 +180,15 @@ def moved(
 
 
 def fitted(tiers: Sequence[str], found: dict[str, Moved], text: str, weights: np.ndarray) -> Fit:
-    """Return the factors that convert the errors of experts to KL divergence.
+    """Fit the factors that convert errors of experts' outputs to KL divergence of the model.
 
-    The errors are the losses in a model's loss table. The KL divergence is that of the model's
-    output if some experts are computed in a lower precision, or skipped.
+    Returns a Fit, with a factor for each layer and each precision. The model has read a text
+    several times (passes). In each pass, some experts had a lower precision or were skipped.
 
     - tiers: the precisions of the model file, best first.
-    - found: the measured KL divergence of each pass from passes(), by name.
+    - found: the measurements of each pass. The keys are the names from passes().
     - text: a description of the text.
-    - weights: the token count of each window (piece of text), float64 [n].
+    - weights: number of tokens of each window (piece of the text), float64 [n].
 
     Raises ConfigError if the changes had no measurable effect.
     """
@@ -302,7 +303,7 @@ class Parts:
         self._reported, self._since = share, monotonic()
 
     def share(self) -> float:
-        """Return the completed fraction of all parts together, an estimate from 0 to 1."""
+        """Return the estimated completed fraction of the whole calibration, from 0 to 1."""
         assumed = (monotonic() - self._since) / max(self._part_s, 1e-9)
         part = min(self._reported + assumed, _NEARLY + (1 - _NEARLY) * self._reported)
         return (self._done_s + part * self._part_s) / max(self.total_s, 1e-9)
@@ -335,10 +336,10 @@ class Kept:
 
     @property
     def table_path(self) -> Path:
-        """Path of the loss table as it is saved before the passes over the text.
+        """Path of the saved loss table, which has each expert's output error in each precision.
 
-        This table lacks the factors that convert its losses to KL divergence. The calibration
-        computes the factors last, and writes them to its output file only.
+        The calibration saves the table as soon as these errors are measured. It computes the
+        factors that convert errors to KL divergence afterwards, so this file does not have them.
         """
         # When this file exists, the file of log_probs_path is complete.
         return self.folder / "table.json"
@@ -397,13 +398,16 @@ def measure_losses(
     show: Callable[[Callable[[], float]], None],
     note: Callable[[str], None],
 ) -> LossTable:
-    """Measure a model's loss table, and write it to `out`.
+    """Measure a model's loss table, write it to the file `out`, and return it.
 
-    - source: the model file. The table has all its tiers and the further `types`.
-    - reference: the model in full precision. None uses the best tier of `source`.
-    - method: the calibration text, and the method that quantizes `reference` to the types.
+    A loss table has the mean squared error of each expert's output in each precision. It also has
+    factors that convert these errors to KL divergence, if they can be measured.
+
+    - source: the model file. The table has its precisions, and the further quantization `types`.
+    - reference: the same model in full precision. None uses the best precision of `source`.
+    - method: names the calibration text, and the method that quantizes to `types`.
     - show: called once with a function that returns the completed fraction.
-    - note: receives messages for the user, such as the expected duration.
+    - note: receives messages for the user.
     """
     text = read_windows(method, source)
     asked = {
@@ -507,9 +511,10 @@ class _Run:
         with TextReader(path, windows, self._threads, ram) as reader:
             self._kept.keep("scored", {str(n): each for n, each in enumerate(reader.scored)})
             scored, at = sum(int(each.sum()) for each in reader.scored), 0
-            for done, step in enumerate(
-                reader.read(sums.route, sums.seen) if sums else reader.read(lambda *_: None), 1
-            ):
+            steps = (
+                reader.read(sums.route, sums.add_product) if sums else reader.read(lambda *_: None)
+            )
+            for done, step in enumerate(steps, 1):
                 if at == 0:
                     rows = Reference(scored, step.logits.shape[1], self._kept.log_probs_path)
                 for logits in step.logits:

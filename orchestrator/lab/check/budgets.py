@@ -27,7 +27,7 @@ from orchestrator.runtime.answering import Answering
 
 @dataclass(frozen=True, slots=True)
 class CheckJob:
-    """A job for a child process of `moe-edge check`, which opens one model and reads tokens.
+    """A job for a child process of `moe-edge check`: load a model, read a prompt, decode tokens.
 
     - settings: arguments of Config.build.
     - rows: output file for the logits, float32 [1 + n_decode, n_vocab]. It has one row after the
@@ -35,7 +35,8 @@ class CheckJob:
     - n_prompt: number of prompt tokens. None uses one micro-batch of the plan.
     - n_decode: number of decoded tokens.
     - prompt, answer: the tokens to read. None uses a built-in text and greedy decoding.
-    - chosen: ignore settings that the policy does not have, instead of refusing them.
+    - chosen: the program, not the user, has chosen the policy in `settings`. Settings that this
+      policy does not have are then ignored instead of refused.
     - answers: load the model as for a chat, and also check its tokenizer and chat template.
     - conversations: plan the memory for saved conversations, as for a chat.
 
@@ -43,7 +44,7 @@ class CheckJob:
 
     - other_bytes: choose the policy while another process uses this many bytes of memory, and
       return the settings with this policy.
-    - budgets: plan the runs of `three_budgets` for this tier, and return their settings.
+    - budgets: plan the runs of `three_budgets` for this precision, and return their settings.
     - layers: read prompt and answer in one batch, and write the experts' output of each layer to
       `rows` (.npz).
     """
@@ -62,9 +63,10 @@ class CheckJob:
     conversations: bool = False
 
     def request(self) -> PlanRequest:
-        """Return the request to plan memory as for a chat with the settings of this job.
+        """Return the request that asks the memory planner to plan the model of this job.
 
-        The plan has memory for saved conversations only if `conversations` is set.
+        The model is planned as for a chat. The field `conversations` decides whether the plan has
+        memory for saved conversations.
         """
         request = Answering().request(Config.build(**self.settings))
         return replace(request, needs=replace(request.needs, conversations=self.conversations))
@@ -135,10 +137,10 @@ def _comparison_settings(config: Config) -> dict[str, Any]:
 
 
 def three_budgets(config: Config, planner: Planner, tier: str) -> Iterator[tuple[str, Config]]:
-    """Yield configs to run a model losslessly with three memory budgets: (budget name, config).
+    """Yield (budget name, config) for runs of a model with three memory budgets.
 
-    A lossless run computes all experts in the precision `tier`, and its logits must equal
-    llama.cpp's.
+    The runs are lossless: all experts are computed in the precision `tier`, and the logits must
+    equal llama.cpp's.
 
     - "minimum": the smallest possible budget.
     - "half way": about the mean of the other two, for each policy in half_way() that can run with
@@ -172,19 +174,20 @@ def three_budgets(config: Config, planner: Planner, tier: str) -> Iterator[tuple
 
 
 def budgets_of(config: Config, path: Path, tier: str) -> list[tuple[str, Config]]:
-    """Return configs to run a model losslessly with three memory budgets: (budget name, config).
+    """Return (budget name, config) for runs of a model with three memory budgets.
 
-    They are the results of three_budgets: with the smallest possible budget, with a medium budget,
-    and with all experts in memory. A child process computes them, so that no memory stays allocated
-    here.
+    The budgets are the smallest possible one, a medium one, and one for all experts. The medium one
+    has a config for each policy of half_way() that can run with it. Each config computes all
+    experts in the precision `tier`, without loss.
 
+    - config: the user's settings, with the memory cap.
     - path: the model file.
-    - tier: the precision in which all experts are computed.
 
-    Raises BudgetError if even the smallest budget exceeds the memory cap of `config` or the free
-    memory, and MoeEdgeError for another failure.
+    Raises BudgetError if even the smallest budget exceeds the memory cap or the free memory, and
+    MoeEdgeError for another failure.
     """
     settings = settings_of(config.with_changes(model=path, low=None, low_tier=None))
+    # Plan in a child process, so that no memory stays allocated in this process.
     found = run_job(CheckJob(settings, os.devnull, None, 0, budgets=tier))
     if "needed_bytes" in found:
         raise BudgetError(found["error"], found["needed_bytes"])

@@ -43,11 +43,13 @@ Bar = Callable[[str, float | None], None]
 
 @dataclass(frozen=True, slots=True)
 class CheckOptions:
-    """Options of `moe-edge check`.
+    """Options of `moe-edge check`, which compares our engine's logits with those of llama.cpp.
 
-    - tokens: number of tokens that each run decodes.
-    - all_tiers: also compare the lower tiers.
-    - verify: read and verify every block of the file.
+    Both decode the same tokens, our engine with several memory budgets.
+
+    - tokens: number of tokens that are decoded with each budget, and with llama.cpp.
+    - all_tiers: compare in every lower precision (tier) of the model too.
+    - verify: first check the whole model file for damage.
     """
 
     tokens: int = 64
@@ -424,9 +426,13 @@ def first_layer(ours: Path, reference: Path) -> tuple[int, float | None] | None:
 
 
 def describe_difference(found: Result, layer: tuple[int, float | None] | None) -> str:
-    """Describe in one sentence where the logits of two runs differ and by how much.
+    """Describe where our engine's logits differ from llama.cpp's, and by how much.
 
-    `found` is the result of compare_rows. `layer` is the result of first_layer.
+    Returns a text for the report.
+
+    - found: the result of compare_rows, which has compared the logits.
+    - layer: the first layer whose expert outputs differ, and their largest difference. The
+      difference is None if it is not finite. The whole argument is None if no layer differs.
     """
 
     def amount(error: float | None) -> str:

@@ -71,7 +71,7 @@ def run(job: CheckJob) -> Result:
             runs_of = three_budgets(config, Planner(request, model), job.budgets)
             return {"budgets": [(name, settings_of(each)) for name, each in runs_of]}
     answering = Answering(reads_ahead=False) if job.answers else None
-    with Runtime.open(request, answering=answering, compared=job.chosen) as runtime:
+    with Runtime.open(request, answering=answering, ignore_unused=job.chosen) as runtime:
         found = {"text": read_and_render(runtime)} if job.answers else {}
         with runtime.evaluator() as evaluator:
             inside = evaluator.inside
@@ -82,7 +82,11 @@ def run(job: CheckJob) -> Result:
 
 
 def describe(evaluator: Evaluator) -> Result:
-    """Return the policy, the precision and the planned memory of a loaded model."""
+    """Return a dict with the policy, the precision and the memory of a loaded model.
+
+    The keys are "managed" (whether our engine supplies the experts), "policy", "tier" (the
+    precision), "promised_bytes" (the memory limit), "planned_bytes" and "n_ctx".
+    """
     plan, config, inside = evaluator.plan, evaluator.config, evaluator.inside
     capped = config.vram if plan.device else config.ram
     return {

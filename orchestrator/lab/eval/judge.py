@@ -161,9 +161,12 @@ class Reference(Closing):
         self._places: np.ndarray | None = None
 
     def part(self, places: np.ndarray) -> Reference:
-        """Return a reference for only the tokens at the given positions, int [n].
+        """Return a view of this file that has the log-probabilities of only some tokens.
 
-        It is a view that is valid until the whole reference is closed.
+        The view is valid until this object is closed.
+
+        - places: positions of these n tokens in this file, int [n]. Token i of the view is token
+          places[i] of the file.
         """
         other = copy(self)
         other._places = places

@@ -152,12 +152,13 @@ def windows_of(
 ) -> list[Window]:
     """Cut documents into windows (pieces) of at most `length` tokens, each from one document.
 
-    Each window begins with the BOS token if the model uses one. The context before a document is
-    also cut into windows, but is not scored.
+    Each window begins with the BOS token if the model uses one. If a document has a `context` (a
+    text that the model reads before it), the two are joined and then cut. Tokens of the context are
+    not scored.
 
     - limit: maximum number of scored tokens in all windows; None means no limit.
-    - prompt: at least this many tokens at the start of each window are read as a prompt, and not
-      scored. None means that windows have no prompt.
+    - prompt: minimum number of tokens at the start of each window that are read as a prompt, and
+      not scored. None means no prompt.
     """
     begin = tokenize("")
     size = length - len(begin)

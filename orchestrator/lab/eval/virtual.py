@@ -98,7 +98,14 @@ class VirtualStore(Closing):
         return self._store.stats()
 
     def as_dict(self) -> dict[str, float | None]:
-        """Return the simulated speeds, and the mean simulated duration of the decode steps."""
+        """Return the speeds of the simulated disk and computer, and the simulated time per token.
+
+        The dict has these keys:
+
+        - "bandwidth", "latency_us": the disk's bytes per second and latency.
+        - "compute_ms": time to compute a token, without waits for the disk.
+        - "tpot_ms_mean": mean duration of a decode step; None if there was none.
+        """
         mean_us = float(np.mean(self.step_us)) if self.step_us else None
         return {
             "bandwidth": self._speed.bytes_per_s,

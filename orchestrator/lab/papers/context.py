@@ -47,9 +47,10 @@ BITS = (3.0, 2.0)
 
 
 def table_3(on: Measured) -> Made:
-    """Reproduce Table 3 of the near-data paper: the quality loss with 2 or 3 bits for rare experts.
+    """Reproduce Table 3 of the paper "Context-Aware MoE Inference on GPU-NDP Systems".
 
-    Rare experts are those that a prompt rarely uses.
+    The table shows the quality loss if experts that a prompt rarely uses have 2 or 3 bits per
+    weight. Measures our model on our text (`on`), and returns the results next to the paper's.
     """
     found = NearBits().measure(on.subject())
     rows = [row for row in found.tables[0].rows if row["hot"]]
@@ -98,7 +99,11 @@ def _is(row: Row, way: str, bits: float, hot: int) -> bool:
 
 
 def figure_2(on: Measured) -> Made:
-    """Reproduce Figure 2 of the near-data paper: how often each expert of a layer is used."""
+    """Reproduce Figure 2 of the paper "Context-Aware MoE Inference on GPU-NDP Systems".
+
+    The figure shows how often each expert of a layer is used. Measures our model on our text
+    (`on`), and returns the results next to the paper's.
+    """
     routes = on.routes
     counts = total_counts(routes)
     by_rank = sorted_shares(counts)
@@ -147,9 +152,11 @@ def figure_2(on: Measured) -> Made:
 
 
 def figure_3(on: Measured) -> Made:
-    """Reproduce Figure 3 of the near-data paper: how many experts of a step later steps use again.
+    """Reproduce Figure 3 of the paper "Context-Aware MoE Inference on GPU-NDP Systems".
 
-    Also compares how often two sequences use each expert.
+    The figure shows which fraction of a token's experts is used again by later tokens, 1 to 64
+    positions later. It also compares how often two sequences use each expert. Measures our model on
+    our text (`on`), and returns the results next to the paper's.
     """
     routes = on.routes
     rows: list[Row] = []
@@ -210,7 +217,11 @@ def figure_3(on: Measured) -> Made:
 
 
 def figure_4(on: Measured) -> Made:
-    """Reproduce Figure 4 of the near-data paper: how well a prompt predicts an answer's experts."""
+    """Reproduce Figure 4 of the paper "Context-Aware MoE Inference on GPU-NDP Systems".
+
+    The figure shows how similar the experts that a prompt uses are to those that its answer uses.
+    Measures our model on our text (`on`), and returns the results next to the paper's.
+    """
     found = PromptContext().measure(on.subject())
     rows = found.tables[0].rows
 
@@ -241,10 +252,11 @@ def figure_4(on: Measured) -> Made:
 
 @cache
 def near_data(on: Measured) -> list[dict[str, Any]]:
-    """Simulate the paper's methods on the paper's machine, a GPU with a near-data memory.
+    """Simulate the methods of the paper "Context-Aware MoE Inference on GPU-NDP Systems".
 
-    A near-data memory computes experts in the memory that holds them. Each of the paper's models
-    and bit widths is simulated twice: with random routing, and with the routing of our model.
+    The simulated machine is the paper's: a GPU with a near-data memory, which computes experts in
+    the memory that holds them. Each of the paper's models and bit widths is simulated twice: with
+    random routing, and with the routing of our model `on`.
     """
     found = []
     for shape in SHAPES:
@@ -273,14 +285,14 @@ _FREE = (
 
 
 def figure_5(on: Measured) -> Made:
-    """Reproduce Figure 5 of the near-data paper: the simulated time of a prompt and its answer.
+    """Reproduce Figure 5 of the paper "Context-Aware MoE Inference on GPU-NDP Systems".
 
-    The paper's method keeps the experts that a prompt uses most on the GPU. The other experts are
-    in a near-data memory, which computes them itself. The method is compared with other placements,
-    such as all experts in the near-data memory.
+    The figure shows the simulated time of a prompt and its answer. The paper's method keeps the
+    experts that a prompt uses most on the GPU. The other experts are in a near-data memory, which
+    computes them itself. The method is compared with other placements, such as all experts in the
+    near-data memory.
 
-    `on` is our model and text, which supply a part of the routing. Returns tables, a plot, and the
-    comparison with the paper's numbers.
+    Returns our results next to the paper's. A part of them uses the routing of our model (`on`).
     """
     results = near_data(on)
     compared = [
@@ -354,10 +366,13 @@ def _near_times(results: Sequence[dict[str, Any]]) -> str:
 
 
 def figure_6(on: Measured) -> Made:
-    """Reproduce Figure 6 of the near-data paper: the simulated decode speed of its method.
+    """Reproduce Figure 6 of the paper "Context-Aware MoE Inference on GPU-NDP Systems".
 
-    The paper's method keeps the experts that a prompt uses most on the GPU. The other experts are
-    in a near-data memory, which computes them itself. The method is compared with other placements.
+    The figure shows the simulated decode speed. The paper's method keeps the experts that a prompt
+    uses most on the GPU. The other experts are in a near-data memory, which computes them itself.
+    The method is compared with other placements.
+
+    Returns our results next to the paper's. A part of them uses the routing of our model (`on`).
     """
     results = near_data(on)
     paper = {

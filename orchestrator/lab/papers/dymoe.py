@@ -46,12 +46,21 @@ PROMPT, HEAVY = 256, DyMoESettings().heavy_hitters
 
 @cache
 def accuracy(on: Measured) -> Findings:
-    """Measure the quality loss of each precision alone and of mixes of two precisions."""
+    """Measure how much quality a model loses if its experts have fewer bits per weight.
+
+    First, all experts have the same precision. Then the important experts have the high precision,
+    and the others have the low precision or are skipped.
+
+    `on` is the model, and the text on which quality is measured. Returns two tables and a plot.
+    """
     return Accuracy().measure(on.subject())
 
 
 def table_1(on: Measured) -> Made:
-    """Reproduce Table 1 of the DyMoE paper: the quality loss of each precision alone."""
+    """Reproduce Table 1 of the DyMoE paper: the quality loss of each precision alone.
+
+    `on` is the model and the text. Returns a table, a plot, and the comparison with the paper.
+    """
     subject, found = on.subject(), accuracy(on)
     rows = found.tables[0].rows
     here = ", ".join(f"{row['configuration']} {row['kl'][0]:.4f}" for row in rows)
@@ -116,9 +125,12 @@ def table_2(on: Measured) -> Made:
 
 
 def figure_3(on: Measured) -> Made:
-    """Reproduce Figure 3 of the DyMoE paper: the quality loss by the choice of important experts.
+    """Reproduce Figure 3 of the DyMoE paper: the quality if only some experts have high precision.
 
-    Important experts keep the high precision. They are also compared with random experts.
+    These experts are chosen by several measures of importance, or at random. All other experts
+    have the low precision, or are skipped.
+
+    `on` is the model and the text. Returns tables, plots, and the comparison with the paper.
     """
     found = Critical().measure(on.subject(FEW))
     compared = []
@@ -140,7 +152,11 @@ def figure_3(on: Measured) -> Made:
 def figure_4(on: Measured) -> Made:
     """Reproduce Figure 4 of the DyMoE paper: how often heavy hitters use each expert.
 
-    Heavy hitters are the tokens that receive the most attention. They are compared with all tokens.
+    Heavy hitters are the tokens that receive the most attention. Their expert usage is compared
+    with that of all tokens.
+
+    `on` is the model and the text. Returns a table, a plot, and the comparison with the paper.
+    Raises Unavailable if the model does not expose attention scores.
     """
     found = loads(on.trace(PROMPT, 8, "dymoe"), HEAVY)
     if not found:
@@ -215,6 +231,8 @@ def figure_5(on: Measured) -> Made:
     """Reproduce Figure 5 of the DyMoE paper: the quality loss with one layer in low precision.
 
     Each layer in turn has the low precision, and all other layers have the best precision.
+
+    `on` is the model and the text. Returns a table, plots, and the comparison with the paper.
     """
     found = Depth().measure(on.subject())
     kl = [row["kl"][0] for row in found.tables[0].rows]
@@ -255,6 +273,8 @@ def figure_6(on: Measured) -> Made:
 
     Each layer is compared with the layer before. Also measures how well a layer's experts are
     predicted from the layer before.
+
+    `on` is the model and the text. Returns tables, plots, and the comparison with the paper.
     """
     found = Similarity().measure(on.subject())
     cosines = [

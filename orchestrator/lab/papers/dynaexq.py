@@ -106,6 +106,8 @@ def table_1(on: Measured) -> Made:
     """Reproduce Table 1 of the DynaExq paper: how many of a layer's experts a decode step uses.
 
     The result is a fraction of the layer's experts for each batch size.
+
+    `on` is the model and the text. Returns a table, a plot, and the comparison with the paper.
     """
     rows = [
         {"batch": batch, "length": None, "active": active_in_decode(on.routes, batch)}
@@ -122,6 +124,8 @@ def table_2(on: Measured) -> Made:
     """Reproduce Table 2 of the DynaExq paper: how many of a layer's experts a prompt batch uses.
 
     The fraction of the layer's experts is measured for several batch sizes and prompt lengths.
+
+    `on` is the model and the text. Returns a table, a plot, and the comparison with the paper.
     """
     rows = [
         {"batch": batch, "length": n, "active": active_in_prefill(on.routes, batch, n)}
@@ -141,6 +145,8 @@ def table_4(on: Measured) -> Made:
 
     The hot set is the most used experts of each layer. All other experts have the low precision.
     For comparison, models with all experts in one type are measured.
+
+    `on` is the model and the text. Returns tables, plots, and the comparison with the paper.
     """
     subject = on.subject()
     found, equal = HotMemory().measure(subject), EqualMemory().measure(subject)
@@ -180,7 +186,8 @@ def table_4(on: Measured) -> Made:
 def figure_1(on: Measured) -> Made:
     """Reproduce Figure 1 of the DynaExq paper: how long prompts wait for experts, by prompt length.
 
-    The times are simulated.
+    The times are simulated. `on` is the model and the text. Returns a table, plots, and the
+    comparison with the paper.
     """
     prefetching = Variant("prefetch", FIRM.name, {"prefetch": "on", "agree": RANK})
     listed = [Variant(NO_PREFETCH, FIRM.name, {"prefetch": "off"}), prefetching]
@@ -249,6 +256,9 @@ def figure_2(on: Measured) -> Made:
     """Reproduce Figure 2 of the DynaExq paper: how unevenly experts are used.
 
     Also measures how many hot experts, the most used experts of a layer, two texts have in common.
+
+    `on` is the model and the text. Returns a plot and the comparison with the paper. If the text
+    has several domains (kinds of text), also returns a table.
     """
     counts = {"all": total_counts(on.routes)} | {
         name: total_counts([each for each in on.routes if each.domain == name])
@@ -307,6 +317,8 @@ def figure_3(on: Measured) -> Made:
     """Reproduce Figure 3 of the DynaExq paper: the quality loss if some of the experts are demoted.
 
     A demoted expert has the low precision instead of the high one.
+
+    `on` is the model and the text. Returns a table, a plot, and the comparison with the paper.
     """
     found = Demotion().measure(on.subject())
     rows = found.tables[0].rows
@@ -338,10 +350,14 @@ class System:
 
 
 def systems(on: Measured) -> list[System]:
-    """Return the three systems to compare, with their names and settings.
+    """Return the three configurations of our engine whose speed is compared.
 
-    The first has all experts in the low precision, the second loads missing experts, and the third
-    is DynaExq. The second and the third have the same memory for experts.
+    - All experts have the low precision.
+    - All experts have the high precision. Those that are not in memory are prefetched, or read when
+      they are needed.
+    - The policy DynaExq chooses a precision for each expert.
+
+    The last two have the same memory for experts. `on` is the model and the text.
     """
     subject = on.subject()
     residency = Residency(subject)
@@ -371,9 +387,14 @@ def _timed(on: Measured, parts: list[Part]) -> dict[str, list[list[Any]]]:
 
 @cache
 def timed_batches(on: Measured) -> list[Row]:
-    """Measure the real times of prompts and decode steps for each system and batch size.
+    """Measure on this machine how long prompts and decode steps take, by batch size.
 
-    Each sequence of a batch has its own prompt.
+    Three configurations of our engine are measured: those of `systems`. `on` is the model and the
+    text.
+
+    Returns a table row for each configuration and batch size. A row has the time to the first
+    token and the time of a decode step, in milliseconds, and the tokens per second. Raises
+    Unavailable if the memory is too small for a configuration.
     """
     parts: list[Part] = [prompt(PROMPT, "first"), settle(16, 20.0)]
     for batch in BATCHES:
@@ -472,7 +493,10 @@ def _batches(
 
 
 def figure_6(on: Measured) -> Made:
-    """Reproduce Figure 6 of the DynaExq paper: the time to the first token by batch size."""
+    """Reproduce Figure 6 of the DynaExq paper: the time to the first token by batch size.
+
+    `on` is the model and the text. Returns a table, a plot, and the comparison with the paper.
+    """
     said = (
         "The static low precision has the lowest TTFT, and DynaExq is near it. ExpertFlow's TTFT "
         "grows sharply with the batch. The paper's text states no number"
@@ -481,7 +505,10 @@ def figure_6(on: Measured) -> Made:
 
 
 def figure_7(on: Measured) -> Made:
-    """Reproduce Figure 7 of the DynaExq paper: the time of decode steps by batch size."""
+    """Reproduce Figure 7 of the DynaExq paper: the time of decode steps by batch size.
+
+    `on` is the model and the text. Returns a table, a plot, and the comparison with the paper.
+    """
     said = (
         "DynaExq's TPOT is close to that of the static low precision. ExpertFlow's TPOT is higher "
         "and has a wider tail. The paper's text states no number"
@@ -513,7 +540,10 @@ def figure_9(on: Measured) -> Made:
 
 
 def figure_10(on: Measured) -> Made:
-    """Reproduce Figure 10 of the DynaExq paper: the time to the first token by prompt length."""
+    """Reproduce Figure 10 of the DynaExq paper: the time to the first token by prompt length.
+
+    `on` is the model and the text. Returns a table, a plot, and the comparison with the paper.
+    """
     parts: list[Part] = [prompt(PROMPT, "first"), settle(16, 20.0)]
     for n in LENGTHS:
         parts += [prompt(n, f"prompt {n}")] * TIMES

@@ -67,10 +67,11 @@ def recording(
 
 
 def table_1(on: Measured) -> Made:
-    """Reproduce Table 1 of the FIRM-MoE paper: the speed-up by each technique on a simulated link.
+    """Reproduce Table 1 of the FIRM-MoE paper: how much each technique speeds up decoding.
 
-    As in the paper, the link has one queue for all reads. The computation of an expert starts when
-    all of its matrices have been read.
+    Decoding is simulated. As in the paper, all reads of experts wait in one queue.
+
+    `on` is the model and the text. Returns two tables, a plot, and the comparison with the paper.
     """
     (table, panel), (other, _) = (
         played_parts(recording(on, reads=reads), BASE, SHARES) for reads in (SLOW, FAST)
@@ -107,7 +108,10 @@ def _by_share(rows: Sequence[Row], name: str, key: str, digits: int = 2) -> str:
 def table_2(on: Measured) -> Made:
     """Reproduce Table 2 of the FIRM-MoE paper: the speed by the number of prefetched matrices.
 
-    One, two or all three matrices of each expert are prefetched.
+    An expert has three matrices, of which one, two or all are prefetched. The speed is simulated,
+    in tokens per second.
+
+    `on` is the model and the text. Returns a table, a plot, and the comparison with the paper.
     """
     run, rows = recording(on), []
     every = expert_bytes(run.trace)
@@ -160,9 +164,11 @@ def table_2(on: Measured) -> Made:
 
 
 def figure_4(on: Measured) -> Made:
-    """Reproduce Figure 4 of the FIRM-MoE paper: the time of a decode step by the size of the cache.
+    """Reproduce Figure 4 of the FIRM-MoE paper: decode time by the size of the expert cache.
 
-    The time is simulated, and the cache holds experts.
+    The time of a decode step is simulated for several methods of loading experts.
+
+    `on` is the model and the text. Returns a table, a plot, and the comparison with the paper.
     """
     table, _ = played_parts(recording(on), NO_PREFETCH, SHARES)
     # Two rows that are hardly told apart from n = 3 are in the table only.
@@ -206,6 +212,8 @@ def figure_5(on: Measured) -> Made:
     """Reproduce Figure 5 of the FIRM-MoE paper: simulated speed for prompts and answers by length.
 
     The speed is in tokens per second. Fifteen pairs of prompt and answer length are simulated.
+
+    `on` is the model and the text. Returns a table, a plot, and the comparison with the paper.
     """
     listed = [
         Variant("lru", "lru", {}),
@@ -276,6 +284,9 @@ def figure_6(on: Measured) -> Made:
     To predict the experts of a layer, each of the P layers before it names K experts. K is at most
     twice the number of experts per token. Also shows the pairs that the paper's Algorithm 1 and our
     search methods choose.
+
+    `on` is the model and the text. Returns tables, plots, and the comparison with the paper. Raises
+    Unavailable if the model's file has no router matrices.
     """
     subject = on.subject(LOGITS)
     k, n_expert = subject.n_expert_used, subject.n_expert
@@ -352,7 +363,10 @@ def figure_6(on: Measured) -> Made:
 
 
 def figure_7(on: Measured) -> Made:
-    """Reproduce Figure 7 of the FIRM-MoE paper: how well strategies predict a layer's experts."""
+    """Reproduce Figure 7 of the FIRM-MoE paper: how well strategies predict a layer's experts.
+
+    `on` is the model and the text. Returns tables, plots, and the comparison with the paper.
+    """
     found = VotesStudy().measure(on.subject())
     k = on.subject().n_expert_used
     rows = {row["strategy"]: row for row in found.tables[0].rows}

@@ -57,7 +57,7 @@ class Source(NamedTuple):
 
 
 def read_data(folder: Path) -> list[list[Document]]:
-    """Read the texts in a folder, and return one list of texts for each domain.
+    """Read the texts in a folder, and return one list of texts for each domain (kind of text).
 
     A file is plain text, or has one text per JSON line. Files that end in .xz are decompressed. The
     domain of a text is the one in its JSON line, or else the name of the file.
@@ -100,11 +100,11 @@ def _balanced(domains: Sequence[list[Document]]) -> Iterator[Document]:
 
 
 def conversations() -> list[list[Document]]:
-    """Return the conversations that come with the demo model, as texts of a single domain.
+    """Return the example conversations that come with the demo model.
 
-    A domain is a set of texts of one kind, such as chat. The result has one list of texts for each
-    domain, so it has one list. In each conversation the last answer is the text, and everything
-    before it is its context.
+    Each conversation is a Document: its text is the last answer, and its context is everything
+    before. The result has the form of `read_data`, one list for each kind of text. All
+    conversations are of the same kind, so there is one list.
     """
     pieces = DEMO_TEXT.read_text("utf-8").removesuffix("\n").split(SEPARATOR)
     halves = (piece.rpartition(_ANSWER) for piece in pieces)

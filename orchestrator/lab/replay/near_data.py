@@ -60,9 +60,10 @@ GPU_LRU, HOBBIT = "gpu-lru", "hobbit"
 
 
 def link_ms(n_bytes: float) -> float:
-    """Return the time to copy bytes between GPU and near-data memory, in milliseconds.
+    """Return the simulated time to copy n_bytes between the GPU and the near-data memory.
 
-    The latency of the link is not included.
+    Near-data memory computes experts itself. The time is in milliseconds, without the latency of
+    the link.
     """
     return 1e3 * n_bytes / LINK_BYTES_PER_S
 

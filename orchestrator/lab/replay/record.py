@@ -161,9 +161,10 @@ class Recorder:
             self._since = done_ns
 
     def trace(self, disk: Transport) -> Trace:
-        """Return the recording. The trace also contains the given disk speed.
+        """Return the recorded run.
 
-        Raises TraceError if no steps were recorded.
+        `disk` is the measured speed of the disk. The trace contains it, so that a replay simulates
+        the same disk. Raises TraceError if no steps were recorded.
         """
         rows, before, after = self._rows, self._before, self._after
         if not rows["event_step"]:
@@ -275,11 +276,13 @@ def record_text(
 
 
 def record_answer(runtime: Runtime, prompt: str, n_tokens: int | None) -> Trace:
-    """Answer a prompt as a chat does, with at most n_tokens tokens, and return the recording.
+    """Let a model answer a prompt, and return a recording of which experts each token uses.
 
-    If n_tokens is None, the limit is ANSWER_TOKENS. The runtime must have been opened without
-    prefetching between answers (`Answering.reads_ahead`). Raises ConfigError if the prompt does not
-    fit in the context.
+    - runtime: the loaded model. It must not prefetch experts between answers
+      (`Answering.reads_ahead`), because a replay could not repeat this.
+    - n_tokens: maximum length of the answer. None uses ANSWER_TOKENS.
+
+    Raises ConfigError if the prompt does not fit in the context.
     """
     disk = measured(runtime.inside)
     body = {
@@ -301,10 +304,10 @@ def _with_dense_share(evaluator: Evaluator, trace: Trace) -> Trace:
 
 
 def measured(inside: Inside) -> Transport:
-    """Measure how fast experts are read from the model's file.
+    """Measure how fast the experts of a loaded model are read from its file.
 
-    Returns the bandwidth with all I/O threads in bytes per second, the latency of one read in
-    microseconds, and the number of threads.
+    `inside` gives access to the loaded model and its settings. Returns the bandwidth with all I/O
+    threads, the latency of one read, and the number of I/O threads.
     """
     threads, tier = inside.config.io_threads, inside.plan.tiers[0]
     many = read_bandwidth(inside.model, tier=tier, threads=threads, seconds=0.5)

@@ -207,10 +207,12 @@ def speed_and_time(header: Header, options: ReplayOptions) -> tuple[Transport, C
 def set_up_for(
     trace: Trace, options: ReplayOptions, policy: type[Policy], speed: Transport
 ) -> Setup:
-    """Create a policy and the slots for the replay of a trace with the given options.
+    """Create a policy and its memory for experts, ready for the replay of a trace.
 
-    `speed` is the simulated disk. Raises MoeEdgeError if the policy cannot be replayed with these
-    options.
+    - policy: the class of the policy.
+    - speed: the speed of the simulated disk, with the number of concurrent reads.
+
+    Raises MoeEdgeError if the policy cannot be replayed with these options.
     """
     header = trace.header
     for name in options.settings:
@@ -290,7 +292,7 @@ def _work(trace: Trace, time: Compute) -> tuple[list[int], list[float]]:
     tokens, compute_us = [0, 0], [0.0, 0.0]
     for step in trace.steps():
         tokens[step.phase] += step.n_tokens
-        compute_us[step.phase] += sum(time.events_ns(step)) / 1000
+        compute_us[step.phase] += sum(time.layers_ns(step)) / 1000
     return tokens, compute_us
 
 

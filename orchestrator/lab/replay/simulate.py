@@ -37,11 +37,14 @@ _INTS = ctypes.POINTER(ctypes.c_int32)
 
 
 class Simulation:
-    """Runs an expert store with a simulated disk and a virtual clock. Times are in nanoseconds.
+    """Simulates how long a model's steps take with an expert store, a cache of expert weights.
 
-    Call Store.begin_step for each step. Then, for each layer, call `route` once, and `use` for each
-    matrix kind in the order of the graph. All calls must come from one thread. Raises NativeError
-    if the store was not created with `simulated`.
+    The disk is simulated, and the clock is virtual. Call Store.begin_step for each step. Then, for
+    each layer, tell the store with `route` which experts are used, and call `compute` to advance
+    the clock.
+
+    Times are in nanoseconds. All calls must come from one thread. Raises NativeError if the store
+    was not created with `simulated`.
     """
 
     def __init__(self, store: Store) -> None:
@@ -192,8 +195,11 @@ class Compute:
     decode_us: float | None
     dense_share: tuple[float, float] = (0.5, 0.5)
 
-    def events_ns(self, step: Step) -> list[float]:
-        """Return the compute time of each layer of a step, in nanoseconds."""
+    def layers_ns(self, step: Step) -> list[float]:
+        """Return the time to compute each layer of a step, in nanoseconds, in the layers' order.
+
+        Waits for reads are not included.
+        """
         token_us = self.prefill_us if step.phase is Phase.PREFILL else self.decode_us
         if token_us is None:
             return [float(event.compute_ns) for event in step.events]
@@ -336,11 +342,16 @@ def foreseen(trace: Trace, tiers: tuple[int, ...], path: Path | None) -> KlEstim
 def simulate(
     library: Library, trace: Trace, setup: Setup, speed: Transport, time: Compute
 ) -> Outcome:
-    """Replay a trace once with a policy, and return the counters and the step durations.
+    """Replay a trace (a recorded run) once, and return how long each step takes.
 
-    The replay starts with an empty store, or with all experts loaded if the policy requires that.
-    The policy receives the simulated duration of each step. Raises the exceptions of the policy and
-    the store.
+    The result also has counters, such as cache hits and bytes read. The replay starts with an empty
+    cache, or with all experts loaded if the policy requires that.
+
+    - setup: the policy and its memory for experts.
+    - speed: the speed of the simulated disk.
+    - time: the time that computing takes, without waits for reads.
+
+    Raises the exceptions of the policy and of the expert store.
     """
     policy = setup.policy
     # Whether an answer begins after the step: a prefill step that a decode step follows.
@@ -391,7 +402,7 @@ def simulate(
 def _play(clock: Simulation, setup: Setup, step: Step, time: Compute) -> None:
     """Simulate one step of a trace: the routing and the computation of each layer."""
     n_ahead, dense = setup.spec.n_ahead, time.dense_share[step.phase]
-    for event, event_ns in zip(step.events, time.events_ns(step), strict=True):
+    for event, event_ns in zip(step.events, time.layers_ns(step), strict=True):
         layer, n_computed = event.layer, event.n_computed
         clock.route(
             layer,

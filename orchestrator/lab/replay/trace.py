@@ -140,13 +140,14 @@ class Header:
 
 
 class Event(NamedTuple):
-    """The routing of T tokens in one layer of a step, with the data listed in ARRAYS.
+    """The recorded routing of one layer in a step: the k experts that each of T tokens uses.
 
     - n_computed: number of distinct experts that were not skipped.
     - compute_ns: time until the next event, without waits for reads.
     - ids, weights: the experts of each token and their gate weights [T, k].
-    - ahead_ids, ahead_scores: predictions for the next A layers [A, T, k].
-    - importance: score of each token [T], or None.
+    - tokens, phases, sequences: position in the batch, phase and sequence of each token [T].
+    - ahead_ids, ahead_scores: experts predicted for the next A layers, with scores [A, T, k].
+    - importance: attention that each token receives [T], or None.
     """
 
     layer: int

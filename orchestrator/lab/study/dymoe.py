@@ -250,11 +250,11 @@ class Similarity(Study):
     def measure(self, on: Subject) -> Findings:
         """Measure how similar the hidden states of neighboring layers are.
 
-        Also measures which fraction of a layer's experts the layer's router predicts from the layer
-        before. This prediction ranks experts by the router's logits. A model's selection biases and
-        expert groups are ignored.
+        Also measures how well a layer's experts can be predicted: the layer's router is applied to
+        the hidden state of the layer before. The result is the fraction of the used experts that
+        are predicted.
 
-        The text of `on` is read once, in the best precision. Returns tables and plots.
+        `on` is the model and the text, which is read once. Returns tables and plots.
         """
         found, chance = _measured(on), on.n_expert_used / on.n_expert
         pairs = list(zip(on.layer_ids, on.layer_ids[1:], strict=False))
@@ -345,6 +345,7 @@ def _measured(on: Subject) -> dict[str, list[list[float | None]]]:
                 if (name, before) in found and (name, il) in found:
                     values[name, layer].append(cosine(found[name, before], found[name, il]))
             if router is not None:
+                # A model's selection biases and expert groups are ignored.
                 predicted = top(found[ROUTER_INPUT, before] @ router.T, k)
                 values[AHEAD, layer].append(recall(predicted, actual[layer][-1]))
     for layer, used in actual.items():

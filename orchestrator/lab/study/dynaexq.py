@@ -48,10 +48,10 @@ NEVER = {"update_steps": 0}
 
 
 class Residency:
-    """Computes how much memory experts need if some have high and all others low precision.
+    """Computes the memory for a model's experts if some have high and all others low precision.
 
-    Also creates the settings of policies that use this memory. The precisions are the high and the
-    low tier of `subject`, a model with a text.
+    Also creates settings that limit a policy to this memory. `subject` names the model and the two
+    precisions.
     """
 
     def __init__(self, subject: Subject) -> None:
@@ -74,7 +74,10 @@ class Residency:
         return found[0].plan().total_bytes
 
     def counts(self, shares: tuple[float, ...]) -> list[int]:
-        """Convert fractions of a layer's experts to numbers of experts, at least 1 each."""
+        """Convert fractions of a layer's experts to numbers of experts, at least 1 each.
+
+        Returns the distinct numbers in increasing order.
+        """
         return sorted({max(1, round(share * self.shape.n_expert)) for share in shares})
 
     def settings(self, n_high: int, **more: Any) -> Settings:
@@ -208,7 +211,7 @@ class HotMemory(ScoredStudy):
     rivals = True
 
     def n_usage_passes(self, on: Subject) -> int:
-        """Return how often text is read to measure expert usage, before configurations are scored.
+        """Return how often the study reads text to measure which experts are used most.
 
         Usage is measured once for the whole text. If the text has several domains (kinds of text),
         usage is also measured once for each domain.

@@ -108,15 +108,13 @@ class Played(NamedTuple):
 
 
 def parts(k: int) -> dict[str, list[Variant]]:
-    """Return variants (policies with settings) to compare in replays, by name of their baseline.
+    """Return two lists of policies with settings, to compare their simulated speeds.
 
-    - NO_PREFETCH: the baseline of the first list reads missing experts on demand. Its other
-      variants are other policies, and FIRM-MoE with prefetching.
-    - BASE: the baseline of the second list is that of the FIRM-MoE paper. It prefetches whole
-      experts over a link that serves all reads in order. Its other variants add techniques of
-      FIRM-MoE.
+    - NO_PREFETCH: FIRM-MoE with and without prefetching, and other policies.
+    - BASE: the baseline of the FIRM-MoE paper, and techniques that are added to this baseline.
 
-    `k` is the number of experts per token.
+    Each key is also the name of the baseline in its list. `k` is the number of experts per
+    token.
     """
     off, whole, rigid = {"prefetch": "off"}, {"wait": WHOLE}, {"link": RIGID}
     dymoe = {"prefetch": "on", "retention": 1.0}
@@ -144,9 +142,12 @@ def parts(k: int) -> dict[str, list[Variant]]:
     }
 
 
-def expert_bytes(trace: Trace, name: str | None = None) -> int:
-    """Return the size of all experts in one tier, in bytes. Default: the trace's high precision."""
-    tier = trace.tier_index(name or trace.header.in_use[0])
+def expert_bytes(trace: Trace, precision: str | None = None) -> int:
+    """Return the size of all experts of a recorded model in one precision, in bytes.
+
+    `precision` is its name, such as "q4_k". None is the high precision of the recorded run.
+    """
+    tier = trace.tier_index(precision or trace.header.in_use[0])
     return trace.n_expert * sum(
         each.expert_bytes
         for layer in trace.slices
@@ -156,14 +157,13 @@ def expert_bytes(trace: Trace, name: str | None = None) -> int:
 
 
 def on_link(trace: Trace, reads: float, tier: str | None = None) -> ReplayOptions:
-    """Return replay options with a simulated disk (link) whose speed is relative to computing.
+    """Return replay options for a simulated disk, with a speed that is relative to computing.
 
-    The ratio of two replayed speeds then does not depend on the load of the machine.
-
-    - reads: time to read all experts of a token from this disk, divided by the recorded time to
-      compute a token.
-    - tier: precision of the experts in this ratio. None is the trace's high precision.
+    The disk reads all experts of one token in `reads` times the time in which the recorded run
+    computed a token. `tier` is the precision of these experts, such as "q4_k". None is the high
+    precision of the recorded run.
     """
+    # The ratio of two replayed speeds then does not depend on the load of the machine.
     decoded = trace.arrays["step_phase"] == Phase.DECODE
     compute_s = float(np.median(trace.compute_ms[decoded])) / 1000
     token_bytes = expert_bytes(trace, tier) * trace.n_expert_used / trace.n_expert

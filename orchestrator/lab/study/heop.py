@@ -20,7 +20,7 @@ from orchestrator.policy.firm import (
     MOL,
     Climb,
     Votes,
-    every_set,
+    expected_sets,
     group_of,
     least,
     mask_of,
@@ -56,15 +56,15 @@ class Losses:
     def count(
         self, read: Activations, layer_ids: list[int], routers: list[np.ndarray | None]
     ) -> None:
-        """Compute the prediction losses of all tokens of one text, and keep them for `of`.
+        """Compute and store the prediction losses of all tokens of one text, for each K and P.
 
-        The experts of a layer are predicted from the layers before it. The loss (eq. 11 of
-        FIRM-MoE) counts experts that are predicted but not used, and used but not predicted.
+        To predict a layer's experts, each of the P layers before it names K experts. The loss
+        (eq. 11 of FIRM-MoE) counts wrong and missing predictions. `of` returns the stored losses.
 
         - read: the activations of the text.
         - layer_ids: layer number of each MoE layer.
-        - routers: router matrix of each MoE layer, with which its experts are predicted. None
-          leaves the layer out.
+        - routers: router matrix of each MoE layer, which predicts its experts. None leaves the
+          layer out.
         """
         votes, used = {}, {}
         for at, (il, router) in enumerate(zip(layer_ids, routers, strict=True)):
@@ -90,7 +90,7 @@ class Losses:
         return np.array(
             [
                 [WEIGHT * sum(unused_and_missed(named, expert_bits, absent)) for named in row]
-                for row in every_set(MOL, votes, DEEPEST)
+                for row in expected_sets(MOL, votes, DEEPEST)
             ]
         )
 
@@ -103,11 +103,11 @@ class Losses:
             cache.popitem(last=False)
 
     def of(self, group: int) -> np.ndarray:
-        """Return the prediction losses in one group of layers, float64 [T, P, K].
+        """Return the prediction losses of all tokens in one group of layers, float64 [T, P, K].
 
-        To predict the experts of a layer, each of the P layers before it names K experts. The loss
-        (eq. 11 of FIRM-MoE) counts experts that are predicted but not used, and used but not
-        predicted. Each value is the loss of one token, as a mean over the layers of the group.
+        Element [t, p - 1, k - 1] is the loss of token t if each of the p layers before a layer
+        predicts k of its experts. It is a mean over the layers of the group. The loss (eq. 11 of
+        FIRM-MoE) counts wrong and missing predictions.
 
         `group` is 0 for shallow, 1 for middle and 2 for deep layers.
         """
@@ -143,12 +143,13 @@ class SearchResult:
 
 
 def searches(losses: np.ndarray) -> list[SearchResult]:
-    """Search the pair (K, P) with the smallest prediction loss, and return each method's choice.
+    """Search the best numbers K and P for predictions of experts, with several search methods.
 
-    To predict the experts of a layer, each of the P layers before it names K experts. The methods
-    are Algorithm 1 of the FIRM-MoE paper, our hill climbing, and a search of all pairs.
+    To predict a layer's experts, each of the P layers before it names K experts. The methods are
+    Algorithm 1 of the FIRM-MoE paper, our hill climbing, and a search of all pairs. Returns the
+    pair that each method chose.
 
-    `losses` is float64 [T, P, K], the prediction loss of each of T tokens for each pair.
+    `losses[t, p - 1, k - 1]` is the prediction loss of token t with K = k and P = p.
     """
     means = losses.mean(axis=0)
     smallest = float(means.min())
@@ -173,16 +174,18 @@ def searches(losses: np.ndarray) -> list[SearchResult]:
 
 
 def as_printed(losses: np.ndarray, axis: int, delta: int) -> Votes:
-    """Return the pair (K, P) that Algorithm 1 of the FIRM-MoE paper chooses.
+    """Choose the numbers K and P with Algorithm 1 of the FIRM-MoE paper, and return the pair.
 
-    To predict the experts of a layer, each of the P layers before it names K experts. As printed in
-    the paper, the mean loss of a pair includes all tokens since the start, even those with other
-    pairs.
+    To predict a layer's experts, each of the P layers before it names K experts. The algorithm
+    changes K or P by 1 at a time. When the mean loss stops falling, it changes the other number, in
+    the other direction.
 
-    - losses: float64 [T, P, K], the prediction loss of each token for each pair.
-    - axis: which changes first: 0 is K, 1 is P.
-    - delta: its first change, 1 or -1. In the paper, both are random.
+    - losses: losses[t, p - 1, k - 1] is the prediction loss of token t with K = k and P = p.
+    - axis: the number that changes first: 0 is K, 1 is P.
+    - delta: the first change, 1 or -1.
     """
+    # The paper draws axis and delta at random. As printed there, the mean loss of a pair includes
+    # all tokens since the start, even those with other pairs.
     n_p, n_k = losses.shape[1:]
     at = [n_k, n_p]
     visited: dict[Votes, float] = {}
@@ -205,10 +208,10 @@ def as_printed(losses: np.ndarray, axis: int, delta: int) -> Votes:
 def climbed(losses: np.ndarray) -> Votes:
     """Search the numbers K and P with our hill climbing, and return the pair that it chooses.
 
-    To predict the experts of a layer, each of the P layers before it names K experts. The search
+    To predict a layer's experts, each of the P layers before it names K experts. The search
     minimizes the mean prediction loss.
 
-    `losses` is float64 [T, P, K], the prediction loss of each of T tokens for each pair.
+    `losses[t, p - 1, k - 1]` is the prediction loss of token t with K = k and P = p.
     """
     n_p, n_k = losses.shape[1:]
     climb = Climb(n_k, n_p, PATIENCE)

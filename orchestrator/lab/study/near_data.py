@@ -50,7 +50,7 @@ from orchestrator.lab.study.study import (
     quality,
     share,
 )
-from orchestrator.lab.study.subject import Part, Settings, Subject, Uses, parts_of, placed
+from orchestrator.lab.study.subject import Part, Settings, Subject, Uses, fixed_tiers, parts_of
 from orchestrator.lab.table import Column, Row, Table, fixed
 from orchestrator.policy.context import OWN as OWN_SLOTS
 from orchestrator.policy.context import SHARED
@@ -112,17 +112,17 @@ def captured(scores: np.ndarray, used: np.ndarray, n_hot: int) -> float:
 
 
 def choices(usages: Sequence[Usage], at: int, k: int) -> Choices:
-    """Predict, with several methods, which experts the answer in one window uses often.
+    """Predict how often the answer to one prompt uses each expert, with several methods.
 
-    A window is a piece of text that consists of a prompt and its answer. Methods predict from the
-    prompt, from other windows of the same or of other domains (kinds of text), or from both.
+    The methods use the prompt, other texts of the same or of another kind, or both. For comparison,
+    the result also has uniform usage and the actual usage.
 
-    The result maps each method's name to a score for each expert, [n_layers, n_expert], or to None
-    if the needed windows are missing.
-
-    - usages: the expert usage of all windows.
-    - at: index of the window.
+    - usages: the expert usage of many prompts and their answers.
+    - at: the index in `usages` of the prompt.
     - k: number of experts per token.
+
+    Returns the predicted usage [n_layers, n_expert] by method, or None if the method needs other
+    texts and has none.
     """
     own, uniform = usages[at], np.zeros(usages[at].counts.shape)
 
@@ -266,16 +266,18 @@ def usage_of(
     n_expert: int,
     gating: int = SOFTMAX,
 ) -> Usage:
-    """Return how often the prompt and the answer in one window (piece of text) use each expert.
+    """Count the uses of each expert in one window, a piece of text with a prompt and an answer.
+
+    The result has separate counts for the prompt and the answer.
 
     - found: activations of the window.
     - layer_ids: layer number of each MoE layer.
-    - router: router matrix of the last layer, float32 [n_expert, width]. In a real run, the last
-      layer computes only one token of a prompt, so the policy predicts the prompt's experts there.
-      It applies this router to the router input of the layer before. With None, the experts that
-      the model chose are counted.
-    - gating: the router's function, SOFTMAX or SIGMOID.
+    - router: router matrix of the last layer, float32 [n_expert, width]. It predicts the prompt's
+      experts in this layer from the layer before. With None, the chosen experts are counted.
+    - gating: the function that the router applies to its logits, SOFTMAX or SIGMOID.
     """
+    # In a real run, the last layer computes only one token of a prompt, so the policy predicts the
+    # prompt's experts there: it applies the router to the router input of the layer before.
     n = prompt_tokens(window)
     counts, gates, answer = np.zeros((3, len(layer_ids), n_expert))
     for layer, il in enumerate(layer_ids):
@@ -302,14 +304,14 @@ def _scores(logits: np.ndarray, gating: int) -> np.ndarray:
 
 
 def domain_rows(usages: Sequence[Usage], every: Sequence[Choices], n_hot: int) -> Iterator[Row]:
-    """Yield a table row for each domain (kind of text) and each method that predicts expert usage.
+    """Yield table rows that show how well each method predicts which experts answers use.
 
-    A row compares the predicted usage with that of the answers in the domain. It has the mean
-    cosine similarity of both. It also has the fraction of the answers' expert uses that are of hot
-    experts. These are the n_hot experts of each layer with the highest predicted usage.
+    There is a row for each domain (kind of text) and method. It has the cosine similarity of
+    predicted and actual usage. For the n_hot experts of each layer with the highest predictions, it
+    has their fraction of the actual uses.
 
-    - usages: the expert usage of each window, a prompt with its answer.
-    - every: the predictions for each window, by method.
+    - usages: the actual usage in each prompt and its answer.
+    - every: for each answer, the predicted usage by method.
     """
     for domain in dict.fromkeys(usage.domain for usage in usages):
         for by in every[0]:
@@ -331,13 +333,14 @@ def domain_rows(usages: Sequence[Usage], every: Sequence[Choices], n_hot: int) -
 def layer_rows(
     usages: Sequence[Usage], every: Sequence[Choices], layer_ids: Sequence[int]
 ) -> Iterator[Row]:
-    """Yield a table row for each layer.
+    """Yield a table row for each layer, with its expert usage and how well it is predicted.
 
-    A row has the usage of the most and of the least used expert. It also has, for each prediction
-    method, the mean cosine similarity of predicted and actual usage.
+    A row has the usage of the most and of the least used expert, as fractions of all uses. For each
+    prediction method, it has the mean cosine similarity of predicted and actual usage.
 
-    - usages: the expert usage of each window.
-    - every: the predictions for each window.
+    - usages: the actual usage in each prompt and its answer.
+    - every: for each answer, the predicted usage by method.
+    - layer_ids: layer number of each MoE layer.
     """
     frequency = shares(np.sum([usage.all for usage in usages], axis=0))
     known = {
@@ -371,24 +374,25 @@ NearTiers = dict[float, str]
 
 
 def near_tiers(tiers: Sequence[str]) -> NearTiers:
-    """Return the precisions (tiers) that a layer's less used experts (near experts) can have.
+    """Return the precisions (tiers) of a file that a layer's less used experts can have.
 
     The result maps the number of bits per weight to the name of a tier. If several tiers have the
     same number of bits, the best of them is returned. The best tier of the file is not included,
     because the most used experts have it.
 
-    `tiers` are the names of all tiers of a file, best first.
+    `tiers` are the names of all tiers of the file, best first.
     """
     return {nominal_bits(name): name for name in best_of_each_width(tiers[1:])[-MAX_WIDTHS:]}
 
 
 class NearBits(ScoredStudy):
-    """Study of the quality if a layer's less used experts (near experts) have few bits per weight.
+    """Study of the quality loss if only the most used experts of a layer have the best precision.
 
-    The most used experts have the best precision. The study compares ways to choose the bits of
-    near experts: all have the same number, or those that a prompt uses more often have more bits.
-    The first half of each domain (kind of text) measures expert usage, and only the second half is
-    scored.
+    All other experts have few bits per weight. Several ways to choose their bits are compared, such
+    as the same number for all, or more bits for experts that a prompt uses more often.
+
+    For each kind of text, expert usage is measured on the first half of the text, and quality on
+    the second half.
     """
 
     def scored(self, on: Subject) -> Subject:
@@ -545,7 +549,7 @@ def _cases(
             row,
             part,
             used,
-            decider=placed if stays else None,
+            decider=fixed_tiers if stays else None,
             ask=group == ASKED,
         )
         for label, settings, used, stays in ways

@@ -67,7 +67,7 @@ def _distinct(ids: np.ndarray) -> int:
 
 
 def active_in_decode(routes: Sequence[Routes], batch: int, draws: int = 64) -> float:
-    """Estimate the fraction of a layer's experts that one decode step of a batch uses.
+    """Estimate the fraction of a layer's experts that at least one token of a decode step uses.
 
     The result is a mean over all layers and over `draws` random batches. A batch has one random
     token of each of `batch` random sequences.
@@ -81,7 +81,7 @@ def active_in_decode(routes: Sequence[Routes], batch: int, draws: int = 64) -> f
 
 
 def active_in_prefill(routes: Sequence[Routes], batch: int, length: int, draws: int = 64) -> float:
-    """Estimate the fraction of a layer's experts that the prompts of a batch use together.
+    """Estimate the fraction of a layer's experts that at least one prompt of a batch uses.
 
     The result is a mean over all layers and over `draws` random batches. A batch has the first
     `length` tokens of each of `batch` random sequences.
@@ -112,11 +112,11 @@ class Overlap:
 
 
 def changes(routes: Sequence[Routes], lags: Sequence[int]) -> list[Overlap]:
-    """Measure which fraction of a token's experts the token `lag` positions later also uses.
+    """Measure how many experts two tokens of the same sequence have in common, by their distance.
 
-    `routes` are the experts that the tokens of each sequence use. The result has an Overlap for
-    each of the lags, with this fraction as a mean over all tokens and layers. Lags that are longer
-    than all sequences are left out.
+    Returns an Overlap for each distance in `lags`: the fraction of common experts, as a mean over
+    all such pairs of tokens and all layers. Distances that are longer than all sequences are left
+    out. `routes` are the experts that the tokens of each sequence use.
     """
     n_layers, k = routes[0].ids.shape[1:]
     n_expert = routes[0].n_expert

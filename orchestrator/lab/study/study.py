@@ -1,6 +1,6 @@
 """The base classes of all studies.
 
-A study compares configurations on a subject, and returns tables and panels of a picture.
+A study compares configurations of a model on a text, and returns tables and plots.
 """
 
 from __future__ import annotations
@@ -160,10 +160,10 @@ class Case:
     ask: bool = False
 
     @property
-    def place(self) -> tuple[str, str, Row, Part | None]:
-        """The key of the case: its group, label, table row and part of the text.
+    def row_key(self) -> tuple[str, str, Row, Part | None]:
+        """The key of the table row that shows the case.
 
-        The scores of consecutive cases with the same key are averaged.
+        Consecutive cases with the same key share one row, which shows their mean score.
         """
         return self.group, self.label, self.row, self.part
 
@@ -191,10 +191,10 @@ def _of_file(
 
 @dataclass(slots=True)
 class Scores:
-    """The cases that a study has scored, with their scores.
+    """The measured quality of a model in several configurations (cases).
 
     - on: the model and the text.
-    - reference: log-probabilities of the best tier for all scored tokens of the text.
+    - reference: log-probabilities of the model in its best precision, for all scored tokens.
     - scored: pairs of a case and its score, in the order of scoring.
     """
 
@@ -203,10 +203,12 @@ class Scores:
     scored: list[Scored] = field(default_factory=list)
 
     def run(self, cases: Sequence[Case]) -> None:
-        """Score cases, and append them and their scores to `scored`.
+        """Measure the model's quality on the text in each of these configurations (cases).
 
-        Consecutive cases with the same settings share a loaded model.
+        The configurations and their scores are appended to `scored`. The scores of consecutive
+        cases of the same table row are averaged.
         """
+        # Consecutive cases with the same settings share a loaded model.
         runs: list[Scored] = []
         for (settings, part, used), same in groupby(
             cases, key=lambda each: (each.settings, each.part, each.used)
@@ -219,14 +221,16 @@ class Scores:
                     what = each.label if part is None else f"{part.name}: {each.label}"
                     score = on.score(evaluator, what, against, each.decider, each.prefill, each.ask)
                     runs.append((each, score))
-        for _, several in groupby(runs, key=lambda each: each[0].place):
+        for _, several in groupby(runs, key=lambda each: each[0].row_key):
             (case, score), *others = several
             self.scored.append((case, score.averaged([each for _, each in others])))
 
     def of(self, group: str, part: Part | None = None) -> list[Scored]:
-        """Return the cases of a group with their scores.
+        """Return the configurations of the model that belong to a table or plot, with their scores.
 
-        If `part` is given, only the cases that score this part of the text are returned.
+        - group: name of the table or plot.
+        - part: return only configurations whose quality was measured on this part of the text. None
+          returns all.
         """
         return [
             (case, score)
@@ -235,7 +239,10 @@ class Scores:
         ]
 
     def by_size(self) -> list[Scored]:
-        """Return the cases with all experts in one type, and their scores, by increasing size."""
+        """Return the configurations with all experts in one quantization type, with their scores.
+
+        They are sorted by the size of the experts, the smallest first.
+        """
         return sorted(self.of(UNIFORM), key=lambda each: (each[0].row["bytes"], each[0].label))
 
     def one(self, group: str) -> Score:
@@ -247,13 +254,17 @@ class Scores:
         return score
 
     def tier(self, name: str) -> Score:
-        """Return the score of the case with all experts in one tier of the model."""
+        """Return the score of the configuration in which all experts have one precision.
+
+        `name` is the name of this precision (tier) in the model.
+        """
         return next(score for case, score in self.scored if case.row.get("tier") == name)
 
     def rows(self, found: Iterable[Scored], base: Score) -> list[Row]:
-        """Return a table row for each of the given cases and scores.
+        """Return a table row for each configuration of the model, with its quality on the text.
 
-        `base` is the score with which the perplexity is compared.
+        - found: the configurations (cases) with their scores.
+        - base: the score of the configuration with which each perplexity is compared.
         """
         return [
             {"configuration": case.label, "retention": None, **case.row, **figures(score, base)}
@@ -270,14 +281,12 @@ class Scores:
         after: Sequence[Column] = (),
         note: str = "",
     ) -> Table:
-        """Return a table with a row for each of the given cases (configurations) and their scores.
+        """Return a table that compares the quality of configurations, with one row for each.
 
-        The table has `columns`, then the quality columns, then the columns `after`. The quality
-        columns are the KL divergence, the perplexity, the change of perplexity, and how often the
-        most likely token is the same as in the best precision.
-
-        - found: the cases with their scores.
-        - base, name: the score from which the change of perplexity is computed, and its name.
+        - columns, after: columns before and after the columns that show quality.
+        - found: the configurations (cases) with their scores.
+        - base, name: score and name of the configuration with which perplexity is compared.
+        - note: a footnote.
         """
         every = (*columns, *quality(self.on.best, name), *after)
         rows, notes = self.rows(found, base), [note] if note else []
@@ -316,10 +325,10 @@ def lines(
 
 
 class ScoredStudy(Study):
-    """A study that scores configurations of a model (cases) by comparing them with the best tier.
+    """A study of the quality of configurations (cases), compared with the model's best precision.
 
-    `halved` is True if the first half of each domain measures expert usage, and only the second
-    half is scored.
+    If `halved` is True, each kind of text is divided into two halves. Expert usage is measured on
+    the first half, and quality on the second half.
     """
 
     halved: ClassVar[bool] = False
@@ -330,23 +339,25 @@ class ScoredStudy(Study):
 
     @abstractmethod
     def show(self, found: Scores, on: Subject) -> Findings:
-        """Return the tables and plots of the scored cases.
+        """Return tables and plots of the measured quality of all configurations.
 
-        `on` is the subject with its whole text, including parts that were not scored.
+        - found: the configurations with their scores.
+        - on: the model with the whole text, including parts on which quality was not measured.
         """
 
     def scored(self, on: Subject) -> Subject:
-        """Return the model with only the part of the text on which configurations are scored.
+        """Return the model with only the part of the text on which quality is measured.
 
-        `on` is the model with the whole text. The part is the second half of each domain (kind of
-        text) if `halved` is True, and otherwise the whole text.
+        `on` is the model with the whole text. The part is the second half of each kind of text if
+        `halved` is True, and otherwise the whole text.
         """
         return on.on(halves(on.windows)[1]) if self.halved else on
 
     def n_usage_passes(self, on: Subject) -> int:
-        """Return how often text is read to measure expert usage, before configurations are scored.
+        """Return how often the study reads text to measure which experts are used most.
 
-        It is read once if `halved` is True, and otherwise never.
+        The number is 1 if the study measures usage on the first half of the text (`halved`), and
+        otherwise 0.
         """
         return int(self.halved)
 

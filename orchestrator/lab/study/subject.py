@@ -80,9 +80,10 @@ def random_critical(inner: Policy, seed: int) -> Wrapper:
 
 
 def one_layer(inner: Policy, layer: int, tier: int) -> Wrapper:
-    """Return a policy that requests `tier` for all experts of one MoE layer.
+    """Return a policy that requests one tier (precision) for all experts of one MoE layer.
 
-    It requests the best tier for all other layers.
+    It requests the best tier for the experts of all other layers. `inner` is the policy that is
+    replaced. `tier` is the index of the tier, 0 for the best.
     """
 
     def decide(event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
@@ -92,11 +93,11 @@ def one_layer(inner: Policy, layer: int, tier: int) -> Wrapper:
     return Wrapper(inner, decide=decide)
 
 
-def placed(inner: Policy, **instead: Callable[..., Any]) -> Wrapper:
-    """Wrap the policy `inner` so that no expert changes its tier (precision) while the model runs.
+def fixed_tiers(inner: Policy, **instead: Callable[..., Any]) -> Wrapper:
+    """Return a policy like `inner` that changes no expert's precision (tier) in the background.
 
-    Set the wrapper as the model's policy before the first step. `instead` are further methods of
-    `inner` to replace, by name.
+    The methods of `inner` that start such changes are replaced by methods that do nothing.
+    `instead` are other replacements, by method name.
     """
     stays: dict[str, Callable[..., Any]] = {
         "on_step": lambda report: (),
@@ -117,10 +118,10 @@ Uses = Callable[[], np.ndarray]
 
 
 class Passes:
-    """Counts passes over the text, reports their progress and estimates the remaining time.
+    """Counts how often a study reads its text, and shows the progress and the remaining time.
 
-    All passes take about the same time. `begun` is the number of passes begun; `total` is the
-    expected number, 0 if unknown.
+    A pass is one reading of the whole text by a model. All passes are expected to take about the
+    same time. `begun` is the number of passes begun. `total` is the expected number, 0 if unknown.
     """
 
     def __init__(
@@ -142,7 +143,11 @@ class Passes:
         self._note(f"The text is read {total} times, at most {n_tokens} tokens each time")
 
     def begin(self, label: str) -> Callable[[float], None]:
-        """Begin a pass. Returns a function that reports the pass's completed fraction."""
+        """Begin another reading of the text, and return a function that shows its progress.
+
+        Call the returned function with the completed fraction, 0 to 1. `label` is shown next to the
+        progress. It names the configuration of the model that reads the text.
+        """
         done, now_s = self.begun, time.monotonic()
         if not done:
             self._start_s = now_s
@@ -177,10 +182,10 @@ class Score:
     - text: scores of each token, such as its log-likelihood.
     - choices: scores of the multiple-choice questions; None if they were not asked.
     - usage: work of the expert store, such as the fraction of cache hits; None without a store.
-    - realised: mean fraction of a token's experts that the policy keeps in high precision in decode
-      steps; None if the policy sets no such fraction.
-    - report: values that the policy reports about itself.
-    - slot_bytes: memory of all expert slots.
+    - realised: the setting `retention` (the fraction of experts in high precision), rounded to
+      whole experts per layer; None for policies without this setting and for prompts.
+    - report: figures that the policy reports about itself.
+    - slot_bytes: memory for experts.
     """
 
     text: TextScores
@@ -196,9 +201,10 @@ class Score:
         return (self.usage["high"] or 0.0) if self.usage else 0.0
 
     def averaged(self, others: Sequence[Score]) -> Score:
-        """Return the mean of this score and of others that have the same reference.
+        """Return the mean of this score and of other scores of the same text.
 
-        The values of each token and the fraction of experts in the high tier are averaged.
+        The values of each token are averaged, and so is the fraction of experts in the high tier.
+        All other values are copied from this score.
         """
         rows = (self, *others)
         text = replace(
@@ -272,7 +278,7 @@ class Subject:
 
     @property
     def best(self) -> str:
-        """The best tier, which all configurations are compared with."""
+        """The name of the model's best stored precision (tier), such as "q8_0"."""
         return self.tiers[0]
 
     @property
@@ -368,15 +374,16 @@ class Subject:
         prefill: bool = False,
         ask: bool = False,
     ) -> Score:
-        """Return the scores of a loaded model on the text, and on the questions if `ask` is set.
+        """Let a loaded model read this subject's text, and return the scores of the text.
 
         - evaluator: the loaded model.
-        - label: name of the configuration, for the progress display.
-        - against: log-probabilities of a reference model, to compute the KL divergence. None
-          computes no divergence.
-        - decider: a function that wraps the model's policy. The wrapped policy is used during the
-          scoring. None uses the model's own policy.
+        - label: name of the model's configuration, for the progress display.
+        - against: log-probabilities of a reference model, for the KL divergence. None computes no
+          divergence.
+        - decider: a function that receives the model's policy and returns the policy to use
+          instead. None keeps the policy.
         - prefill: read the text as prompts, not token by token.
+        - ask: also score this subject's multiple-choice questions.
         """
         own = evaluator.inside.policy
         if decider is not None:
@@ -421,7 +428,7 @@ class Subject:
             return ()
 
         def counting(inner: Policy) -> Wrapper:
-            return placed(inner, on_step=count)
+            return fixed_tiers(inner, on_step=count)
 
         with self.open(settings) as evaluator:
             self.on(whole).score(evaluator, "Counting uses", decider=counting)

@@ -63,7 +63,10 @@ class UniformTypes:
     """
 
     def __init__(self, config: Config) -> None:
-        """Choose the types. Those that are tiers of the model are not created again."""
+        """Choose the quantization types of the copies.
+
+        Types in which the model's own file already stores the experts are left out.
+        """
         self._model, self._threads = config.model, config.threads
         with ExpertModel.open(self._model) as model:
             tiers = {tier.name for tier in model.tiers}
@@ -99,10 +102,11 @@ class UniformTypes:
         )
 
     def files(self, report: Progress) -> Iterator[UniformFile]:
-        """Create each file and yield its properties.
+        """Create a copy of the model for each quantization type, and yield its file and properties.
 
-        A file is deleted before the next one is created. Raises ConfigError if the folder has too
-        little free space, and QuantizeError if the model cannot be quantized to a type.
+        Each copy is a temporary file, which is deleted before the next copy is created. `report`
+        shows the progress. Raises ConfigError if there is too little free space for the file, and
+        QuantizeError if the model cannot be quantized to a type.
         """
         free = shutil.disk_usage(spill_folder()).free
         if self._largest > free:

@@ -42,24 +42,26 @@ Predict = Callable[[Votes, Sequence[float]], Sequence[int]]
 
 
 def union(votes: Votes, candidates: int, layers: int) -> list[int]:
-    """Return the experts that at least one of the nearest `layers` layers predicts.
+    """Return the experts of a layer that at least one of the `layers` layers before it predicts.
 
-    `votes` are the predictions of the earlier layers, the nearest layer first. Only the
-    first `candidates` experts of each prediction are used.
+    - votes: the experts that each earlier layer predicts, best first. The nearest layer comes
+      first.
+    - candidates: how many of the best experts of each prediction are used.
     """
     return list(dict.fromkeys(e for vote in votes[:layers] for e in vote[:candidates]))
 
 
 def weighted(votes: Votes, candidates: int, threshold: float) -> list[int]:
-    """Return the experts that earlier layers predict with a total weight of at least `threshold`.
+    """Return the experts of a layer that win a weighted vote of the layers before it.
 
-    An expert's total weight is the sum of the weights of the layers that predict it. WEIGHTS has
-    the weight of each layer, the nearest layer first. If all layers together weigh less than
-    `threshold`, an expert must be predicted by all of them.
+    An expert wins if the weights of the layers that predict it sum to at least `threshold`. WEIGHTS
+    has these weights, the nearest layer first.
 
-    - votes: the predictions of the earlier layers, the nearest layer first.
-    - candidates: number of experts that are used from each prediction, from its start.
+    - votes: the experts that each earlier layer predicts, best first. The nearest layer comes
+      first.
+    - candidates: how many of the best experts of each prediction are used.
     """
+    # The first layers of a model have fewer voters. An expert must then get all votes.
     weight: dict[int, float] = defaultdict(float)
     for vote, worth in zip(votes, WEIGHTS, strict=False):
         for expert in vote[:candidates]:
@@ -69,13 +71,13 @@ def weighted(votes: Votes, candidates: int, threshold: float) -> list[int]:
 
 
 def strategies(k: int, most: int) -> dict[str, tuple[str, Predict]]:
-    """Return all strategies that predict a layer's experts from earlier layers.
+    """Return all strategies that combine the predictions of earlier layers for a layer's experts.
 
     The result maps the label of each strategy to the pair (kind of strategy, function that
-    predicts the experts).
+    combines the predictions).
 
     - k: number of experts per token.
-    - most: number of experts in the prediction of each earlier layer, at least k.
+    - most: number of experts that each earlier layer predicts, at least k.
     """
 
     def agreeing(way: str, candidates: int, layers: int) -> tuple[str, Predict]:
@@ -98,15 +100,14 @@ def strategies(k: int, most: int) -> dict[str, tuple[str, Predict]]:
 
 
 class Voted:
-    """Counts how well each prediction strategy predicts the experts of a layer.
+    """Counts how well several strategies predict the experts that a layer uses.
 
-    A strategy combines predictions that are made in earlier layers. The first layer is left out,
-    because it has no earlier layer.
+    A strategy combines the predictions of earlier layers. The first layer is left out, because no
+    layer comes before it.
 
     - strategies: maps the label of each strategy to (kind of strategy, function that predicts).
-    - distance: how well a single earlier layer predicts. `distance[d]` lists a fraction for each
-      token and layer. It is the fraction of the token's experts that are predicted by the layer at
-      distance d.
+    - distance: recall of single layers. `distance[d]` has an entry for each token and layer: the
+      fraction of the used experts that the d-th layer before predicts.
     """
 
     def __init__(self, n_layers: int, k: int, n_expert: int) -> None:
@@ -141,6 +142,7 @@ class Voted:
             votes = [top(each, self.most) for each in logits]
             nearest = np.take_along_axis(logits[0], votes[0], axis=1)
             scores = np.exp(nearest - nearest[:, :1]).tolist()
+            # A model's selection biases and expert groups are ignored.
             actual = top(read[ROUTER_LOGITS, il][first:], k)
             for d, vote in enumerate(votes, 1):
                 self.distance[d] += recall(vote[:, :k], actual).tolist()
@@ -188,13 +190,14 @@ class Voted:
         }
 
     def rows(self) -> list[Row]:
-        """Return the metrics of each prediction strategy: those of `row`, and "cut".
+        """Return the metrics of each prediction strategy, as returned by `row`, with a baseline.
 
-        "cut" is a baseline for the strategy's utilization, the fraction of its predicted experts
-        that are used. It is the utilization of a prediction by the nearest earlier layer alone,
-        with as many experts as the strategy predicts on average. This average may be fractional, so
-        the baseline is interpolated between whole numbers of experts.
+        The baseline is in the key "cut". It is the utilization (the fraction of the predicted
+        experts that are used) if the nearest earlier layer alone predicts the same mean number of
+        experts.
         """
+        # The mean number may be fractional, so the baseline is interpolated. The strategies of the
+        # kind RANK have no baseline, because they are this prediction.
         rows = [self.row(label) for label in self.strategies]
         ranked = [row for row in rows if row["way"] == RANK]
         sizes = [0.0, *(row["size"] for row in ranked)]
@@ -209,11 +212,11 @@ class VotesStudy(Study):
     """Study of how well several earlier layers together predict the experts of a layer."""
 
     def measure(self, on: Subject) -> Findings:
-        """Return tables and a plot that show how well each strategy predicts the used experts.
+        """Return tables and a plot of how well the experts of a layer are predicted.
 
-        A strategy predicts a layer's experts from the activations in earlier layers. The text is
-        read once with the best tier (precision). Experts are ranked by the router's logits. A
-        model's selection biases and expert groups are ignored.
+        Each earlier layer predicts the experts to which the layer's router would send the earlier
+        layer's activations. Several strategies, such as their union, combine these predictions. The
+        text of `on` is read once, in the best precision.
         """
         found = Voted(on.n_layers, on.n_expert_used, on.n_expert)
         routers = routers_of(on)

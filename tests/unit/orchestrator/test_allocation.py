@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shapes import UP, make_shape, placed
 from tables import cases
 
-from orchestrator.allocation.hull import Hull, lost
+from orchestrator.allocation.hull import Hull, total_loss
 from orchestrator.allocation.look_ahead import (
     BLOCK_STEPS,
     FIRST_STEPS,
@@ -26,7 +26,7 @@ from orchestrator.allocation.pools import Tracker
 from orchestrator.allocation.slots import Share, divide, falling
 from orchestrator.errors import ConfigError, PolicyError
 from orchestrator.events import Phase, StepReport
-from orchestrator.policy.dymoe import DyMoE, critical_counts, realised, solve
+from orchestrator.policy.dymoe import DyMoE, counts_for_retention, critical_counts, realised
 
 SIZES = np.array([[9, 5, 4, 2], [8, 6, 3, 1]])
 
@@ -73,14 +73,14 @@ def test_nothing_is_better_at_the_break_points(seed):
     for n_bytes, loss in zip(hull.n_bytes.tolist(), hull.loss.tolist(), strict=True):
         tiers = hull.at(n_bytes)
         assert taken(tiers, SIZES) == n_bytes
-        assert lost(losses, tiers) == pytest.approx(loss)
+        assert total_loss(losses, tiers) == pytest.approx(loss)
         assert best(n_bytes) == pytest.approx(loss)
     budget = int(rng.integers(hull.least_bytes, hull.n_bytes[-1] + 5))
     tiers = hull.at(budget)
     below = hull.loss[hull.n_bytes <= budget][-1]
     assert taken(tiers, SIZES) <= budget
     assert bound(hull, budget) - 1e-12 <= best(budget)
-    assert best(budget) <= lost(losses, tiers) + 1e-12 <= below + 2e-12
+    assert best(budget) <= total_loss(losses, tiers) + 1e-12 <= below + 2e-12
 
 
 def test_a_budget_too_small_for_one_edge_goes_to_later_edges():
@@ -248,7 +248,7 @@ def test_the_schedule_is_the_papers(lam, r, m, t):
     st.sampled_from(["cosine", "linear", "flat"]),
 )
 def test_the_solved_schedule_is_the_nearest_to_the_retention(retention, n_layers, m, schedule):
-    counts = solve(retention, n_layers, m, schedule)
+    counts = counts_for_retention(retention, n_layers, m, schedule)
     error = abs(realised(counts, m) - retention)
     for other in np.linspace(0, 1, 401):
         mean = realised(critical_counts(float(other), n_layers, m, schedule), m)
@@ -268,7 +268,7 @@ def test_shapes_of_the_schedules():
 
 @cases("retention, count", (0.0, 1), (0.25, 1), (0.5, 2), (0.75, 3), (1.0, 4))
 def test_one_layer_keeps_the_share(retention, count):
-    assert solve(retention, 1, 4) == [count]
+    assert counts_for_retention(retention, 1, 4) == [count]
 
 
 TRIAL_STEPS = 4 * BLOCK_STEPS

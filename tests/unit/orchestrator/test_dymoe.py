@@ -20,7 +20,7 @@ from shapes import (
 from orchestrator.allocation.slots import Rules
 from orchestrator.errors import PolicyError
 from orchestrator.events import ABSENT, SKIP, Phase
-from orchestrator.policy.dymoe import DyMoE, solve
+from orchestrator.policy.dymoe import DyMoE, counts_for_retention
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -92,7 +92,7 @@ def test_prefill_follows_the_heavy_hitters(seed, n_tokens, layer, skip, scored, 
 
     order = reference_order(event.ids_array, scores, share, resident[layer])
     used = len(set(event.ids_array.ravel().tolist()))
-    t = solve(0.6, 6, used)[layer]
+    t = counts_for_retention(0.6, 6, used)[layer]
     tiers = {e: 0 if i < t else low for i, e in enumerate(order[:used])}
     assert {e: out.tier[e] for e in order[:used]} == tiers
     stays = int(0.75 * slots.groups[slots.group_of[layer, 0, 0]].n_slots)
@@ -107,7 +107,7 @@ def test_prefill_follows_the_heavy_hitters(seed, n_tokens, layer, skip, scored, 
         predicted = predicted[-1:]
         order = predicted[0].tolist()
     ahead = set(predicted.ravel().tolist())
-    t = solve(0.6, 6, len(ahead))[layer + 1]
+    t = counts_for_retention(0.6, 6, len(ahead))[layer + 1]
     free = [slots.groups[slots.group_of[layer + 1, 0, tier]].n_slots for tier in range(2 - skip)]
     wanted = []
     for rank, expert in enumerate(order[: t if skip else len(ahead)]):

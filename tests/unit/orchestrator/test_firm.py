@@ -26,7 +26,7 @@ from orchestrator.policy.firm import (
     Tuner,
     Weights,
     agreed,
-    every_set,
+    expected_sets,
     group_of,
     mask_of,
     read_votes,
@@ -401,7 +401,7 @@ def test_every_pair_of_votes_is_counted_on_the_same_tokens():
     at K = 3.
     """
     made = Tuner("all", [0, 0], (3, 2), HALF, 1, 1, 12)
-    sets = every_set("mol", [[5, 7, 2], [2, 5, 9]], 2)
+    sets = expected_sets("mol", [[5, 7, 2], [2, 5, 9]], 2)
     absent = [(mask_of(range(10)), 1)]
     made.count(1, sets, [5, 2], absent)
     assert made.means(0) == [[0.5, 1.0, 0.5], [1.0, 0.5, 0.0]]

@@ -97,8 +97,8 @@ def test_the_meter_uses_the_computed_tiers(exact):
 def test_uses_without_a_decision_are_counted():
     meter = LossMeter(ESTIMATE, exact=False)
     counts, tiers = np.ones(SIZE), np.ones(SIZE, np.uint8)
-    meter.holds(tiers)
-    meter.counted(counts)
+    meter.set_tiers(tiers)
+    meter.add_counts(counts)
     meter.step_done(Phase.DECODE, 4)
     assert meter.mean(Phase.DECODE) == pytest.approx((ESTIMATE.gates * NATS[..., 1]).sum() / 4)
     assert meter.costs and not LossMeter(KlEstimate("x", NATS[..., [0, 2]], counts), True).costs

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from moving import settle, started
 from shapes import BITS, FIVE, N_EXPERT, N_LAYERS, five_tiers, least_of, policy_of
 
-from orchestrator.allocation.hull import Hull, lost
+from orchestrator.allocation.hull import Hull, total_loss
 from orchestrator.allocation.pools import slot_sizes
 from orchestrator.allocation.slots import ModelShape
 from orchestrator.events import Phase, StepReport
@@ -42,7 +42,7 @@ def test_the_plan_keeps_the_budget_and_wastes_less_than_an_expert(odd, tenths):
     least = least_of(Mixed, shape)
     budget = least + tenths * shape.all_slot_bytes(4) // 10
     smallest = make(shape, least, hotness)
-    before = lost(smallest.weighted, started(smallest))
+    before = total_loss(smallest.weighted, started(smallest))
     policy = make(shape, budget, hotness)
     plan, tiers = policy.placement.slots, started(policy)
     assert plan.total_bytes <= budget
@@ -52,7 +52,7 @@ def test_the_plan_keeps_the_budget_and_wastes_less_than_an_expert(odd, tenths):
     for (layer, _, tier), group in plan.group_of.items():
         used[group] += int((tiers[layer] == tier).sum())
     assert all(n <= group.n_slots for n, group in zip(used, plan.groups, strict=True))
-    assert lost(policy.weighted, tiers) <= before
+    assert total_loss(policy.weighted, tiers) <= before
     assert (
         policy.wants.asked_in == () and policy.wants.all_resident and policy.wants.default_tier == 4
     )
@@ -91,7 +91,9 @@ def test_the_start_is_the_hulls_allocation_of_usage_times_loss():
     n_bytes = int(np.take_along_axis(slot_sizes(shape), tiers.astype(int), axis=1).sum())
     reserve = 1 * shape.expert_slot_bytes(0, 4)
     assert n_bytes + reserve == plan.total_bytes
-    assert lost(policy.weighted, tiers) == pytest.approx(lost(policy.weighted, hull.at(n_bytes)))
+    assert total_loss(policy.weighted, tiers) == pytest.approx(
+        total_loss(policy.weighted, hull.at(n_bytes))
+    )
     assert weights(hotness)[0, 3] > 0
     assert (policy.placement.losses == losses).all() and make(shape).placement.losses is None
     assert nominal(shape)[0, 0] == pytest.approx(0.25 ** np.array(BITS))
@@ -122,7 +124,9 @@ def test_a_change_of_topic_moves_the_tiers_in_the_same_slots():
     order = np.argsort(-now[..., -1].ravel(), kind="stable")
     ideal = np.empty_like(best)
     ideal[order] = best
-    assert lost(now, resident) == pytest.approx(lost(now, ideal.reshape(resident.shape)))
+    assert total_loss(now, resident) == pytest.approx(
+        total_loss(now, ideal.reshape(resident.shape))
+    )
     reported = policy.report()
     assert reported["exchanges"] > 0 and reported["moves"] >= 2 * reported["exchanges"]
     assert reported["experts"] == dict(zip(FIVE, counts.tolist(), strict=True))

@@ -24,8 +24,8 @@ from orchestrator.cost.plans import (
     Candidate,
     Frontier,
     TakenPlans,
-    behind_text,
     choose,
+    context_speeds_text,
 )
 from orchestrator.cost.speeds import DISTURBED
 from orchestrator.errors import ConfigError
@@ -132,9 +132,9 @@ def test_speeds_are_shown_for_several_context_lengths(model):
         runs = ResolvedPlan(played.request, replace(plan, n_ctx=n_ctx), loses)
         shown = played.candidate(played.times().enter_result, runs)
         assert list(shown.token_ms_behind) == [str(each) for each in LENGTHS[:n]]
-    said = behind_text(dict(zip(LENGTHS, (100, 200, 400), strict=True)))
+    said = context_speeds_text(dict(zip(LENGTHS, (100, 200, 400), strict=True)))
     assert said.endswith("10.0 after 8192, 5.0 after 32768, 2.5 after 131072 tokens.")
-    assert behind_text({}) == ""
+    assert context_speeds_text({}) == ""
 
 
 def by_label(found):

@@ -308,7 +308,7 @@ def test_an_interrupt_leaves_all_of_the_files_or_none(tmp_path, monkeypatch):
         out = tmp_path / str(pressed_before)
         out.mkdir()
         with contextlib.suppress(KeyboardInterrupt), interrupts.listening():
-            interrupts.ends_with(out / "z")
+            interrupts.declare_last_file(out / "z")
             with whole_files(out, "z") as made:
                 for name in "az":
                     (made / name).write_text("")

@@ -20,9 +20,9 @@ from orchestrator.cost.time import (
     cached,
     chances,
     known_uses,
+    prompt_hit_rates,
     recently_used,
     resident,
-    scanned,
     skewed,
     with_skips,
 )
@@ -202,9 +202,9 @@ def test_a_scan_over_layers_that_share_their_slots():
                 while len(held) > n_slots:
                     held.popitem(last=False)
             found.append(hits / len(everything))
-        assert scanned(share, True) == pytest.approx(tuple(found), abs=0.03)
-    assert scanned(0.6, False) == (0.6, 0.6)
-    assert scanned(1.0, True) == (1.0, 1.0)
+        assert prompt_hit_rates(share, True) == pytest.approx(tuple(found), abs=0.03)
+    assert prompt_hit_rates(0.6, False) == (0.6, 0.6)
+    assert prompt_hit_rates(1.0, True) == (1.0, 1.0)
 
 
 def test_two_tiers_in_slots_of_their_own():

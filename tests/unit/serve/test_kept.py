@@ -144,7 +144,7 @@ def test_a_conversation_is_saved_although_llama_cpp_was_ending(tmp_path):
     data = struct.pack("<III2000i8x", 0x67677371, 3, len(tokens), *tokens)
 
     class Native:
-        has_part, is_ending = False, True
+        needs_checkpoints, is_ending = False, True
 
         def match(self, sequence, prompt):
             return 0, False

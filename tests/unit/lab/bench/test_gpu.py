@@ -158,11 +158,11 @@ def test_options_of_the_paper_s_table():
 
 def test_rows_of_the_paper_s_table():
     """All rows up to a quarter of the experts, and above it those without 4/2 alone."""
-    few = [case.name for case in table3.rows_under(0.5, False, 0.75, Path("t"))]
+    few = [case.name for case in table3.cases_under(0.5, False, 0.75, Path("t"))]
     assert few == list(table3.FEW)
-    first = [case.name for case in table3.rows_under(0.5, True, 0.75, Path("t"))]
+    first = [case.name for case in table3.cases_under(0.5, True, 0.75, Path("t"))]
     assert first == [ON_DEMAND, *table3.FEW]
-    every = [case.name for case in table3.rows_under(0.25, True, 0.75, Path("t"))]
+    every = [case.name for case in table3.cases_under(0.25, True, 0.75, Path("t"))]
     assert every == [*PAPER, "dynaexq 4/2", table3.FLOOR]
 
 
