@@ -337,7 +337,8 @@ class Config(Settings):
         "Precision of the most important experts, such as q4_k.",
         metavar="NAME",
         shown=(
-            "the best precision, or the best that memory allows for policies that mix precisions"
+            "the file's best precision; for policies that mix precisions, the best that fits in "
+            "memory"
         ),
         group=MORE,
     )
@@ -487,7 +488,7 @@ class Config(Settings):
     use_extra_bufts: bool | None = setting(
         None,
         "Change the layout of weights outside the experts so that this CPU computes faster.",
-        shown="on if the experts are repacked, and with --policy plain",
+        shown="turned on if experts are repacked, or with --policy plain",
         option=False,
     )
     layout: str = setting(
@@ -501,7 +502,7 @@ class Config(Settings):
     use_mmap: bool | None = setting(
         None,
         "With --policy plain: map the file into memory, so that weights may exceed memory.",
-        shown="on if the file has one precision and --ram is not given",
+        shown="turned on if the file has one precision and --ram is not given",
         option=False,
     )
     remember: bool | None = setting(
@@ -514,7 +515,9 @@ class Config(Settings):
     )
     # Settings of measurements and studies.
     force_managed: bool = setting(
-        False, "Use the expert store even if all experts fit in memory.", option=False
+        False,
+        "Manage experts in memory with moe-edge's expert store, even if all of them fit in memory.",
+        option=False,
     )
     logits_all: bool = setting(
         False, "Allocate logits for every token of a batch, for evaluation.", option=False

@@ -33,8 +33,8 @@ class PlacementSettings(Settings):
 
     near_bits: float = setting(
         3.0,
-        "Mean bits per weight of a layer's experts in lower precisions, such as 3 or 2.5. q4_k "
-        "counts as 4 bits.",
+        "Mean number of bits per weight, such as 3 or 2.5, of a layer's experts in lower "
+        "precisions. q4_k counts as 4 bits.",
         within=(1.0, 32.0),
     )
     near_weights: str = setting(
@@ -51,7 +51,7 @@ class PlacementSettings(Settings):
     )
     prior_tokens: float = setting(
         64.0,
-        "Number of prompt tokens that the expert usage of earlier runs counts as. 0 ignores "
+        "Weight of the expert usage in earlier runs, as a number of prompt tokens. 0 ignores "
         "earlier runs, as in the paper.",
         within=(0.0, 1e6),
     )

@@ -47,7 +47,7 @@ class Shared(Settings):
     losses: Path | None = setting(
         None,
         "Loss table made by moe-edge calibrate, used to choose precisions. The policy context uses "
-        "it only with --near-slots shared.",
+        "it only if lower precisions share slots in memory (--near-slots shared).",
         shown="FILE.calib.json",
         recorded=False,
     )

@@ -169,11 +169,11 @@ KINDS = {
     ),
     "sdist": "the source of llama.cpp as it was downloaded",
     "servers": "llama.cpp's server, compiled by `moe-edge serve`",
-    "speed": "the measured speed of this machine; it is measured again if it is missing",
+    "speed": "measured speeds of this machine, which are measured again if they are missing",
     "source": "the source of llama.cpp with our patches",
     "tuned": "settings that policies tuned, for each model",
     "usage": "how often earlier chats and servers used each expert of a model",
-    "wheels": "built packages of llama.cpp, for other Python environments",
+    "wheels": "compiled packages of llama.cpp, so that other Python environments can install them",
 }
 
 

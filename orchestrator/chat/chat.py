@@ -348,8 +348,9 @@ class Chat:
         parts = self.session.runtime.memory()
         if not parts:
             self.console.note(
-                "Memory by purpose is not shown, because the model is on a GPU. The GPU's memory "
-                "was divided at the start."
+                "/memory cannot show the memory of each purpose, such as experts or context, "
+                "because the model is on a GPU. The GPU's memory was divided when the model was "
+                "loaded."
             )
             return
         total = sum(parts.values())
@@ -419,8 +420,8 @@ class Chat:
         path = Path(argument).expanduser().absolute()
         if path.exists() and not goes_on(self.session.messages, path):
             raise ConfigError(
-                f"{path} exists and is not an earlier part of this conversation: choose another "
-                f"name"
+                f"{path} exists and does not contain an earlier state of this conversation: choose "
+                f"another name"
             )
         try:
             write_conversation(path, self.session.messages)

@@ -104,7 +104,7 @@ def render_compared(found: Quantizations) -> str:
             *([left_out] if left_out else []),
             *([""] if problems or left_out else []),
             *wrap(legend, COLUMNS),
-            f"`moe-edge plan hf:{found.repo}/FILE` plans one of them more exactly.",
+            f"For more exact predictions for one model: `moe-edge plan hf:{found.repo}/FILE`",
             f"Only headers were downloaded: {format_size(found.header_bytes)}.",
             *wrap(found.disturbed, COLUMNS),
         ]

@@ -110,9 +110,9 @@ def verify(
         )
         if report.unchecked:
             note(
-                f"Note: {report.unchecked[0]}: the file has no checksums, so damage that leaves "
-                "every number finite is not found. Files written by `moe-edge pack` or downloaded "
-                "by `moe-edge pull` have checksums."
+                f"Note: {report.unchecked[0]}: the file has no checksums, so damaged weights are "
+                "found only if they are infinite or NaN. Files written by `moe-edge pack` or "
+                "downloaded by `moe-edge pull` have checksums."
             )
         if found is not None and found.reason:
             note(f"Note: {file}: {found.sentence}")
@@ -207,7 +207,7 @@ def _refuse_several(
         click.echo(json.dumps(found.as_dict()))
     else:
         note(f"{render_compared(found)}\n")
-    best = "None of them would run on this machine"
+    best = "None of these models would run on this machine"
     if found.best is not None:
         more = f" --revision {shlex.quote(revision)}" if revision else ""
         command = f"moe-edge pull {shlex.quote(f'{repo}/{found.best}')}{more}"

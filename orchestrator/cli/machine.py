@@ -62,7 +62,7 @@ def examine(
         if plans is not None and plans.why_not:
             notes.append(f"The quality loss (KL) is unknown: {plans.why_not}")
         on_disk = model.lookup_text and (
-            f"Plans with an expert store leave these tensors on disk: {model.lookup_text}"
+            f"All plans except plain leave these tensors on disk: {model.lookup_text}"
         )
         notes += filter(None, [planner.note, on_disk])
         try:
@@ -191,9 +191,10 @@ def misses_line(copies: Bandwidths, expert_bytes: int) -> str:
         "computed on the CPU" if here < min(took.values()) else min(took, key=lambda way: took[way])
     )
     return (
-        f"a missing expert of {format_size(expert_bytes)} takes {times}, plus "
-        f"{waits_s * 1000.0:.2f} ms per layer. The first missing expert of a layer is {first}. "
-        f"Further missing experts are divided between copying and computing"
+        f"an expert of {format_size(expert_bytes)} that is not in GPU memory takes {times}, plus "
+        f"{waits_s * 1000.0:.2f} ms per layer for round trips. The first missing expert of a layer "
+        f"is {first}. Further missing experts are divided between copying to the GPU and computing "
+        f"on the CPU"
     )
 
 

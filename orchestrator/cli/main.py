@@ -55,7 +55,9 @@ GROUPS = {
         "calibrate": Where(
             "measure", "calibrate", "Measure the quality loss of each expert and precision."
         ),
-        "convert": Where("pack", "convert", "Convert a transformers checkpoint to a packed file."),
+        "convert": Where(
+            "pack", "convert", "Convert a checkpoint to a GGUF with several precisions."
+        ),
         "export": Where("pack", "export", "Export one precision of a packed file for llama.cpp."),
         "architectures": Where("files", "architectures", "List the tested architectures."),
     },
@@ -64,7 +66,9 @@ GROUPS = {
         "paper": Where("paper", "paper", "Measure the tables and figures of a paper."),
         "eval": Where("measure", "evaluate", "Measure quality: perplexity, KL, choices."),
         "trace": Where("replay", "trace", "Record the routing of a run, for `moe-edge replay`."),
-        "replay": Where("replay", "replay", "Replay a trace with another policy, memory or disk."),
+        "replay": Where(
+            "replay", "replay", "Replay a recorded run with another policy, memory or disk."
+        ),
         "gpu-check": Where("measure", "gpu_check", "Test everything that needs a GPU."),
     },
 }

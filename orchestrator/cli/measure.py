@@ -126,32 +126,37 @@ for _name, _place in BENCHMARKS.items():
 @option("--kl", "Also measure the KL divergence from the best precision of the file.")
 @option(
     "--kl-from TIER",
-    "With --kl: measure the divergence from this precision instead of the file's best precision, "
-    "for example from the best one that the run uses.",
+    "With --kl: compare with this precision instead of the best precision of the file, for "
+    "example with the precision given as --high-tier.",
     group=MORE,
 )
 @option("--max-tokens tokens N", "Use at most N tokens of the text.")
 # The old name of --max-tokens, for scripts.
 @option("--tokens as_before N", "", hidden=True)
-@option("--window N", "Context length in tokens.  [default: 512]", type=int, group=MORE)
+@option(
+    "--window N",
+    "Length of the windows (pieces) into which the text is cut, in tokens.  [default: 512]",
+    type=int,
+    group=MORE,
+)
 @option(
     "--prompt-tokens N",
-    "Read the first N tokens of each window as a prompt, which is not scored. The text in the "
-    "field context of a .jsonl record is part of its prompt.",
+    "Read the first N tokens of each window (see --window) as a prompt, which is not scored. The "
+    "text in the field context of a .jsonl record is part of its prompt.",
     type=AT_LEAST_0,
     group=MORE,
 )
 @option("--prefill", "Score the text in prefill, instead of token by token.", group=MORE)
 @option(
     "--reuse",
-    "Compute a requested expert in a better precision if memory has such a copy, as a chat "
-    "does. Results then depend on the contents of memory.",
+    "Compute an expert in a better precision than the policy requests if memory has such a copy, "
+    "as `moe-edge chat` does. Results then depend on the contents of memory.",
     group=MORE,
 )
 @option(
     "--bandwidth SIZE",
-    "Bytes per second that the simulated disk reads, such as 2GB. The disk is simulated for "
-    "policies that decide by the contents of memory.  [default: measured]",
+    "Bytes per second that the simulated disk reads, such as 2GB. A disk is simulated if the "
+    "policy's decisions depend on which experts are in memory.  [default: measured]",
     group=MORE,
 )
 @option(
@@ -200,18 +205,18 @@ def evaluate(as_json: bool, **options: Any) -> None:
 @option(
     "--calib TEXT",
     "Text to measure on: plain text, .jsonl (one text per record), or compressed (.xz).  [default: "
-    "text of six kinds that comes with moe-edge]",
+    "a text that comes with moe-edge]",
     type=FILE,
 )
 @CALIB_TOKENS
 @option(
     "--reference FILE",
-    "File of the same model in full precision, such as F16.  [default: the best precision of the "
-    "file]",
+    "File of the same model in full precision, such as F16.  [default: the best precision of "
+    "MODEL]",
 )
 @option(
     "--types LIST",
-    "Further precisions to measure, such as q4_k,q2_k. They are quantized from the reference.",
+    "Further precisions to measure, such as q4_k,q2_k. They are quantized from --reference.",
     default="",
 )
 @option("--method NAME", "Quantization method for --types: rtn, imatrix, gptq.  [default: rtn]")
@@ -340,7 +345,8 @@ def check(
 @option("--part NAME", "Run only one part: device, kernels, managed, ..., bench, table3.")
 @option(
     "--step TEXT",
-    "Run only the steps whose part, name or command contains this text, even if they ran before.",
+    "Run only the steps with this text in their name, command or part (see --part), even if they "
+    "ran before.",
     default="",
 )
 @option(
@@ -349,7 +355,10 @@ def check(
     default="gpu-report.md",
     show_default=True,
 )
-@option("--emulated", "Run the tests of the emulated GPU instead. Needs a source checkout.")
+@option(
+    "--emulated",
+    "Run only the tests that emulate a GPU on the CPU. Needs a source checkout.",
+)
 @click.pass_context
 def gpu_check(
     ctx: click.Context, part: str | None, step: str, report: Path, emulated: bool

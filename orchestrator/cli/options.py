@@ -293,7 +293,8 @@ conversation_options = together(*(each for each in _OWN if each.conversation))
 
 CALIB_TOKENS = option(
     "--calib-tokens N",
-    "Use at most N tokens of the calibration text.  [default: 65536, or 8192 for a loss table]",
+    "Use at most N tokens of the calibration text.  [default: 65536, or 8192 for the "
+    "loss table of calibrate]",
 )
 RAM = option_of(
     replace(
@@ -412,7 +413,10 @@ def chosen_method(options: dict[str, Any], has_text: bool = False) -> Method:
             "--calib-tokens needs a text: give --calib TEXT, or leave --calib-tokens out"
         )
     if options.get("ram") and not has_text:
-        raise click.UsageError("--ram needs a text: give --calib TEXT, or leave --ram out")
+        raise click.UsageError(
+            "--ram limits only the memory for a calibration: give its text with --calib TEXT, or "
+            "leave --ram out"
+        )
     renamed = {"name": "method", "tokens": "calib_tokens"}
     names = ("calib", "imatrix", "ram", "threads", *renamed)
     return Method(**given({name: options.get(renamed.get(name, name)) for name in names}))

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 @option(
     "--for-ram SIZE",
     "Choose the precisions for this much memory, such as 12GiB, instead of --tiers. With --calib, "
-    "the method is imatrix.",
+    "the default of --method is imatrix.",
 )
 @option(
     "--dense",
@@ -117,7 +117,10 @@ def export(source: Path, target: Path, tier: str, keep_types: bool) -> None:
     "Quantization type of the matrices outside the experts.  [default: that of the checkpoint]",
     type=click.Choice(["f16", "bf16", "q8_0"]),
 )
-@option("--imatrix FILE", "Importance matrix of llama.cpp, which weighs the columns of experts.")
+@option(
+    "--imatrix FILE",
+    "File with an importance matrix of llama.cpp, for more precise quantization of the experts.",
+)
 @option("--trust-remote-code", "Run the Python code of the checkpoint to load its tokenizer.")
 @THREADS
 @FORCE

@@ -174,7 +174,7 @@ def _print_known_models(as_json: bool, options: dict[str, Any]) -> None:
 @JSON
 @option(
     "--plot picture OUT.png",
-    "Draw the plans by time and loss to a file (.png or .svg). Needs the extra `plot`.",
+    "Plot the speed and loss of a model's plans (.png or .svg). Needs the extra `plot`.",
     type=NEW_FILE,
 )
 @FORCE
@@ -200,7 +200,9 @@ def plan(named: str | None, as_json: bool, picture: Path | None, **options: Any)
     elif asked is not None:
         _print_plans(asked, as_json, picture, options)
     elif picture is not None:
-        raise click.UsageError("--plot draws the plans of one model: name a model")
+        raise click.UsageError(
+            "--plot draws the plans of one model (ways to run it): name the model as MODEL"
+        )
     else:
         _print_known_models(as_json, options)
 
@@ -256,8 +258,8 @@ def _print_plans(asked: str, as_json: bool, picture: Path | None, options: dict[
         if headers:
             read = format_size(headers.read_bytes)
             note(
-                f"{asked} has {format_size(headers.nbytes)}, of which {read} were downloaded for "
-                f"this plan"
+                f"{asked} has {format_size(headers.nbytes)}. Only its header ({read}) was "
+                f"downloaded for these predictions."
             )
         for sentence in found["notes"]:
             note(sentence)

@@ -62,12 +62,11 @@ def trace(
     tokens: int | None,
     **options: Any,
 ) -> None:
-    """Record the routing of a run, for `moe-edge replay`.
+    """Record the experts that each token of a run uses, for `moe-edge replay`.
 
-    The routing is the list of experts that each token uses. The run evaluates the text of --text,
-    or answers the prompt of -p. --tokens limits its length. The first --prefill tokens of a text
-    are read as a prompt. Without --policy, the run uses the default policy for models that do not
-    fit in memory.
+    The run evaluates the text of --text, or answers the prompt of -p. --tokens limits its length.
+    The first --prefill tokens of a text are read as a prompt. Without --policy, the run uses the
+    default policy for models that do not fit in memory.
     """
     from orchestrator.lab.eval.text import read_text
     from orchestrator.lab.replay.file import check_trace_target, write_trace

@@ -229,7 +229,10 @@ class LossTable:
         square. It has three such fractions: over all tokens, for the best expert and for the worst
         expert.
         """
-        lines = [f"  {'precision':>9} {'':>8}   bits     error       of the experts"]
+        lines = [
+            "Squared error of the experts' outputs, relative to the mean square of the outputs:",
+            f"  {'precision':>9} {'':>8}   bits     error     range over experts",
+        ]
         seen = self.counts > 0
         tokens = self.counts[seen].astype(np.float64)
         power = np.maximum(self.power[seen], 1 / _LARGEST)
@@ -245,13 +248,14 @@ class LossTable:
             low, high = (math.exp(side * 1.96 * self.fit.error) for side in (-1, 1))
             basis = self.fit.text.split(", sha")[0]
             lines.append(
-                f"KL is estimated by {basis}: the true mean KL is "
-                f"{low:.2f} to {high:.2f} times the estimated mean (95 % confidence)"
+                f"KL is estimated by factors that were fitted to {basis}: the true mean KL is "
+                f"{low:.2f} to {high:.2f} times the mean by these factors (95 % confidence)"
             )
             low, high = self.fit.spread
             lines.append(
-                f"The loss of a text window is {low:.2f} (10th percentile) to {high:.2f} (90th "
-                f"percentile) times its fitted loss; estimates use the factor {high:.2f}"
+                f"In a window (piece) of this text, the measured KL is {low:.2f} (10th percentile) "
+                f"to {high:.2f} (90th percentile) times the KL by these factors. Estimates are "
+                f"multiplied by {high:.2f}, to be safe"
             )
         if not seen.all():
             n_unseen = np.count_nonzero(~seen)
@@ -463,10 +467,10 @@ class Foreseen:
     def text(self) -> str:
         """A phrase for the status line about the predicted loss; empty if the plan is lossless."""
         if self.kl is None:
-            return f", quality loss from {self.base} unknown (run `moe-edge calibrate`)"
+            return f", quality loss relative to {self.base} unknown (run `moe-edge calibrate`)"
         if not self.kl:
             return ""
-        return f", estimated to lose {self.kl:.2g} nats a token from {self.base}"
+        return f", estimated quality loss {self.kl:.2g} nats per token relative to {self.base}"
 
 
 def started(placement: Placement, uses: np.ndarray | None = None) -> np.ndarray:
@@ -544,8 +548,7 @@ class LossModel:
         self.note = None
         if why is not None:
             self.note = (
-                f"Nominal quality losses are used instead of measured quality losses: {why}: "
-                f"{self._remedy}"
+                f"Quality losses are only estimated from the bits per weight: {why}: {self._remedy}"
             )
         of = LossTable.per_use if per_use else LossTable.of_tiers
         losses = None if table is None else of(table, tiers)
@@ -557,8 +560,8 @@ class LossModel:
                     "all of them"
                 )
             self.note = (
-                f"The model's loss table lacks one of the precisions {names}. Nominal quality "
-                f"losses are used instead of measured quality losses."
+                f"The model's loss table lacks one of the precisions {names}. Quality losses are "
+                f"only estimated from the bits per weight."
             )
         return losses
 
@@ -606,8 +609,8 @@ class LossModel:
             return ""
         if table.fit is None:
             return (
-                f"the loss table {self._path} cannot convert its errors to KL divergence: "
-                f"{self._remedy}"
+                f"the loss table {self._path} cannot convert the errors of experts to KL "
+                f"divergence: {self._remedy}"
             )
         return (
             f"the loss table {self._path} lacks one of the precisions {', '.join(tiers)}: "

@@ -173,8 +173,8 @@ class Frontier:
                 if may_switch and first.token_ms < taken.token_ms:
                     gain = _gain(first, taken)
                     reason += (
-                        f"; {first.label} is predicted to be {gain} faster, but is "
-                        f"chosen only if it is at least {CLEARLY_FASTER - 1:.0%} faster"
+                        f"; {first.label} is predicted to be {gain} faster, but replaces "
+                        f"{taken.label} only if it is at least {CLEARLY_FASTER - 1:.0%} faster"
                     )
         guess = "estimated " if taken.kl else ""
         kl = "" if taken.kl is None else f", {guess}{taken.kl:.2g} nats"
@@ -210,7 +210,9 @@ def context_speeds_text(token_ms: Mapping[str, float]) -> str:
     the sentence is empty.
     """
     said = [f"{1e3 / took:.1f} after {n}" for n, took in token_ms.items()]
-    return f"Tokens/s as the context fills: {', '.join(said)} tokens." if said else ""
+    if not said:
+        return ""
+    return f"Tokens/s of the chosen plan as the context fills: {', '.join(said)} tokens."
 
 
 def choose(

@@ -42,8 +42,8 @@ from orchestrator.native.llama import Bindings
 from orchestrator.plan.footprint import vocabulary_size
 
 DISTURBED = (
-    "Other programs used the processor while its speed was measured, so predictions may be too "
-    "slow. A run at least ten minutes later measures again."
+    "Other programs used the processor while its speed was measured, so predicted speeds may be "
+    "too low. A run at least ten minutes later measures again."
 )
 # An operation is not timed again within this many seconds.
 APART_S = 600.0

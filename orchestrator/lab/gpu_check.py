@@ -183,7 +183,7 @@ def run(
     cannot be written.
     """
     if part not in (None, *PARTS):
-        raise ConfigError(f"unknown part '{part}': choose one of {', '.join(PARTS)}")
+        raise ConfigError(f"--part '{part}' is unknown: choose one of {', '.join(PARTS)}")
     if emulated and not TESTS.is_dir():
         raise ConfigError(
             "--emulated needs a source checkout, whose tests contain the emulated GPU"
@@ -404,7 +404,7 @@ def render(outcomes: Sequence[Outcome], machine: str) -> str:
         "",
         machine,
         "",
-        "| part | step | result | s | why |",
+        "| part | step | result | seconds | reason |",
         "|---|---|---|---|---|",
     ]
     for each in outcomes:

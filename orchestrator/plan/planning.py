@@ -233,8 +233,8 @@ def settings_of(config: Config, choice: Choice) -> Settings:
         given, flag = config.of_policies.get(name, value), flag_of(name)
         if given != value:
             raise ConfigError(
-                f"--exact computes every expert in the high precision, which {flag} {given} does "
-                f"not: leave one of the two out"
+                f"--exact computes every expert in the high precision, and {flag} {given} allows "
+                f"lower ones: leave one of the two out"
             )
     return replace(settings, **needed)
 
@@ -250,8 +250,8 @@ def permits_plain(config: Config, model: ExpertModel) -> bool:
     if config.policy == PLAIN:
         if not best or config.force_managed or config.expert_ram:
             raise ConfigError(
-                "--policy plain computes the best tier of the file without expert slots: leave out "
-                "--high-tier and --expert-ram, or choose another policy"
+                "--policy plain holds the whole model in memory, in the best precision of the "
+                "file: leave out --high-tier and --expert-ram, or choose another policy"
             )
         return True
     less = config.asks_less(policy_class(DEFAULT))
@@ -465,8 +465,8 @@ class _Layout:
                 return _TooSmall(text, needed, self._option, placement.policy, may_divide=False)
             limit = self._given(draft).rstrip(",")
             return Refusal(
-                f"--ctx {n_ctx} is too long for {limit}: the longest "
-                f"context with the minimum experts of the policy {placement.name} is {longest} "
+                f"--ctx {n_ctx} is too long for {limit}: the longest context that fits with the "
+                f"fewest experts that the policy {placement.name} needs in memory is {longest} "
                 f"tokens",
                 needed,
                 "--ctx",
@@ -718,7 +718,9 @@ class _Layout:
             text = f"the policy {name} needs at least {needed} bytes of memory"
             return _TooSmall(text, needed, self._option, placement.policy)
         least = place(policy_class(BASELINE), placement.shape).slots.total_bytes
-        works = f"; --policy {BASELINE} works from {format_least(least)}" if least < slots else ""
+        works = (
+            f"; --policy {BASELINE} needs at least {format_least(least)}" if least < slots else ""
+        )
         return Refusal(
             f"--expert-ram {format_size(expert_ram)} is too small: the smallest that works with "
             f"the policy {name} is {format_least(slots)}{works}",
@@ -746,13 +748,14 @@ class _Layout:
             f"{format_size(fixed)} for dense weights, KV cache and scratch, "
             f"{format_size(experts)} for the fewest experts"
         )
-        hint = "" if plan.shared else "; a smaller --ctx needs less"
+        hint = "" if plan.shared else "; a smaller --ctx needs less memory"
         other_policy = ""
         if name != BASELINE:
             other = self._asked_with(self.config.compared(policy=BASELINE)).least()
             if isinstance(other, Plan) and _differ(other.cap_bytes, plan.cap_bytes):
-                works = f"--policy {BASELINE} works from {format_least(other.cap_bytes)}"
-                other_policy = f"; {works}"
+                other_policy = (
+                    f"; --policy {BASELINE} needs at least {format_least(other.cap_bytes)}"
+                )
         limit, option, least = self._given(self.room()), self._option, format_least(plan.cap_bytes)
         return Refusal(
             f"{limit} is too little: the smallest {option} that works with the policy {name} is "

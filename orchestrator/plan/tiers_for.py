@@ -71,7 +71,9 @@ def tiers_for(model: ExpertModel, ram_bytes: int) -> tuple[list[str], str]:
     else:
         best, best_bits = GGMLType.Q8_0.tier_name, bits.pop(GGMLType.Q8_0)
     n_weights = 8 * model.tier_bytes[0] / own.bpw
-    allows = f"{format_size(ram_bytes)} allow {8 * budget / n_weights:.2f} bits per weight"
+    allows = (
+        f"{format_size(ram_bytes)} of memory allow {8 * budget / n_weights:.2f} bits per weight"
+    )
     if best_bits * n_weights / 8 <= budget:
         return [best], f"{allows}: everything fits in {best}."
     lower = _shared(bits, best_bits, 8 * budget / n_weights)
@@ -80,7 +82,7 @@ def tiers_for(model: ExpertModel, ram_bytes: int) -> tuple[list[str], str]:
         return [
             best,
             *names,
-        ], f"{allows}, too few to keep every expert in memory: missing experts are read from disk."
+        ], f"{allows}, too few bits for every expert: experts not in memory are read from disk."
     names = [each.tier_name for each in lower]
     return [best, *names], f"{allows}: every expert stays in memory, in one of these precisions."
 

@@ -341,8 +341,8 @@ class Policy:
             setattr(cls, each.name, getattr(about, each.name))
         if not about.wants.asked_in and cls.decide is not Policy.decide:
             raise TypeError(
-                f"{cls.__name__} defines decide, which is never called: name the phases of its "
-                "calls in about.wants.asked_in"
+                f"{cls.__name__} defines decide, which is never called, because "
+                "about.wants.asked_in is empty: add Phase.PREFILL, Phase.DECODE or both"
             )
 
     @classmethod
@@ -475,12 +475,12 @@ def place(
     if precisions.keeps is not None and (too_few or rules.skip):
         raise TiersError(
             f"the policy {policy.name} needs {precisions.keeps} and cannot skip experts",
-            "give --low FILE or a file packed with several tiers, and not --low-tier skip",
+            "give --low FILE or a file packed with several tiers, and leave out --low-tier skip",
         )
     if too_few:
         raise TiersError(
             f"the policy {policy.name} needs at least {precisions.least} precisions",
-            "give --low FILE, or a file packed with that many tiers",
+            f"give --low FILE, or a file packed with {precisions.least} tiers or more",
         )
     settings = policy.Settings() if settings is None else settings
     try:
@@ -491,5 +491,6 @@ def place(
         if policy.__module__.startswith("orchestrator."):
             raise
         raise PolicyError(
-            f"the policy {policy.name} failed in its method place: {type(error).__name__}: {error}"
+            f"the method place() of the policy {policy.name} failed: {type(error).__name__}: "
+            f"{error}"
         ) from error

@@ -173,10 +173,10 @@ class ContextSettings(PlacementSettings, Background):
     )
     near_slots: str = setting(
         OWN,
-        "How slots for lower precisions are divided. own: each slot holds one precision, and "
-        "every layer has the same number of slots for it. shared: each slot holds any of these "
-        "precisions, so that the number of experts in each precision follows the prompt. A shared "
-        "slot has the size that the largest of these precisions needs.",
+        "How expert slots for lower precisions are divided. own: each slot holds one precision, "
+        "and every layer has the same number of slots for it. shared: each slot holds any of these "
+        "precisions, and each prompt changes how many experts have each. A shared slot has the "
+        "size that the largest of these precisions needs.",
         choices=(OWN, SHARED),
     )
     near_place: str = setting(
@@ -200,8 +200,8 @@ class ContextSettings(PlacementSettings, Background):
             return None
         return (
             f"--losses has no effect with --near-slots {OWN}: each lower precision has the same "
-            "number of experts in every layer, however much quality they lose. Leave --losses "
-            f"out, or give --near-slots {SHARED}"
+            "number of expert slots in every layer, however much quality the experts lose. Leave "
+            f"--losses out, or give --near-slots {SHARED}"
         )
 
 
@@ -267,8 +267,8 @@ def uniform_counts(n_cold: int, near: NearTiers, settings: ContextSettings) -> t
     if settings.near_bits < bits[-1]:
         raise PolicyError(
             f"--near-bits {settings.near_bits:g} is too small: the lowest precision "
-            f"{near.names[-1]} has {bits[-1]} bits. Give {bits[-1]} or more, or name a lower tier "
-            f"with --near-tiers"
+            f"{near.names[-1]} has {bits[-1]} bits per weight. Give {bits[-1]} or more, or name a "
+            f"lower precision with --near-tiers"
         )
     losses = nominal_losses(bits, 1, n_cold)[0]
     # The importance of the experts is assumed to fall as 1/rank, or to be uniform. With two near
@@ -452,8 +452,8 @@ class ContextAware(Policy):
         places = _places_to_try(shape, settings, shares_slots)
         if shares_slots and not (shape.shares_slots or places[-1]):
             raise PolicyError(
-                f"--near-slots {SHARED} works only in host memory: leave it out, or give "
-                f"--near-place {HOST}"
+                f"--near-slots {SHARED} works only in host memory, not on the GPU: leave it out, "
+                f"or give --near-place {HOST}"
             )
         n, asked = shape.n_expert, settings.hot_experts
         most = n if asked is None else min(n, asked)

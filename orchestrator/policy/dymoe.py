@@ -185,14 +185,15 @@ class DyMoESettings(LookAhead):
     )
     schedule: str = setting(
         COSINE,
-        f"How the share of critical experts falls with depth: {', '.join(SCHEDULES)}.",
+        f"How the share of critical experts (see --retention) falls from the first layer to the "
+        f"last: {', '.join(SCHEDULES)}.",
         choices=SCHEDULES,
     )
     lower_which: str = setting(
         GATES,
         "Which experts of an answer get the low precision or are skipped. gates, as in the paper: "
-        "those with the lowest gate weights. missing: at most the same number of experts, and "
-        "only experts that are not in memory.",
+        "those with the lowest gate weights. missing: only experts that are not in memory, at most "
+        "as many as with gates.",
         metavar="WHICH",
         choices=(GATES, MISSING),
     )
@@ -205,13 +206,13 @@ class DyMoESettings(LookAhead):
     )
     prefetch_low: bool = setting(
         True,
-        "Also prefetch the predicted experts that an answer needs in the low precision. The paper "
-        "(eq. 8) prefetches only those in the high precision.",
+        "Also prefetch experts that are predicted to be needed in the low precision. The paper "
+        "(eq. 8) prefetches only those for the high precision.",
     )
     prompts_pass: bool = setting(
         True,
-        "Read the experts that a prompt uses less into only a part of the slots, so that they do "
-        "not evict all other experts.",
+        "Limit the expert slots for the less important experts of a prompt, so that they do not "
+        "evict all other experts.",
     )
 
 
@@ -252,7 +253,8 @@ class Depth(NamedTuple):
         if one_precision and retention < 1.0:
             raise TiersError(
                 "the policy dymoe needs a second precision",
-                "give --low FILE, a file packed with several tiers, or --low-tier skip",
+                "give --low FILE, a file packed with several tiers, or --low-tier skip, which "
+                "skips experts",
             )
         n_layers, k, schedule = shape.n_layers, shape.n_expert_used, settings.schedule
         critical = counts_for_retention(retention, n_layers, k, schedule)
@@ -317,9 +319,10 @@ class DyMoE(Policy):
     about = About(
         name="dymoe",
         summary=(
-            "The default if not every expert fits. Critical experts are computed in the high "
-            "tier, the others in the low tier or skipped. Early layers have more critical "
-            "experts than late ones. Experts of the next layer are prefetched while that is faster."
+            "The default if not every expert fits in memory. The most important experts of a token "
+            "(critical experts) are computed in the high tier, the others in the low tier or "
+            "skipped. Early layers have more critical experts than late ones. Experts of the next "
+            "layer are prefetched while that makes decoding faster."
         ),
         Settings=DyMoESettings,
         reason="decides token by token",

@@ -189,8 +189,8 @@ class DynaExqSettings(Intervals):
 
     rank_slack: int = setting(
         0,
-        "Number of ranks that an expert in the high precision may fall below the most used "
-        "experts before it can lose this precision.",
+        "How many ranks below the most used experts of its layer an expert may fall before it can "
+        "lose the high precision.",
         within=(0, 65535),
     )
     hot_experts: int | None = inherit(Shared, "hot_experts")
@@ -340,7 +340,7 @@ class DynaExq(Learning):
             "background, and no token waits for that."
         ),
         Settings=DynaExqSettings,
-        reason="fills the memory for experts with the high precision",
+        reason="keeps as many experts in the high precision as fit in memory",
         precisions=_TwoTiers(least=2, most=2, keeps="two precisions"),
         wants=PolicyRequirements(EVERY_STEP, default_tier=LOW, all_resident=True),
     )

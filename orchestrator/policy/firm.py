@@ -506,24 +506,24 @@ class FIRMSettings(LookAhead):
     )
     agree: str = setting(
         RANK,
-        "How predictions select the experts to prefetch. rank: the first K experts that the "
-        "previous layer predicts. mol, as in the paper: experts that are among the first K "
-        "predictions of each of P earlier layers. margin: experts whose score in the previous "
-        "layer reaches a threshold, which is higher for a smaller K.",
+        "Which predicted experts are prefetched. K and P: see --votes. rank: the first K that the "
+        "previous layer predicts. mol, as in the paper: those among the first K predictions of all "
+        "P layers before. margin: those whose score in the previous layer's prediction reaches a "
+        "threshold; a smaller K raises it.",
         metavar="HOW",
         choices=AGREE_WAYS,
     )
     votes: str | None = setting(
         None,
-        "Number K of experts that each layer predicts, and number P of layers that predict, as "
-        "K,P. P above 1 needs --agree mol. Three pairs K,P/K,P/K,P are the values for shallow, "
-        "middle and deep layers.",
+        "K,P: number of experts taken from a layer's prediction, and number of earlier layers that "
+        "predict. P above 1 needs --agree mol. K,P/K,P/K,P sets them for shallow, middle and deep "
+        "layers.",
         metavar="K,P",
         shown="tuned",
     )
     tune: str | None = setting(
         None,
-        "How the values K and P (see --votes) are found: climb (the paper's hill climbing), all "
+        "How the numbers K and P of --votes are found: climb (the paper's hill climbing), all "
         "(all pairs are compared on the same tokens), or off.",
         metavar="HOW",
         choices=TUNE_WAYS,
@@ -531,30 +531,30 @@ class FIRMSettings(LookAhead):
     )
     tune_steps: int = setting(
         32,
-        "Number of decode steps between two changes of K and P (see --votes).",
+        "Number of decode steps between two changes of the numbers K and P of --votes.",
         within=(1, 2**24),
     )
     tune_patience: int = setting(
         2,
-        "With --tune climb: the number of updates without gain after which the direction is "
-        "reversed.",
+        "With --tune climb: the number of changes of K and P (see --votes) without a smaller loss "
+        "after which the search reverses its direction.",
         within=(1, 2**16),
     )
     tune_tokens: int = setting(
         512,
-        "Number of decode steps after which K and P (see --votes) are no longer tuned.",
+        "Number of decode steps after which the numbers K and P of --votes are no longer tuned.",
         within=(1, 2**24),
     )
     waste_weight: float = setting(
         0.5,
-        "Weight of an expert that is prefetched but not used, in the loss by which K and P (see "
-        "--votes) are tuned.",
+        "Weight of an expert that is prefetched but not used, in the prediction loss that tunes "
+        "the numbers K and P of --votes.",
         within=(0.0, 1e6),
     )
     miss_weight: float = setting(
         0.5,
-        "Weight of an expert that is read on demand, in the loss by which K and P (see --votes) "
-        "are tuned.",
+        "Weight of an expert that is read on demand, in the prediction loss that tunes the numbers "
+        "K and P of --votes.",
         within=(0.0, 1e6),
     )
 
@@ -571,39 +571,42 @@ class FIRMSettings(LookAhead):
             deepest = self.deepest or 0
         except ValueError:
             deepest = -1
-        complaint = f"must be K,P such as 4,1, or three such pairs as in 4,1/8,3/8,3, not '{votes}'"
+        complaint = (
+            "must be two numbers K,P such as 4,1, or three pairs such as 4,1/8,3/8,3, not "
+            f"'{votes}'"
+        )
         refuse(deepest < 0, "votes", complaint)
         off = "prefetch off" if self.prefetch == OFF else "n_ahead 0"
         for name, value in (("votes", votes), ("tune", self.tune)):
             useless = (self.prefetch == OFF or n_ahead == 0) and value not in (None, OFF)
             complaint = (
                 f"is {value}, which has no effect, because nothing is prefetched with {off}: "
-                "leave one of the two out"
+                "leave one of these settings out"
             )
             refuse(useless, name, complaint)
         if self.agree != MOL:
             refuse(
                 deepest > 1,
                 "votes",
-                f"is '{votes}', which lets {deepest} layers vote, but with agree {self.agree} "
-                f"only one layer votes: write K,1, or choose {MOL} for agree",
+                f"is '{votes}', so {deepest} layers predict, but with the setting agree "
+                f"{self.agree} only one layer predicts: write K,1, or choose agree {MOL}",
             )
             refuse(
                 (n_ahead or 0) > 1,
                 "n_ahead",
-                f"is {n_ahead}, which has no effect, because with agree {self.agree} only the "
-                f"previous layer votes: leave n_ahead out, or choose {MOL} for agree",
+                f"is {n_ahead}, which has no effect, because with the setting agree {self.agree} "
+                f"only the previous layer predicts: leave n_ahead out, or choose agree {MOL}",
             )
         if votes is not None and most is not None:
             complaint = (
-                f"is '{votes}', which lets {deepest} layers vote, and the maximum is {most[1]:g}"
+                f"is '{votes}', so {deepest} layers predict, but the maximum is {most[1]:g} layers"
             )
             refuse(deepest > most[1], "votes", complaint)
-            complaint = f"is {n_ahead}, but the votes '{votes}' need {deepest} layers"
-            refuse(n_ahead not in (None, deepest), "n_ahead", f"{complaint}: leave it out")
+            complaint = f"is {n_ahead}, but the setting votes '{votes}' needs {deepest}"
+            refuse(n_ahead not in (None, deepest), "n_ahead", f"{complaint}: leave n_ahead out")
             complaint = (
-                f"is {self.tune}, which has no effect with votes, because votes sets the tuned "
-                "values: leave one of the two out"
+                f"is {self.tune}, which has no effect with the setting votes, because votes fixes "
+                "the values that would be tuned: leave one of these settings out"
             )
             refuse(self.tune not in (None, OFF), "tune", complaint)
 
@@ -652,8 +655,8 @@ class FIRMSettings(LookAhead):
             return super().limited(depth, asked)
         if "votes" in asked:
             raise ConfigError(
-                f"the trace predicts experts {depth} layers ahead, and the votes '{self.votes}' "
-                f"need {self.deepest} layers: record the trace again with --agree {MOL} --n-ahead "
+                f"the trace predicts experts {depth} layers ahead, and --votes {self.votes} needs "
+                f"{self.deepest} layers: record the trace again with --agree {MOL} --n-ahead "
                 f"{self.deepest}"
             )
         return replace(self, votes=None, n_ahead=None).limited(depth, asked)
@@ -745,8 +748,8 @@ class FIRM(Policy):
         name="firm",
         summary=(
             "One precision, lossless. Prefetches the experts that a layer predicts for the next "
-            "one, and tunes their number at run time. The paper's form, with only the gate "
-            "matrices and votes of several layers, is an option."
+            "layer, and tunes their number at run time. Options select the paper's method: only "
+            "gate matrices are prefetched, and several layers must predict an expert."
         ),
         Settings=FIRMSettings,
         reason="runs one precision",
@@ -776,9 +779,9 @@ class FIRM(Policy):
         most = max(k for k, _ in read_votes(settings.votes or "1,1"))
         if most > shape.n_expert_used:
             raise PolicyError(
-                f"the votes '{settings.votes}' ask for {most} experts per layer, but this model's "
-                f"routers choose only {shape.n_expert_used}: give K from 1 to "
-                f"{shape.n_expert_used}"
+                f"--votes {settings.votes} takes {most} experts from each prediction (K), but this "
+                f"model uses only {shape.n_expert_used} experts per token: give K,P with K from 1 "
+                f"to {shape.n_expert_used}"
             )
         counts = even_slots(shape, budget_bytes)
         tuned = history.tuned(cls.name)

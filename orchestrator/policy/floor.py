@@ -314,7 +314,8 @@ class FloorSettings(LookAhead):
     )
     loss_schedule: str = setting(
         COSINE,
-        f"How the allowed loss grows with depth: {', '.join(SCHEDULES)}.",
+        "How a layer's share of --max-loss grows from the first to the last layer: "
+        f"{', '.join(SCHEDULES)} (flat: equal shares).",
         choices=SCHEDULES,
     )
     low_share: float = setting(
@@ -331,8 +332,8 @@ class FloorSettings(LookAhead):
     )
     read_behind: bool = setting(
         True,
-        "Read an expert afterwards if it was skipped or computed in the low precision twice within "
-        "a few tokens. It is then in memory at its next use.",
+        "Read an expert in the background after it was skipped or computed in the low precision "
+        "twice within a few tokens. It is then in memory at its next use.",
     )
     transition_rate: int | None = inherit(Background, "transition_rate")
     losses: Path | None = inherit(Shared, "losses")
@@ -391,11 +392,12 @@ class Floor(Policy):
     about = About(
         name="floor",
         summary=(
-            "The user sets the allowed quality loss. Missing experts are skipped or computed in "
-            "the low tier if that saves the most reading; resident experts are skipped last."
+            "The user sets the allowed quality loss. Within it, missing experts are skipped or "
+            "computed in the low precision, by the estimated loss for each byte that is not read. "
+            "Resident experts are skipped last."
         ),
         Settings=FloorSettings,
-        reason="decides by the allowed quality loss",
+        reason="skips missing experts within an allowed quality loss",
         precisions=Precisions(most=2, skips=True, lossless={"max_loss": 0.0}),
         wants=PolicyRequirements(EVERY_STEP, by_residency=True),
     )
@@ -510,8 +512,8 @@ class Floor(Policy):
             return
         if not self._costs:
             raise PolicyError(
-                f"the policy {self.name} has no estimate of the losses of lower tiers: run "
-                "moe-edge calibrate"
+                f"the policy {self.name} has no estimate of the quality loss of lower precisions: "
+                "run moe-edge calibrate"
             )
         if event.step != self._step:
             self._begin(event)

@@ -25,14 +25,14 @@ class Intervals(Background):
 
     update_steps: int = setting(
         32,
-        "Number of decode steps after which the most used experts are determined again; 0 for "
+        "Number of decode steps between two updates of the list of most used experts; 0 for "
         "never. A prefill step also ends this interval.",
         within=(0, 2**24),
     )
     update_ms: int | None = setting(
         None,
-        "Milliseconds of compute after which the most used experts are determined again, as in "
-        "the paper, instead of --update-steps; 0 for never.",
+        "Milliseconds of compute between two updates of the list of most used experts, instead of "
+        "--update-steps; 0 for never. The DynaExq paper also counts time.",
         within=(0, 2**31),
     )
     hotness_decay: float = setting(

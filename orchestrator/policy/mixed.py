@@ -209,8 +209,8 @@ class Mixed(Learning):
         name="mixed",
         summary=(
             "Every expert is resident. Often used experts that lose much quality in low precision "
-            "get the better precisions. Experts exchange their precisions in the background, and "
-            "no token waits for that."
+            "get the better precisions. When the usage changes, the policy raises some experts and "
+            "lowers others in the background, without making tokens wait."
         ),
         Settings=MixedSettings,
         reason="fills the memory for experts with the best precisions",

@@ -165,8 +165,9 @@ class Policies(MutableMapping[str, type[Policy]]):
             for other in others:
                 if other.Settings.declared().get(setting, declared) != declared:
                     return (
-                        f"the policy {class_path} declares the setting {setting} in another way "
-                        f"than the policy {other.name}: choose another name"
+                        f"the policy {class_path} declares the setting {setting} with another "
+                        f"default, range or help than the policy {other.name}: rename the setting, "
+                        "or use the same declaration"
                     )
         return None
 

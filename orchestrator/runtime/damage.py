@@ -274,10 +274,10 @@ class DataCheck:
             if self._stopped or expected is None:
                 return
             if crc != expected:
-                fault = f"expert {number} is damaged" if len(listed.checksums) > 1 else "damaged"
+                what = f"expert {number}" if len(listed.checksums) > 1 else "the tensor"
                 raise DamagedError(
-                    f"{listed.part.path}: tensor {info.name}: offset {start}: {fault}: its checksum"
-                    " differs"
+                    f"{listed.part.path}: tensor {info.name}: offset {start}: {what} is damaged: "
+                    "its checksum differs"
                 )
 
 

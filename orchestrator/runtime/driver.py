@@ -467,7 +467,8 @@ class Driver(BaseDriver):
         """
         if not loading:
             raise NativeError(
-                "the store waits for experts that it does not read: restart the program"
+                "the expert store waits for reads of experts, but none is running (an internal "
+                "error): restart the program"
             )
         self._pause()
 

@@ -91,7 +91,7 @@ _REFUSED_FRAMES = {
 _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
 _CONVERT = "convert it to PNG or JPEG"
 _SMALLER = "make it smaller"
-_AGAIN = "save it again as PNG or JPEG"
+_AGAIN = "save the image again as PNG or JPEG"
 
 
 @dataclass(frozen=True)
@@ -205,8 +205,8 @@ class ImageLimits:
         n_bytes = _COPIES * sum(prepared) + max(prepared, default=0)
         if n_bytes > self.held_bytes > 0:
             raise ConfigError(
-                f"{name}: scaled for the model, they take {format_size(n_bytes)} of memory, and "
-                f"the limit is {format_size(self.held_bytes)}: leave some of them out, or lower "
+                f"{name}: scaled for the model, the images take {format_size(n_bytes)} of memory, "
+                f"and the limit is {format_size(self.held_bytes)}: leave some images out, or lower "
                 "--image-max-tokens"
             )
 
@@ -264,7 +264,7 @@ def inspect(data: bytes, limits: ImageLimits, name: str) -> Image:
         raise ConfigError(f"{name}: the image is empty: choose another file")
     for start in (_PNG_START, _JPEG_START):
         if start.startswith(data[:12]):
-            _cut(name, "image", "it ends in its first bytes")
+            _cut(name, "image", "the file ends after its first bytes")
     found = type_of(data)
     if found is None:
         raise ConfigError(f"{name}: this is neither PNG nor JPEG: {_CONVERT}")
@@ -335,7 +335,7 @@ def _chunks(data: bytes, name: str) -> Iterator[_Chunk]:
             _damaged(name, "PNG file", why)
         at = start + length + 4
         if at > len(data):
-            _cut(name, "PNG file", f"it ends in a chunk {kind.decode()}")
+            _cut(name, "PNG file", f"the file ends within the chunk {kind.decode()}")
         chunk = _Chunk(kind, start, start + length)
         if chunk.is_critical or kind == b"tRNS":
             (crc,) = struct.unpack_from(">I", data, chunk.end)
@@ -348,7 +348,7 @@ def _png(data: bytes, limits: ImageLimits, name: str) -> Image:
     what, chunks = "PNG file", _chunks(data, name)
     first = next(chunks)
     if first.type != b"IHDR" or first.end - first.start != 13:
-        _damaged(name, what, "it does not begin with its header")
+        _damaged(name, what, "its first chunk is not a valid IHDR header")
     width, height, depth, color, method, filtering, interlace = struct.unpack_from(
         ">IIBBBBB", data, first.start
     )
@@ -372,7 +372,7 @@ def _png(data: bytes, limits: ImageLimits, name: str) -> Image:
         elif chunk.type == b"IDAT":
             pixels.append(chunk)
         elif chunk.is_critical and chunk.type != b"IEND":
-            _damaged(name, what, f"it has an unknown chunk {chunk.type.decode()}")
+            _damaged(name, what, f"the file has an unknown chunk {chunk.type.decode()}")
     if color == _PALETTE and not n_colors:
         _damaged(name, what, "it has no palette")
     if not pixels:
@@ -436,7 +436,7 @@ def _check_pixels(data: bytes, chunks: list[_Chunk], n_raw: int, size: str, name
                 found = inflater.decompress(left, _PIECE_BYTES)
                 n_bytes += len(found)
                 if n_bytes > n_raw:
-                    _damaged(name, "PNG file", f"it has more data than {size} pixels")
+                    _damaged(name, "PNG file", f"the file has more data than {size} pixels need")
                 left = inflater.unconsumed_tail
                 if inflater.eof or not (left or len(found) == _PIECE_BYTES):
                     break
@@ -466,26 +466,26 @@ def _markers(data: bytes, name: str) -> Iterator[tuple[int, int, int]]:
         while 0 <= at < len(data) and data[at] == 0xFF:
             at += 1
         if not 0 <= at < len(data):
-            _cut(name, what, "it has no end mark")
+            _cut(name, what, "it has no end marker")
         marker, at, n_markers = data[at], at + 1, n_markers + 1
         if n_markers > _MOST_SECTIONS:
             _damaged(name, what, "too many parts")
         if marker == _EOI:
             return
         if marker in (0x00, 0x01, _SOI) or marker in _RESTARTS:
-            _damaged(name, what, f"it has a wrong mark {marker:02X}")
+            _damaged(name, what, f"the file has a misplaced marker {marker:02X}")
         length = int.from_bytes(data[at : at + 2], "big") if at + 2 <= len(data) else 0
         if at + max(length, 2) > len(data):
             part = "pixels" if marker == _SOS else "header"
             _cut(name, what, f"it ends in its {part}")
         if length < 2:
-            _damaged(name, what, "the length of a part is wrong")
+            _damaged(name, what, "the length of a segment is wrong")
         yield marker, at + 2, at + length
         at += length
         if marker == _SOS:
             found = _MARKER.search(data, at)
             if found is None:
-                _cut(name, what, "it has no end mark")
+                _cut(name, what, "it has no end marker")
             at = found.start()
 
 
@@ -507,17 +507,19 @@ def _jpeg(data: bytes, limits: ImageLimits, name: str) -> Image:
             if frame is None:
                 _damaged(name, what, "its pixels come before its header")
             if n_scans > _MOST_SCANS:
-                _damaged(name, what, f"it has more than {_MOST_SCANS} scans")
+                _damaged(name, what, f"the file has more than {_MOST_SCANS} scans")
             missing -= _begun(segment, is_progressive, name)
         elif marker not in _TABLES:
-            _damaged(name, what, f"it has an unknown mark {marker:02X}")
+            _damaged(name, what, f"the file has an unknown marker {marker:02X}")
         elif not _are_tables(marker, segment):
             _damaged(name, what, "its tables are wrong")
     if frame is None:
         _damaged(name, what, "it has no header")
     if missing:
         # stb_image would show what was in memory before.
-        _cut(name, what, "it has no pixels" if not n_scans else "it has not all its colours")
+        _cut(
+            name, what, "the pixels of some colours are missing" if n_scans else "it has no pixels"
+        )
     width, height, stb_bytes = frame
     return Image(JPEG, width, height, len(data), stb_bytes)
 
@@ -574,7 +576,7 @@ def _frame(
     most_x, most_y = (max(factors) for factors in zip(*sampling, strict=True))
     for x, y in sampling:
         if not (0 < x <= 4 and 0 < y <= 4) or most_x % x or most_y % y:
-            _damaged(name, what, "the sampling of its colours is wrong")
+            _damaged(name, what, "its header has wrong colour sampling factors")
     if any(each > 3 for each in header[8::3]):
         _damaged(name, what, "its header has unknown values")
     blocks = -(-width // (8 * most_x)) * -(-height // (8 * most_y))

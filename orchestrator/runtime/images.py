@@ -97,7 +97,10 @@ def settle_images(messages: Sequence[Any], limits: ImageLimits | None, field: st
         if limits is None:
             raise no_images()
         if not may_have_images:
-            raise ConfigError(f"{where}: send images in messages of the user or results of tools")
+            raise ConfigError(
+                f"{where}: this message may not contain images: send images in messages of the "
+                "user or results of tools"
+            )
         found.append((where, part))
     if limits is None or not found:
         return []
@@ -188,9 +191,9 @@ def _decoded(text: str, limits: ImageLimits, where: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except ValueError:
-        why = "it is cut off" if len(text) % 4 else "it has other characters"
+        why = "its text is cut off" if len(text) % 4 else "its text has other characters"
         if any(each in text for each in " \r\n\t"):
-            why = "it has spaces or line breaks"
+            why = "its text has spaces or line breaks"
         raise ConfigError(
             f"{where}: the image is not valid base64 ({why}): encode the file again"
         ) from None

@@ -65,8 +65,8 @@ class Loaded:
         """
         if self.driver.store is None:
             raise ConfigError(
-                "the model runs on llama.cpp's own path (--policy plain), without an expert store: "
-                "choose another --policy"
+                "with --policy plain, llama.cpp runs the model itself, without moe-edge's cache of "
+                "experts: choose another --policy"
             )
         return cast(Driver, self.driver)
 

@@ -437,8 +437,8 @@ class Runtime(Closing):
     def _core(self) -> NativeServer:
         if self._native is None:
             raise NativeError(
-                "the model was loaded for evaluation only, and cannot answer requests: open the "
-                "runtime with `answering`"
+                "the model was loaded for evaluation only, and cannot answer requests: give "
+                "Runtime.open the argument `answering`"
             )
         return self._native
 

@@ -85,8 +85,8 @@ def store_spec(config: Config, model: ExpertModel, plan: Plan, misses: Misses) -
     placement = plan.placement
     if placement is None:
         raise ConfigError(
-            "this plan is for llama.cpp's own path (--policy plain), which has no expert store: "
-            "choose another --policy"
+            "with --policy plain, llama.cpp runs the model itself, without moe-edge's cache of "
+            "experts: choose another --policy"
         )
     return spec_for(
         placement,

@@ -210,7 +210,7 @@ class Rewriter:
     def _any_of(self, schema: Schema, word: str, where: str) -> Schema:
         parts = schema[word]
         if not isinstance(parts, list) or not parts:
-            self._lose(f"{where}.{word}", "the value of the keyword must be a list of schemas")
+            self._lose(f"{where}.{word}", f"the value of {word} must be a list of schemas")
             return self._node(_without(schema, word), where)
         base = _without(schema, word)
         if not base.keys() - _ANNOTATIONS:
@@ -263,9 +263,7 @@ class Rewriter:
             return []
         known = [kind for kind in kinds if kind in _TYPES]
         if len(known) < len(kinds) or not kinds:
-            self._lose(
-                f"{where}.type", "the value of the keyword must name JSON types, such as string"
-            )
+            self._lose(f"{where}.type", "the value of `type` must name JSON types, such as string")
             return []
         return known
 
@@ -295,7 +293,9 @@ class Rewriter:
         properties, required = schema.get("properties"), schema.get("required", [])
         made: Schema = {"type": "object"}
         if not isinstance(required, list):
-            self._lose(f"{where}.required", "the value of the keyword must be a list of names")
+            self._lose(
+                f"{where}.required", "the value of `required` must be a list of property names"
+            )
             required = []
         if properties is not None and not isinstance(properties, dict):
             self._lose(f"{where}.properties", "it is not an object")
@@ -358,9 +358,7 @@ class Rewriter:
         if isinstance(first, list) and first:
             most = len(first) if most is None else most
             if least is not None and least > len(first):
-                self._lose(
-                    f"{where}.minItems", "the minimum is larger than the number of prefixItems"
-                )
+                self._lose(f"{where}.minItems", "minItems is larger than the number of prefixItems")
             made["prefixItems"] = [
                 self._node(each, f"{where}.prefixItems[{number}]")
                 for number, each in enumerate(first[:most])
@@ -405,9 +403,7 @@ class Rewriter:
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            self._lose(
-                f"{where}.{name}", "the value of the keyword must be a whole number, 0 or more"
-            )
+            self._lose(f"{where}.{name}", f"the value of {name} must be a whole number, 0 or more")
             return None
         return value
 
@@ -423,7 +419,7 @@ class Rewriter:
             if value > MOST_REPEATED:
                 self._lose(
                     f"{where}.{name}",
-                    f"a limit above {MOST_REPEATED} is not enforced",
+                    f"a {name} above {MOST_REPEATED} is not enforced",
                 )
             else:
                 made[name] = value
@@ -461,7 +457,7 @@ class Rewriter:
         most = None if most is not None and most >= _MOST_INTEGER else most
         step = schema.get("multipleOf", 1)
         if least is not None and most is not None and least > most:
-            self._lose(f"{where}.minimum", "the minimum is larger than the maximum")
+            self._lose(f"{where}.minimum", "no integer is between the minimum and the maximum")
             least = most = None
         elif step != 1:
             is_bounded = least is not None and most is not None
@@ -518,8 +514,8 @@ def rewritten_arguments(schema: Schema, where: str) -> tuple[Schema, list[str]]:
     if made.keys() - _ANNOTATIONS:
         lost = [
             *lost,
-            f"{where}: the alternative schemas are enforced as one object schema with the "
-            f"properties of all alternatives",
+            f"{where}: the alternatives of anyOf or oneOf are enforced only as one object with "
+            f"the properties of all of them",
         ]
     flat: Schema = {"type": "object"}
     if choices:

@@ -270,7 +270,9 @@ class _Reader:
         if char in _CONTROLS and (char != "b" or in_class):
             return [(_CONTROLS[char], _CONTROLS[char])]
         if char.isalnum():
-            raise PatternError(f"the escape sequence \\{char} is not enforced")
+            raise PatternError(
+                f"the pattern has the escape sequence \\{char}, which is not enforced"
+            )
         return [(ord(char), ord(char))]
 
     def _number(self, n_digits: int, n_after: int) -> Ranges:
@@ -348,7 +350,9 @@ def _written(node: Node) -> str:
         return f"({'|'.join(texts)})"
     if isinstance(node, Times):
         if max(node.least, node.most or 0) > MOST_TIMES:
-            raise PatternError(f"repetitions of more than {MOST_TIMES} times are not enforced")
+            raise PatternError(
+                f"a pattern that repeats a part more than {MOST_TIMES} times is not enforced"
+            )
         text = _written(node.item)
         if not isinstance(node.item, Choice) and not text.startswith("["):
             text = f"({text})"
@@ -369,7 +373,10 @@ def _written_one(node: One) -> str:
         return chr(code) if chr(code).isascii() and chr(code).isalnum() else _in_class(code)
     safe = _complement([*_complement(node.ranges), *_UNSAFE])
     if not safe:
-        raise PatternError("a class of the pattern has only characters that JSON texts must escape")
+        raise PatternError(
+            "the pattern has a character class of only such characters as JSON texts must escape, "
+            "which is not enforced"
+        )
     parts = [
         _code(first) if first == last else f"{_code(first)}-{_code(last)}" for first, last in safe
     ]

@@ -89,7 +89,7 @@ MOST_PATH_CHARS = 400
 # the original one (patches/native/server/moe-edge-tools.cpp).
 GRAMMAR_SCHEMA = "x-moe-edge-grammar"
 _SHAPES = ("json_schema", "response_format", "tools")
-_TEMPLATE = "the model's chat template is used, or that of --chat-template"
+_TEMPLATE = "the server uses the model's chat template, or the file of --chat-template"
 _ECHO = "only /v1/completions can return the log-probabilities of a prompt"
 # Fields that would change the meaning of an answer and are refused: {path: {field: remedy}}.
 _FIELDS = {
@@ -105,7 +105,7 @@ _FIELDS = {
         "echo": _ECHO,
         "conversation": "this server stores nothing, so give the whole conversation as input",
         "background": "this server stores no answers, so wait for the answer",
-        "prompt": "this server stores no prompts, so give the text as input",
+        "prompt": "this server stores no prompts, so give the text of the prompt as input",
     },
     ANTHROPIC: {
         "echo": _ECHO,
@@ -243,9 +243,9 @@ def _check_cost(
     limit_kib = -(-cost // (served.body_factor * 1024))
     raise Refusal(
         400,
-        f"the text of the request has too many tokens for its length, or too long a word: "
-        f"tokenizing it would take more than {format_size(most)} of memory. Send less text, or "
-        f"start the server with --body-limit {limit_kib}KiB",
+        f"tokenizing the text of the request would take more than {format_size(most)} of memory, "
+        f"because it has many tokens or a very long word. Send less text, or start the server "
+        f"with --body-limit {limit_kib}KiB",
     )
 
 
@@ -635,8 +635,8 @@ def _settle_schemas(route: str, data: dict[str, Any], served: Served) -> None:
         if lost and function.get("strict", tool.get("strict")) is True:
             raise Refusal(
                 400,
-                f"{fault}. The tool is strict, so this server must enforce all of its "
-                "constraints: leave this one out",
+                f"{fault}. The tool is strict, so this server must enforce all constraints of its "
+                "schema: leave this constraint out, or set strict to false",
             )
         if lost:
             name, n_more = ascii(_name_of(tool))[:80], len(lost) - 1
@@ -816,20 +816,22 @@ def _bound(name: str, data: dict[str, Any], most_tokens: int) -> None:
     if n_allowed < 1:
         n_most = max(0, most - 1)
         raise Refusal(
-            400, f"{name} is {n_probs}, but the memory for {answer} allows at most {n_most}"
+            400,
+            f"{name} is {n_probs}, but the memory for the token probabilities of {answer} allows "
+            f"at most {n_most}: lower {name}",
         )
     limit = limit_of(data)
     if limit is None:
         if n_allowed < most_tokens:
             _limit(data, n_allowed)
     elif min(limit, most_tokens) > n_allowed:
-        remedy = f"request at most {n_allowed} tokens or fewer alternatives"
+        remedy = f"request at most {n_allowed} tokens, or lower {name}"
         if not data.get("stream"):
-            remedy = f"request at most {n_allowed} tokens, fewer alternatives, or a stream"
+            remedy = f"request at most {n_allowed} tokens, lower {name}, or request a stream"
         raise Refusal(
             400,
             f"there is not enough memory for {answer} of {limit} tokens with {n_probs} "
-            f"alternatives each: {remedy}",
+            f"alternatives for each token ({name}): {remedy}",
         )
 
 

@@ -205,7 +205,8 @@ TEMPLATE: dict[str, Schema] = {
     "reasoning_effort": STRING,
     "reasoning": {
         **record("", effort=STRING, enabled=FLAG, max_tokens=COUNT),
-        "description": "OpenRouter's object for reasoning_effort and reasoning_budget_tokens.",
+        "description": "OpenRouter's form: effort stands for reasoning_effort, and max_tokens for "
+        "reasoning_budget_tokens.",
     },
     "reasoning_budget_tokens": FROM_MINUS_1,
     "thinking_budget_tokens": FROM_MINUS_1,
@@ -305,7 +306,8 @@ REQUESTS: dict[str, Schema] = {
         reasoning=record(effort=STRING),
         truncation={
             "enum": ["auto", "disabled"],
-            "description": "OpenAI's form of overflow: auto means drop.",
+            "description": "If a conversation outgrows the context, auto drops its oldest "
+            "exchanges, and disabled refuses it. --overflow overrides this field.",
         },
         tools=TOOLS,
         tool_choice=TEMPLATE["tool_choice"],
@@ -356,7 +358,7 @@ REQUESTS: dict[str, Schema] = {
             maxItems=MOST_MESSAGES,
         ),
         tools=TEMPLATE["tools"],
-        truncate=flag("Ollama's form of overflow: true means drop.", default=True),
+        truncate=flag(OVERFLOW["description"], default=True),
     ),
     "OllamaGenerateRequest": record(
         "", OLLAMA, prompt=STRING, images=IMAGES, system=STRING, raw=FLAG
@@ -398,19 +400,19 @@ COSTS: dict[str, Schema] = {
     "prefill_hit_rate": SHARE_OR_NULL,
     "kl_estimate": {
         **SHARE_OR_NULL,
-        "description": "Estimated quality loss of a text that is sensitive to errors: mean KL "
+        "description": "Upper estimate of the quality loss, for texts that lose much: mean KL "
         "divergence from the best precision in use, in nats per token.",
     },
     "kl_low": {
         **SHARE_OR_NULL,
         "description": (
-            "Estimated quality loss of a text that is not sensitive to errors, in the unit of "
+            "Lower estimate of the quality loss, for texts that lose little, in the unit of "
             "kl_estimate."
         ),
     },
     "limit_halved": flag(
-        "Whether only half of the allowed quality loss was used, because the text differs from the "
-        "texts of the loss table."
+        "Whether the policy could use only half of --max-loss, the allowed quality loss, because "
+        "the text differs from the texts that moe-edge calibrate measured."
     ),
     "mix": {
         **OBJECT,
@@ -445,7 +447,8 @@ SCHEMAS: dict[str, Schema] = {
         },
         compared={
             "type": ["object", "null"],
-            "description": "The latest comparison, as of `moe-edge plan hf:OWNER/NAME --json`.",
+            "description": "The latest comparison, in the format of `moe-edge plan hf:OWNER/NAME "
+            "--json`.",
         },
     ),
     "OllamaModels": record("models", models=listed(record("model", model=STRING))),
@@ -466,8 +469,8 @@ SCHEMAS: dict[str, Schema] = {
     },
     "Costs": {
         **record(" ".join(COSTS.keys() - {"kl_estimate", "kl_low"}), COSTS),
-        "description": "Measurements of the experts, such as hit_rate. llama.cpp has no timings on "
-        "this path.",
+        "description": "Measurements of the experts, such as hit_rate. This endpoint does not "
+        "report llama.cpp's timings.",
     },
     "ChatAnswer": record(
         "choices model object usage",
@@ -527,7 +530,7 @@ SCHEMAS: dict[str, Schema] = {
         },
         streams_below={
             **COUNT,
-            "description": "If layers is 0: a value for --ram, in bytes, with which some "
+            "description": "Only if layers is 0: a value for --ram, in bytes, so low that some "
             "experts would be read from disk.",
         },
         experts=COUNT,
@@ -626,7 +629,7 @@ OURS: dict[str, Schema] = {
     "/api/tags": operation("The loaded model.", named("OllamaModels")),
     "/api/ps": operation("The loaded model.", named("OllamaModels")),
     "/api/version": operation("The version of Ollama's API.", record("version", version=STRING)),
-    "/v1/models/{id}": operation("The loaded model, if it has this name.", _ID)
+    "/v1/models/{id}": operation("The loaded model if id is its name, else status 404.", _ID)
     | {"parameters": [{"name": "id", "in": "path", "required": True, "schema": STRING}]},
     "/health": operation(
         "Whether the model is ready. Needs no API key.", record("status", status=STRING)

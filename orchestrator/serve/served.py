@@ -167,7 +167,9 @@ class Served:
         if not changes:
             return usual
         if usual is None:
-            raise ConfigError("moe_edge: --policy plain has no settings: leave this field out")
+            raise ConfigError(
+                "moe_edge: --policy plain has no settings: leave the field moe_edge out"
+            )
         if self.parallel > 1:
             raise ConfigError(
                 "moe_edge: a request cannot change policy settings if the server computes several "

@@ -78,7 +78,7 @@ class ServeSettings(Settings):
     trusted_proxy: str | None = setting(
         None,
         "Addresses of proxies whose X-Forwarded-For header is trusted, separated by commas. "
-        "Clients without an API key take turns by address.",
+        "The queue tells clients without an API key apart by address.",
         metavar="ADDRESSES",
         group=MORE,
     )
@@ -98,12 +98,12 @@ class ServeSettings(Settings):
         None,
         "Maximum size of a request.",
         unit=SIZE,
-        shown="128KiB, or 16 bytes for each token of --ctx; 16MiB more for images",
+        shown="the larger of 128KiB and 16 bytes per token of --ctx, plus 16MiB for images",
         group=MORE,
     )
     allow_model_change: bool = setting(
         False,
-        "Let clients download models and change the loaded one, as the page can do.",
+        "Let clients, such as the web page, download models and load another model.",
         group=MORE,
     )
     overflow: str | None = setting(
@@ -111,7 +111,7 @@ class ServeSettings(Settings):
         "Treatment of a conversation that outgrows the context: drop (its oldest exchanges leave "
         "the prompt) or refuse (status 400).",
         choices=(DROP, REFUSE),
-        shown="drop on the page and in Ollama's API, or as a request says",
+        shown="as each request asks; the web page and Ollama's API ask for drop",
         group=MORE,
     )
     patience: int = setting(

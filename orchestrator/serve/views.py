@@ -193,12 +193,12 @@ def _samples(state: State, served: Served) -> Iterator[tuple[str, str, str, Labe
     for name, help, table in (
         (
             "experts_decided_total",
-            "Requested experts by the precision that the policy chose.",
+            "Number of requested experts, by the precision that the policy chose.",
             stats.routed,
         ),
         (
             "matrices_computed_total",
-            "Expert matrices by the precision in which they were computed.",
+            "Number of computed expert matrices, by precision.",
             stats.computed,
         ),
     ):

@@ -159,8 +159,8 @@ def too_long_text(most_bytes: int) -> Refusal:
     """Return the error response to a body that is longer than most_bytes without its images."""
     return Refusal(
         413,
-        f"the request is longer than {format_size(most_bytes)} without its images, which is the "
-        f"limit for the context: send less text, or start the server with a larger --ctx",
+        f"the request without its images is longer than {format_size(most_bytes)}, the limit for "
+        f"this --ctx: send less text, or start the server with a larger --ctx",
     )
 
 

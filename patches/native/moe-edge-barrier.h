@@ -18,18 +18,18 @@
 
 #define MOE_EDGE_BARRIER 1
 
-#define MOE_EDGE_SPIN_NS    300000LL  // longer than a policy needs to decide about a layer
+#define MOE_EDGE_SPIN_NS    300000LL  // a thread sleeps after spinning this long; a policy decides about a layer faster
 #define MOE_EDGE_SPIN_ROUND 32        // checks of the other threads between two reads of the clock
 
 // A thread shares its core with another process if it was runnable without a core for at least 1/MOE_EDGE_DELAY_PART of
-// a period. A period shorter than MOE_EDGE_LOOK_NS nanoseconds counts as MOE_EDGE_LOOK_NS, so that small system tasks
-// of about a millisecond have no effect.
+// its measuring period (see moe_edge_late). A period counts as at least MOE_EDGE_LOOK_NS nanoseconds. Delays below 2.5
+// ms, for example by small system tasks, therefore have no effect.
 #define MOE_EDGE_DELAY_PART 8
 #define MOE_EDGE_LOOK_NS    20000000LL
 
-// After a thread has found that it shares its core, all threads sleep at barriers for a period instead of spinning. The
-// first period lasts MOE_EDGE_SHARED_NS nanoseconds. A period that begins within MOE_EDGE_FORGET_NS after the previous
-// one is twice as long as the previous one, up to MOE_EDGE_MOST_SHARED_NS.
+// After a thread has found that it shares its core, all threads sleep at barriers instead of spinning, for
+// MOE_EDGE_SHARED_NS nanoseconds. If a thread finds this again within MOE_EDGE_FORGET_NS after that time has ended, the
+// next time is twice as long, up to MOE_EDGE_MOST_SHARED_NS.
 #define MOE_EDGE_SHARED_NS      4000000LL
 #define MOE_EDGE_MOST_SHARED_NS 256000000LL
 #define MOE_EDGE_FORGET_NS      40000000LL
@@ -37,17 +37,17 @@
 static atomic_llong moe_edge_shared_until;  // time until which no thread spins
 static atomic_llong moe_edge_shared_ns;     // the last duration of sleeping
 
-// This thread's values at the start of its current measuring period: the clock, and the total time for which the thread
-// had been runnable without a core.
+// The state of this thread. at_ns, delay_ns: the clock, and the total time for which the thread had been runnable
+// without a core, both at the start of its current measuring period.
 static _Thread_local struct {
-    int       file;  // its kernel statistics (schedstat); 0: not registered yet, -1: not available
+    int       file;  // descriptor of the thread's schedstat file; 0: not registered yet, -1: not available
     long long at_ns;
     long long delay_ns;
 } moe_edge_late;
 
-// Registers the calling thread as a compute thread until it ends, so that the time in which it is runnable without a
-// core is counted. Returns the file of its kernel statistics, or -1 if the kernel does not report this time. The file is
-// closed when the thread ends. Implemented in moe-edge-delay.cpp.
+// Registers the calling thread as a compute thread until it ends. Returns a file descriptor of the thread's schedstat
+// file in /proc, which contains the total time for which the thread was runnable without a core. Returns -1 if the
+// kernel does not report this time. The descriptor is closed when the thread ends. Implemented in moe-edge-delay.cpp.
 int moe_edge_compute_thread(void);
 
 static inline long long moe_edge_barrier_ns(void) {

@@ -59,8 +59,8 @@ bool moe_edge_take_runs(const Cells & cells, const Layers & layers, const Batch 
 // layers with their K and V tensors of each stream.
 template <typename Cells, typename Layers> class moe_edge_cells_change {
   public:
-    // Counts the cells that are used before the change. transposed: whether the V cache is transposed, so that a row
-    // holds one dimension of all cells.
+    // Counts the used cells. The destructor compares this number with the new one. transposed: whether a row of the V
+    // tensor holds one dimension of all cells, instead of all dimensions of one cell.
     moe_edge_cells_change(const Cells & cells, const Layers & layers, bool transposed)
         : cells(cells), layers(layers), transposed(transposed), used_before(used()) {}
     moe_edge_cells_change(const moe_edge_cells_change &) = delete;

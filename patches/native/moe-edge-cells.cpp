@@ -220,8 +220,9 @@ std::string moe_edge_cell::check(bool staged) const {
     if (resident() && bringing->tier() == of_tier) {
         return "a resident version is loaded again";
     }
-    // A load that has arrived may still exist in three cases. It belongs to a transition (a background change of tier).
-    // An op uses its bytes in the host tier. Or an op of this step still reads the tier that the load will replace.
+    // A load that has arrived is published or discarded immediately, except in three cases. It belongs to a transition,
+    // which is published at the next step boundary. Or an op computes with its bytes in the host tier. Or an op of this
+    // step still uses the resident tier, which the load will replace.
     if (bringing->arrived() && !in_transition() && !serves() && !(pinned() && satisfied() && bringing->has_slot() && bringing->good())) {
         return "a load that has arrived is not acted upon";
     }

@@ -1,5 +1,6 @@
 // Defines cache entries and their states. A moe_edge_cell is the cache entry of one weight matrix: one (layer, kind,
-// expert). It holds the resident tier and its slot, the request of the running step, and the load that is in progress.
+// expert). It holds the resident tier (the precision in memory) and its slot, the request of the running step, and the
+// load that is in progress.
 //
 // All changes go through the named functions, which throw std::logic_error if called in the wrong state. The store's
 // mutex guards all entries.
@@ -18,9 +19,9 @@
 enum class moe_edge_purpose : uint8_t {
     DEMAND,      // requested by a step or a warm start, or a revoked transition
     AHEAD,       // a prefetch: its slot counts as prefetched, unless a step requests it before it arrives
-    AFTER_USE,   // it was used in place, and comes to a slot for the next time
-    TRANSITION,  // it is published at a step boundary, with the other matrices of its expert
-    COMPUTE,     // in place: threads of the host compute it in the host tier
+    AFTER_USE,   // a copy to a slot, for later steps, after host threads have computed it in the host tier
+    TRANSITION,  // a background change of tier: published at a step boundary, with the expert's other matrices
+    COMPUTE,     // in place: host threads compute with its bytes in the host tier
 };
 
 // The stages of a load. A load into a slot in host memory is only QUEUED or READING.
@@ -35,8 +36,8 @@ enum class moe_edge_stage : uint8_t {
 // The outcome of a load.
 enum class moe_edge_fate : uint8_t {
     USED,
-    UNWANTED,  // all bytes arrive, and stay in the host tier if there is one; then the load ends
-    CUT,       // some bytes are never read; the load ends when no thread is working on it
+    UNWANTED,  // cancelled: all bytes still arrive, and stay in the host tier if there is one; then the load ends
+    CUT,       // cancelled: some bytes are never read; the load ends when no thread is working on it
     FAILED,    // a part could not be read or copied, or the checksum differs
 };
 
@@ -48,8 +49,8 @@ class moe_edge_load {
     // Creates a load for a prefetch, which has no slot yet. claim: the arguments with which the load will later ask its
     // pool for a slot.
     static moe_edge_load ahead(int8_t tier, moe_edge_purpose purpose, int32_t order, const moe_edge_claim & claim);
-    // Creates a load without a slot, for a request of the running step. Host threads compute the expert from the bytes
-    // in the host tier, which stay there until then.
+    // Creates a load without a slot, for a request of the running step. Its bytes stay in the host tier until host
+    // threads have computed the expert with them.
     static moe_edge_load in_place_of_slot(int8_t tier);
 
     // Sets the source of the load's bytes: they are read from disk in this many parts.
@@ -126,8 +127,8 @@ class moe_edge_load {
     int32_t          turn;
     int32_t          in_host = -1;  // its slot of the host tier
     uint32_t         sum     = 0;   // XOR of the CRC-32 shares of the parts read so far
-    // The destination of the bytes: a slot, or the arguments (claim) with which the load will ask for a slot. Empty for
-    // a load in place, which needs no slot.
+    // The destination of the bytes: a slot, or the arguments (claim) with which the load will ask its pool for a slot.
+    // Empty for a load in place: its bytes stay in the host tier, and host threads compute with them there.
     std::variant<std::monostate, int32_t, moe_edge_claim> to;
 };
 
@@ -149,8 +150,8 @@ class moe_edge_cell {
     moe_edge_load *       load() { return bringing ? &*bringing : nullptr; }
     const moe_edge_load * load() const { return bringing ? &*bringing : nullptr; }
 
-    // Whether an op of the running step will read this entry. A resident tier that is good enough for the op is not
-    // evicted.
+    // Whether an op of the running step will read this entry. A pinned entry keeps its resident tier if this tier is
+    // good enough for the op.
     bool pinned() const { return asked && asked_tier != MOE_EDGE_SKIP; }
     bool satisfied() const { return as_good_as(asked_tier); }
     bool lacks() const { return pinned() && !satisfied(); }
@@ -166,8 +167,9 @@ class moe_edge_cell {
 
     // ---- state changes
 
-    // Records that the running step requests this entry in a tier. passing: whether it is a streaming request, for a
-    // prompt that needs nearly all experts. Returns whether it is the step's first request for this entry.
+    // Records that the running step requests this entry in a tier, a stored precision of which 0 is the best. passing:
+    // whether the request is a streaming one, for a prompt that needs nearly all experts. Returns whether it is the
+    // step's first request for this entry.
     bool decide(uint8_t tier, bool passing) {
         const bool first = !asked;
         asked       = true;

@@ -32,8 +32,9 @@ std::string moe_edge_store::check() {
             if (complete == loading || complete != (s.is == moe_edge_pool::state::COMPLETE)) {
                 return format("group %zu, slot %d: its cell does not own it", g, i);
             }
-            // The copy that ends at `after` had to wait for the ticket `behind`. Check `after` first: in the other
-            // order, both tickets could pass between the two checks, which would look like an error.
+            // `after` is the ticket of the last copy to the slot. `behind` is the ticket of the earlier copy or reader
+            // for which that copy had to wait, so it must pass first. Test `after` first. In the other order, both
+            // tickets could pass between the two tests, and a correct copy would be reported.
             if (host && loading && load->copied() && device->passed(s.after) && !device->passed(s.behind)) {
                 return format("group %zu, slot %d: a copy overtook the copy that it had to wait for", g, i);
             }

@@ -104,8 +104,8 @@ void load_chosen(const hook_model & model, const llama_ubatch & ubatch) {
     }
 }
 
-// Returns null if a token can be sampled from this row of n logits. Otherwise returns the fault, which is followed by
-// "the logits of a token" in the message. Single values of -inf are no fault.
+// Returns null if a token can be sampled from this row of n logits. Otherwise returns the fault, as the beginning of
+// the phrase "... the logits of a token". Single values of -inf are no fault.
 const char * fault_of(const float * row, int64_t n) {
     int n_nan = 0, n_finite = 0;
     for (int64_t i = 0; i < n; i++) {
@@ -293,7 +293,8 @@ ggml_status moe_edge_step_hook::done(const llm_graph_result * graph, ggml_status
     return store.end_step(us) ? GGML_STATUS_SUCCESS : GGML_STATUS_FAILED;
 }
 
-// Checks the logits of all tokens that have an output. A warm-up is not checked, because its tokens occur in no text.
+// Checks the logits of all tokens that have an output. Skips warm-up steps, because no token is sampled from their
+// logits.
 std::string moe_edge_step_hook::check_logits(const llm_graph_result * graph) const {
     const ggml_tensor * logits = graph->get_logits();
     if (!logits || logits->type != GGML_TYPE_F32 || !logits->buffer || ctx.n_outputs <= 0 || ctx.cparams.warmup) {

@@ -296,7 +296,7 @@ class mul_mat_id {
     // activations.
     struct portions {
         const moe_edge_ready *   ready;
-        const moe_edge_kernels * kernels;  // null: the layout of the file
+        const moe_edge_kernels * kernels;  // null: the weights have the layout of the file
         int64_t first;     // number of its first unit
         int64_t rows;      // weight rows per unit
         int64_t chunks;    // units that cover all weight rows
@@ -527,8 +527,8 @@ class expert_traits : public ggml::cpu::tensor_traits {
 
 class expert_buffer_type : public ggml::cpu::extra_buffer_type {
     bool supports_op(ggml_backend_dev_t, const ggml_tensor * op) override {
-        // matrix_of() is null if no store is attached to the weights. This happens when the model loader asks which
-        // buffer type a plain tensor may use.
+        // Return false for weights without a store. The model loader tries all buffer types of the CPU for each tensor,
+        // and must not choose this type by itself.
         return matrix_of(op) && op->src[1]->type == GGML_TYPE_F32 && op->src[2]->type == GGML_TYPE_I32;
     }
 

@@ -47,7 +47,8 @@ __global__ void take_counts(uint32_t * counts, uint32_t * out, const int32_t n) 
     }
 }
 
-// Returns the number that a ticket has within its lane. The top byte of a ticket is the number of the lane.
+// Returns the number of a ticket within its lane. A ticket marks a point in the work of a CUDA stream, the lane. The
+// top byte of a ticket is the number of the lane.
 static uint64_t number_of(moe_edge_ticket ticket) { return ticket << 8 >> 8; }
 
 // Returns whether every expert has the same tier in the device tables of both matrices.
@@ -401,8 +402,8 @@ moe_edge_ticket moe_edge_cuda_device::record(cudaStream_t stream) {
         }
     }
     if (at == lanes.size()) {
-        // All lanes belong to other streams, so this stream cannot get tickets (marks in its work). Wait for its work
-        // now instead.
+        // Each lane numbers the tickets (marks in the work) of one stream, and all lanes belong to other streams. Wait
+        // for this stream's work now, and return ticket 0, which has always passed.
         check(cudaStreamSynchronize(stream), "its work failed");
         return 0;
     }
@@ -423,8 +424,8 @@ void moe_edge_cuda_device::order(cudaStream_t stream, moe_edge_ticket ticket) {
     }
     std::unique_lock<std::mutex> lock(l.mutex);
     l.changed.wait(lock, [&] { return lost || l.recorded >= number; });
-    // Hold the mutex until the stream's wait is enqueued, so that the event cannot be reused for a later ticket before
-    // that.
+    // Hold the lane's mutex until the stream's wait for the event is enqueued. Otherwise another thread could first
+    // record the event again, for a later ticket.
     if (!has_passed(l, number)) {
         check(cudaStreamWaitEvent(stream, l.events[number % RING], 0), "an event cannot be waited for");
     }
@@ -454,8 +455,8 @@ void moe_edge_cuda_device::wait(moe_edge_ticket ticket) {
         }
         event = l.events[number % RING];
     }
-    // The event may have been reused for a later ticket by now. Waiting for that ticket is also correct, because this
-    // ticket has then passed.
+    // Another thread may have recorded the event again by now, for a later ticket of the same lane. Waiting for the
+    // later ticket is also correct, because the tickets of a lane pass in order.
     check(cudaEventSynchronize(event), "its work failed");
 }
 
@@ -528,8 +529,8 @@ void moe_edge_cuda_device::add_ticket(std::vector<moe_edge_ticket> & list, moe_e
     }
 }
 
-// Frees the lanes of a backend's streams, so that other streams can use them. The numbers of a lane's tickets continue,
-// so that no ticket is used twice.
+// Frees the state of a backend. Each lane numbers the tickets (marks in the work) of one CUDA stream. The lanes of the
+// backend's streams become free for other streams. They do not restart their numbers, so that no ticket is used twice.
 void moe_edge_cuda_device::forget(const ggml_backend_cuda_context & ctx) {
     char *    routed    = backend_of(ctx).routed;
     int32_t * table_ids = backend_of(ctx).table_ids;
@@ -588,8 +589,9 @@ bool moe_edge_cuda_device::make_tables(moe_edge_matrix * const * matrices, int32
     if (!all->host) {
         return false;
     }
-    // Put the counts of all layers first, in the order of the layers, followed by space for a copy of them. The host
-    // can then read all counts with one transfer.
+    // Put the counts first: how many tokens were routed to each expert of each layer, in the order of the layers. Then
+    // comes space of the same size, to which take_counts() moves the counts. The host can thus read them with one
+    // transfer.
     auto * counts = reinterpret_cast<uint32_t *>(all->memory);
     auto * entries = all->memory + n_words;
     for (int32_t i = 0; i < n; i++) {
@@ -629,7 +631,7 @@ void moe_edge_cuda_device::step_boundary(moe_edge_matrix * const * matrices, int
     if (!fixed || !start() || !make_tables(matrices, n)) {
         return;
     }
-    // Collect the range from the first to the last changed entry, to copy it at once and wait for the copy.
+    // Find the range from the first to the last changed entry, to copy it with one transfer.
     int32_t * first = nullptr;
     int32_t * last  = nullptr;
     for (int32_t i = 0; i < n; i++) {
@@ -657,8 +659,8 @@ void moe_edge_cuda_device::step_boundary(moe_edge_matrix * const * matrices, int
         moe_edge_cuda_table & t = *moe_edge_cuda_table_of(*matrices[i]);
         t.usable = t.reached && !lost;
     }
-    // If gate and up of an expert have different tiers, make both tables unusable, because fused ops require the same
-    // tier.
+    // Disable the tables of gate and up for this step if an expert has different tiers in them. An op that fuses gate
+    // and up requires the same tier.
     for (int32_t i = 0; i < n; i++) {
         for (int32_t j = i + 1; j < n && matrices[j]->layer == matrices[i]->layer; j++) {
             if (matrices[i]->kind != MOE_EDGE_DOWN && matrices[j]->kind != MOE_EDGE_DOWN &&
@@ -682,7 +684,8 @@ bool moe_edge_cuda_device::counts(moe_edge_matrix * const * matrices, int32_t n,
             return false;
         }
     }
-    // The device memory at first->counts holds the counts [n, n_expert], followed by space of the same size for a copy.
+    // The counts of all n matrices, [n, n_expert], begin at first->counts, and space for a copy follows. Ops may be
+    // counting meanwhile, so the kernel copies and resets each count with one atomic operation.
     std::vector<uint32_t> read(total);
     uint32_t * copied = first->counts + total;
     const cudaStream_t stream = lanes[MOE_EDGE_LANE_DEMAND].stream;

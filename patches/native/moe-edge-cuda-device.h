@@ -44,7 +44,7 @@ struct moe_edge_cuda_table {
     uint32_t *            counts  = nullptr;  // on the device, [n_expert]; down matrix only
     std::vector<int32_t>  host;               // the entries as last copied
     uint64_t              version = 0;
-    bool                  reached = false;    // all experts are within reach of the entries
+    bool                  reached = false;    // every expert is close enough to its base address for a 32-bit distance
     bool                  usable  = false;    // ops may use it in this step; otherwise they call the store
     moe_edge_matrix *     down    = nullptr;  // the down matrix of the same layer
 };
@@ -60,13 +60,15 @@ struct moe_edge_cuda_exchange {
     moe_edge_ticket last   = 0;  // the device's last operation that reads this memory
 };
 
-// The launches of a layer's products in a step with few tokens, whose ids one kernel has written. The route node makes
-// this plan. If tables do not change, the first product plans the down product.
+// The planned kernel launches for the expert products (up, gate, down) of one layer, in a step with few tokens. The ids
+// that these launches read are written by one kernel in advance. The layer's route node, which follows the router,
+// makes the plan. In a step with fixed expert tables there is no route node, and the layer's first product plans the
+// down product.
 struct moe_edge_cuda_plan {
     struct launch {
         int32_t         type;
-        const char *    base;      // start of the class, see moe_edge_launch_class
-        const int32_t * ids;       // [n_slots, n_tokens]: the positions of experts
+        const char *    base;      // the address from which the positions in ids are counted
+        const int32_t * ids;       // [n_slots, n_tokens]: the position of each row's expert, or a negative number
         const char *    gate;      // the same for the gate matrices; null if up and gate have different types
         const int32_t * gate_ids;
         std::vector<moe_edge_ticket> after;  // the launch waits for these copies
@@ -86,9 +88,10 @@ struct moe_edge_cuda_backend {
     uint64_t frees  = 0;  // value of pool_frees at its last graph
     moe_edge_cuda_plan plan;
     int32_t * table_ids = nullptr;  // on the device: the ids of a down product whose table does not change
-    bool      asked_for_ids = false;  // for the memory of table_ids
+    bool      asked_for_ids = false;  // the memory of table_ids has been requested, perhaps without success
 
-    // Host memory into which the route node writes its inputs.
+    // Host memory for the inputs of a route node (the graph node after a layer's router). The device copies the inputs
+    // there, because the store decides about the experts on the host.
     char *   routed        = nullptr;
     uint64_t routed_bytes  = 0;
     bool     routed_pinned = false;
@@ -119,10 +122,11 @@ class moe_edge_cuda_device : public moe_edge_device {
 
     // Makes the memory pool of a backend reserve the scratch memory that expect_scratch announced.
     void fill_pool(ggml_backend_cuda_context & ctx);
-    // Called before each graph of a backend, whose plan ends. Returns whether a memory pool of this device has freed
-    // memory since the last call for this backend. CUDA graphs that were captured before may then use freed memory.
+    // Called before each graph of a backend. Discards the backend's moe_edge_cuda_plan. Returns whether a memory pool
+    // of this device has freed memory since the last call for this backend. CUDA graphs that were captured before may
+    // then use freed memory.
     bool begin_graph(const ggml_backend_cuda_context & ctx);
-    // Returns what is kept for a backend. The reference stays valid until forget().
+    // Returns the executor's state for a backend, and creates it if needed. The reference stays valid until forget().
     moe_edge_cuda_backend & backend_of(const ggml_backend_cuda_context & ctx);
     // Returns the backend's host memory for the inputs of its route nodes, enlarged to at least `bytes` bytes. Null if
     // the allocation failed.
@@ -131,23 +135,23 @@ class moe_edge_cuda_device : public moe_edge_device {
     void forget(const ggml_backend_cuda_context & ctx);
     std::atomic<uint64_t> pool_frees { 0 };
 
-    // Waits for a ticket by polling, without sleeping. Used for single tokens, for which waking a sleeping thread would
-    // take too long.
+    // Waits by polling, without sleeping, until the ticket (a point in the device's work) has passed. Used in steps
+    // with few tokens, in which waking a sleeping thread would take too long.
     void wait_awake(moe_edge_ticket ticket);
 
     // Returns a ticket for everything launched on this stream so far, or 0 if the device is lost.
     moe_edge_ticket record(cudaStream_t stream);
     // Makes all later work of this stream wait until the ticket (a point in the device's work) has passed.
     void order(cudaStream_t stream, moe_edge_ticket ticket);
-    // Adds a ticket to those that a launch waits for. Keeps one ticket of each lane, because its earlier tickets pass
-    // before.
+    // Adds a ticket (a point in the device's work) to the list of tickets that a launch waits for. The list keeps only
+    // the latest ticket of each lane (one CUDA stream), because the tickets of a lane pass in order.
     static void add_ticket(std::vector<moe_edge_ticket> & list, moe_edge_ticket ticket);
 
     // Whether kernels can read pinned memory from alloc_host() with the same address as the host.
     bool same_address() const { return reads_host; }
 
-    // Returns the exchange buffer, enlarged to at least `bytes` bytes. The caller must hold the buffer's mutex. The
-    // member `memory` is null if the allocation failed.
+    // Returns the host memory through which ops and host threads exchange activations and results, enlarged to at least
+    // `bytes` bytes. The caller must hold its `mutex`. Its `memory` is null if the allocation failed.
     moe_edge_cuda_exchange & exchange_of(uint64_t bytes);
     moe_edge_cuda_exchange   exchange;
 

@@ -1,6 +1,7 @@
-// Implements the route node on a CUDA device. One kernel packs the node's inputs into host memory, for which the host
-// waits once. After the store's decision, one kernel writes the routing weights and the ids of all launches of the
-// layer, so that its products need no kernel of ours.
+// Implements the route node on a CUDA device. A route node is the graph node between a layer's router and its experts.
+// One kernel copies the node's inputs to host memory, where the store decides about the experts. Another kernel then
+// writes the routing weights, and the ids for all matrix kernels of the layer. The products of the layer (up, gate,
+// down) can then launch upstream's matrix kernels immediately.
 
 #include "moe-edge-cuda.h"
 #include "moe-edge-cuda-device.h"
@@ -46,12 +47,13 @@ __global__ void pack_inputs(const packed_inputs inputs, int32_t * to, int32_t * 
     }
 }
 
-// The routing weight of each row (slot, token), and in which launch of each product its expert is.
+// For each row (slot, token): its routing weight, and for each product (up, gate, down) the kernel launch that computes
+// the row. A slot is the position of an expert among the token's selected experts.
 struct planned_rows {
     int32_t n = 0;
     int32_t n_launches[PRODUCTS] = {};
     float   weight[MOE_EDGE_PLAN_ROWS];
-    int32_t unit[PRODUCTS][MOE_EDGE_PLAN_ROWS];    // position of the expert in the launch
+    int32_t unit[PRODUCTS][MOE_EDGE_PLAN_ROWS];    // position of the row's expert, counted from the base of the launch
     int8_t  launch[PRODUCTS][MOE_EDGE_PLAN_ROWS];  // SKIPPED, or the index of the launch
 };
 
@@ -59,12 +61,15 @@ constexpr int8_t SKIPPED = -1;
 
 static_assert(sizeof(planned_rows) < 4000, "the arguments of a kernel have 4 KiB");
 
-// Returns the index in a plan's ids at which those of a launch begin.
+// Returns the index of the first id of a kernel launch in the array of all ids of a layer, [PRODUCTS,
+// MOE_EDGE_PLAN_LAUNCHES, n_rows].
 __host__ __device__ inline int64_t ids_at(int product, int launch, int64_t n_rows) {
     return (product*MOE_EDGE_PLAN_LAUNCHES + launch)*n_rows;
 }
 
-// Writes the routing weights, and for each launch the ids of all rows (moe_edge_cuda_ids).
+// Writes the routing weight of each row, and the ids of all rows for each launch of each product. An id is the position
+// of the row's expert, or -1 if another launch computes the row. The first launch gets MOE_EDGE_CUDA_SKIPPED for a row
+// whose expert is skipped.
 __global__ void write_plan(const planned_rows rows, float * weights, int32_t * ids) {
     for (int row = threadIdx.x; row < rows.n; row += blockDim.x) {
         weights[row] = rows.weight[row];
@@ -78,7 +83,7 @@ __global__ void write_plan(const planned_rows rows, float * weights, int32_t * i
     }
 }
 
-// Plans the products of one layer.
+// Plans the kernel launches for the expert products of one layer.
 class planner {
   public:
     planner(moe_edge_cuda_device & device, moe_edge_cuda_plan & plan, const int32_t * selected, int64_t n_rows, const int32_t * ids)
@@ -86,8 +91,9 @@ class planner {
         rows.n = n_rows;
     }
 
-    // Plans a product, or two products that may be fused: gates are the gate matrices of the same experts. Returns
-    // false if the product needs too many launches.
+    // Plans the kernel launches of product p (0 up or gate_up, 1 gate, 2 down) for the experts in `ready`. gate, gates:
+    // the gate matrix and its experts, which are planned in the same launches, so that a kernel can fuse both products.
+    // Returns false if the product needs more than MOE_EDGE_PLAN_LAUNCHES launches.
     bool add(int p, moe_edge_matrix * m, std::vector<moe_edge_ready> ready, moe_edge_matrix * gate = nullptr,
              std::vector<moe_edge_ready> gates = {}) {
         std::vector<moe_edge_launch_item> items;
@@ -172,9 +178,9 @@ static bool same_types(const std::vector<moe_edge_ready> & a, const std::vector<
     });
 }
 
-// Begins all products of the layer, if all selected experts are available or being copied, and makes their plan.
-// selected, weights: the route node's inputs in host memory. Returns false if there is no plan: each product then asks
-// the store itself.
+// Begins all products of the layer in the store, and plans their kernel launches. Returns false if there is no plan,
+// for example because a selected expert is neither on the device nor being copied to it. Each product then requests its
+// experts from the store itself. selected, weights: the route node's inputs in host memory.
 static bool plan_layer(ggml_backend_cuda_context & ctx, const moe_edge_route & route, ggml_tensor * node, const int32_t * selected,
                        const float * weights) {
     auto & device = *moe_edge_cuda_device::get(ctx.device);
@@ -224,8 +230,9 @@ static bool plan_layer(ggml_backend_cuda_context & ctx, const moe_edge_route & r
     return true;
 }
 
-// Returns the end of the part of a graph that begins at this node. Parts begin with a route node, or after the last
-// product of a layer's experts.
+// Returns the end of the part of a graph that begins at this node. A part that contains a layer's route node and
+// experts ends after their last product, because the host must synchronize in it. The nodes between such parts are
+// parts of their own, which a CUDA graph can contain.
 static int part_end(const ggml_cgraph & graph, int first) {
     int end = graph.n_nodes;
     bool seen = false;

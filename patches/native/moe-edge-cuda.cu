@@ -42,9 +42,9 @@ struct result_rows {
     int64_t token_stride;
 };
 
-// Writes to `out` the position of a row's expert in each class of experts (experts of one type that one kernel
-// computes): `value` for the class `own`, and -1 for all other classes. Runs with one block per (slot, token).
-// skipped_in: the class that gets MOE_EDGE_CUDA_SKIPPED, or -1.
+// Writes the ids of the block's row (slot, token) to `out`, one for each class. A class is the experts of one type that
+// one kernel launch computes. The class `own` gets `value`, the class `skipped_in` gets MOE_EDGE_CUDA_SKIPPED, and all
+// other classes get -1.
 static __device__ __forceinline__ void write_ids(const routed_ids routed, const int n_classes, const int own, const int32_t value,
                           int32_t * out, const int skipped_in = -1) {
     for (int c = threadIdx.x; c < n_classes; c += blockDim.x) {
@@ -60,17 +60,22 @@ static __device__ __forceinline__ void clear_row(const routed_ids routed, const 
     }
 }
 
-// The positions of the gate matrices of a list's experts, in blocks from their base. The list and this struct together
-// fit the 4 KiB that every driver accepts as arguments of a kernel.
+// The distance of each expert's gate matrix from the base address of the gate matrices, in blocks, in the order of a
+// moe_edge_launch_list. The list and this struct together fit the 4 KiB that every driver accepts as arguments of a
+// kernel.
 struct gate_units {
     int32_t unit[MOE_EDGE_LAUNCH_EXPERTS];
 };
 
 static_assert(sizeof(moe_edge_launch_list) + sizeof(gate_units) < 4000, "the arguments of a kernel have 4 KiB");
 
-// Writes for every row the position of its selected expert in this launch to `out`, or -1 if the expert is not in the
-// list. units: receives the positions of the list's experts. gate_out: null, or receives the positions of the gate
-// matrices. counts: null, or the counters [n_expert] to which each expert's rows are added.
+// Translates the router's ids for the matrix kernels of a list's classes. Writes to `out`, for each class and each row
+// (slot, token), the position of the row's expert, or -1 if the expert is not in the class. A position is a distance
+// from the class's base in blocks, or an index in the class if the class's bit in list.indexed is set.
+//
+// gate_out: null, or receives the same for the gate matrices. units: receives the distance of every expert in the list,
+// for kernels that use indices. dst: the result, in which the rows of skipped experts are set to zero. counts: null, or
+// the number of rows of each expert [n_expert], which this kernel increases.
 __global__ void remap_list(const moe_edge_launch_list list, const gate_units gate, const routed_ids routed, int32_t * out,
                            int32_t * gate_out, int32_t * units, const result_rows dst, uint32_t * counts) {
     __shared__ int found;
@@ -106,18 +111,18 @@ __global__ void remap_list(const moe_edge_launch_list list, const gate_units gat
     }
 }
 
-// The ids of the down product of the same layer.
+// The arguments with which remap_table also writes the ids of the layer's down product, after those of up or gate.
 struct down_ids {
-    const int32_t * table;    // null: the down product writes its own
+    const int32_t * table;    // null: the down product writes its own ids
     int             n_tiers;
     int             first;    // the first tier that is launched
     int32_t *       out;
     uint32_t *      counts;
 };
 
-// Writes for every row the position of its selected expert in device memory to `out`. Reads the positions from a table
-// in device memory (moe_edge_plan_table). gate_table: null, or the table of the gate matrices, which must have the same
-// tiers.
+// Translates the router's ids for the matrix kernels of all tiers, with a table in device memory (moe_edge_plan_table).
+// Writes to `out`, for each tier and each row (slot, token), the position of the row's expert, or -1 if the expert has
+// another tier. gate_table: null, or the table of the gate matrices, in which each expert must have the same tier.
 __global__ void remap_table(const int32_t * table, const int32_t * gate_table, const down_ids down, const int n_expert, const int n_tiers,
                             const uint32_t indexed, const routed_ids routed, int32_t * out, int32_t * gate_out,
                             const result_rows dst, uint32_t * counts) {
@@ -284,7 +289,7 @@ struct class_launch {
     const char *    base;
     int64_t         n_experts;   // number of experts that the ids of mat_q and floats index
     const int32_t * ids;         // [n_slots, n_tokens]
-    const int32_t * units;       // [n_experts]
+    const int32_t * units;       // [n_experts]: distance of each expert from base, in blocks
     const char *    gate = nullptr;      // base of the fused gates
     const int32_t * gate_ids = nullptr;
 };
@@ -321,7 +326,8 @@ class product {
         return ggml_cuda_should_use_mmq(type, cc, 1, w->ne[2]) ? path::mat_q : path::vec_q;
     }
 
-    // Whether one launch per type can compute this product and the gate product together, for the experts of all tiers.
+    // Whether upstream's kernel MMVQ can compute this product and the gate product together. Both matrices must have
+    // the same type in every tier, and the kernel must support each type for this number of tokens.
     bool fuses_with(const product & gate) const {
         return cc > GGML_CUDA_CC_PASCAL && m->types == gate.m->types &&
             std::all_of(m->types.begin(), m->types.end(), [&](int32_t t) {
@@ -341,14 +347,15 @@ class product {
     // Computes the product with the expert table on the device. The host need not know which experts are selected.
     void run_table(const moe_edge_cuda_table & t) { run_table(t, nullptr); }
 
-    // Computes the product, the gate product and their activation (GLU) together. The expert tables of both products
-    // must have the same tiers.
+    // Computes this up product, the gate product and their activation (GLU) together, with the expert tables on the
+    // device. Each expert must have the same tier (stored precision) in both tables.
     void run_table_fused(const moe_edge_cuda_table & t, const product & gate, ggml_tensor * glu) {
         dst = glu;
         run_table(t, &gate);
     }
 
-    // Returns the plan for this product, see moe_edge_cuda_plan. Null: none, or it is computed already.
+    // Returns the planned kernel launches of this product (see moe_edge_cuda_plan). Returns null if there is no plan,
+    // or if the product is computed already.
     moe_edge_cuda_plan::product * planned() const {
         moe_edge_cuda_plan & plan = device->backend_of(ctx).plan;
         moe_edge_cuda_plan::product & own = plan.products[m->kind];
@@ -358,15 +365,15 @@ class product {
     // Computes the product as planned.
     void run_planned(moe_edge_cuda_plan::product & plan) {
         run_launches(plan, false);
-        if (plan.ready.empty()) {  // of a table, to which the store makes no change in this step
+        if (plan.ready.empty()) {  // planned with a fixed table: no expert must be released
             plan.matrix = nullptr;
         } else {
             finish_planned(plan, device->record(stream));
         }
     }
 
-    // Computes the product, the gate product and their activation (GLU) together. Returns false without any effect if
-    // their launches differ.
+    // Computes the up product, the gate product and their activation (GLU) together, as planned. Returns false without
+    // any effect if the plan does not have the experts of both products in the same launches.
     static bool run_planned_fused(product & up, product & gate, ggml_tensor * glu) {
         moe_edge_cuda_plan::product * plan = up.planned(), * of_gate = gate.planned();
         if (!plan || !of_gate || !std::all_of(plan->launches.begin(), plan->launches.end(), [](const auto & l) { return l.gate; })) {
@@ -542,8 +549,9 @@ class product {
         }
     }
 
-    // Plans the down product of the same layer, whose ids the caller then writes too. Returns no table if the down
-    // product writes its own ids, or if they are written already.
+    // Plans the kernel launches of the layer's down product. Returns the arguments with which remap_table then writes
+    // the ids of the down product too. Returns empty arguments if the down product must write its own ids, or if an
+    // earlier product has already planned it.
     down_ids plan_down(const moe_edge_cuda_table & t) const {
         moe_edge_cuda_backend & backend = device->backend_of(ctx);
         moe_edge_matrix * down = t.down;
@@ -585,8 +593,8 @@ class product {
                  (int64_t) (dst->nb[2] / sizeof(float)) };
     }
 
-    // Returns the counters on the device for the rows of each expert. Returns null in a step in which expert tables may
-    // change: the store then counts the rows itself.
+    // Returns the device's counters [n_expert] of the tokens that are routed to each expert. Returns null if this
+    // matrix has none, or if expert tables may change in this step: the store then counts the tokens itself.
     uint32_t * counts() const {
         const moe_edge_cuda_table * t = moe_edge_cuda_table_of(*m);
         return t && m->ops->fixed(m) ? t->counts : nullptr;
@@ -632,7 +640,7 @@ class product {
         products[0]->compute_hosted(products, hosted, at, began_us);
     }
 
-    // The layout of the device's exchange memory.
+    // The layout of the host memory through which products and host threads exchange activations and results.
     struct exchanged {
         char *  memory;
         float * x;         // [x slots * tokens, columns]
@@ -795,8 +803,9 @@ class product {
         }
     }
 
-    // Returns a tensor that describes the weights of a class as upstream's host functions expect it. A position in
-    // blocks then serves as the id of an expert, because neighbouring experts of the tensor are one block apart.
+    // Returns a tensor that describes the weights of a class as upstream's host functions expect it. The tensor's
+    // stride from one expert to the next (nb[2]) is one block. An expert's distance from `base` in blocks then serves
+    // as its id.
     ggml_tensor weights_of(const class_launch & c, const char * base) const {
         ggml_tensor t = *w;
         t.type  = static_cast<ggml_type>(c.type);
@@ -832,8 +841,8 @@ class product {
 
     size_t quantized_token() const { return x->ne[1]*padded_row()*sizeof(block_q8_1)/QK8_1; }
 
-    // Converts the activations to q8_1, the format that the kernel vec_q needs for all types. Must run before any other
-    // allocation from the pool, because the pool frees memory in reverse order.
+    // Converts the activations to q8_1, the format that upstream's kernel MMVQ (path vec_q) needs for all types. Must
+    // run before any other allocation from the pool, because the pool frees memory in reverse order.
     void quantize() {
         const bool wanted = std::any_of(m->types.begin(), m->types.end(), [&](int32_t t) {
             return path_of(t) == path::vec_q;

@@ -10,8 +10,8 @@
 
 struct ggml_backend_cuda_context;
 
-// The id of a row whose expert is skipped. MMVQ fills the row with zeros. It leaves rows with other negative ids to
-// other launches.
+// The id of a row whose expert is skipped. Upstream's vector kernel (MMVQ) fills the result of this row with zeros. It
+// does not write rows with id -1, because another kernel launch computes them.
 constexpr int32_t MOE_EDGE_CUDA_SKIPPED = -2;
 
 // Arguments for our launches of upstream's matrix kernels, through which the kernels find the experts. The field
@@ -32,7 +32,8 @@ bool moe_edge_cuda_needs_sync(const ggml_tensor * dst);
 
 void moe_edge_cuda_mul_mat_id(ggml_backend_cuda_context & ctx, ggml_tensor * dst);
 
-// Returns whether `node` is the route node of a layer whose experts this device holds.
+// Returns whether `node` is a route node, and this device holds the experts of its layer. A route node follows a
+// layer's router and lets the store decide about the selected experts.
 bool moe_edge_cuda_routes(int device, const ggml_tensor * node);
 
 // Runs a route node: waits for the router, lets the store decide, and writes the routing weights. Returns false for
@@ -43,8 +44,9 @@ bool moe_edge_cuda_route(ggml_backend_cuda_context & ctx, ggml_tensor * node);
 // many of these three nodes were computed: 3, 2 without the activation, or 0 if nothing was computed.
 int moe_edge_cuda_gate_up(ggml_backend_cuda_context & ctx, ggml_tensor * gate, ggml_tensor * up, ggml_tensor * glu);
 
-// Computes a graph with route nodes and few tokens in parts, so that CUDA graphs can contain those between the experts
-// of two layers. Returns false without any effect for other graphs.
+// Computes a graph with few tokens and with route nodes in several parts. A route node follows a layer's router and
+// waits for the host. The nodes from a layer's last expert product to the next route node are a part without such a
+// wait, which a CUDA graph can contain. Returns false without any effect for other graphs.
 bool moe_edge_cuda_run_parts(ggml_backend_t backend, ggml_cgraph * graph, ggml_status (*compute)(ggml_backend_t, ggml_cgraph *));
 
 // Records that a memory pool of this device has freed memory. CUDA graphs that were captured before may still use that
@@ -59,7 +61,6 @@ bool moe_edge_cuda_begin_graph(const ggml_backend_cuda_context & ctx);
 // its pool still exist.
 void moe_edge_cuda_forget(const ggml_backend_cuda_context & ctx);
 
-// Returns one of our functions by name, or null for any other name. "moe_edge_device" is the function from a device
-// index to a moe_edge_device *, or null. "moe_edge_buffer_type" is the function from a device index to a
-// ggml_backend_buffer_type_t.
+// Returns the address of one of our functions, or null for any other name. "moe_edge_device" is a function
+// `moe_edge_device * (int device)`. "moe_edge_buffer_type" is a function `ggml_backend_buffer_type_t (int device)`.
 void * moe_edge_cuda_proc_address(const char * name);

@@ -43,7 +43,7 @@ int64_t delay_ns(int file) {
     return sscanf(text, "%*s %lld", &found) == 1 ? found : -1;
 }
 
-// Adds the time since the last measurement of a thread.
+// Adds to known.delay_ns the time for which a thread was runnable without a core since its last measurement.
 void measure(compute_thread & thread) {
     const int64_t delay = delay_ns(thread.file);
     if (delay >= 0) {
@@ -52,7 +52,7 @@ void measure(compute_thread & thread) {
     }
 }
 
-// The registration of the current thread. Its end is the end of the thread.
+// A thread-local object. When its thread ends, the destructor removes the thread from `known` and closes its file.
 struct registration {
     int file = -1;
 

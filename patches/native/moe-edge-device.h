@@ -52,13 +52,14 @@ struct moe_edge_device {
     // count as passed.
     virtual std::string error() = 0;
 
-    // Called at the start of each step of a store on this device, while no op is running. Must not call the store.
+    // Called at the start of each step of a store on this device, while the host runs no op. Must not call the store.
     //
-    // matrices: all expert matrices of the store. An executor that keeps their tables on the device updates them here.
-    // fixed: no table changes before the next step, so ops may read the tables without calling the store.
+    // matrices: all expert matrices of the store. An executor that keeps copies of their tables
+    // (moe_edge_matrix::table) on the device updates the copies here. fixed: the tables do not change before the next
+    // step, so ops may read the copies without calling the store.
     //
-    // When this function returns, every op of the previous step that has not called release() must have ended, because
-    // its slots may be reused.
+    // Ops that read the copies do not call release(). If a table has changed or may change in this step, this function
+    // must wait for these ops of the previous step, because their slots may be reused.
     virtual void step_boundary(moe_edge_matrix * const * matrices, int32_t n, bool fixed) {
         (void) matrices;
         (void) n;

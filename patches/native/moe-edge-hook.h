@@ -14,7 +14,8 @@
 
 struct hook_model;
 
-// A MoE layer of a model, with the tensors and tables that the route hook uses.
+// A MoE layer of a model, with the tensors and tables that the route hook uses. The route hook adds a node after the
+// layer's router, in which the store decides about the layer's experts.
 struct hook_layer : moe_edge_route {
     hook_model *  model   = nullptr;
     int32_t       layer   = 0;
@@ -36,7 +37,8 @@ struct hook_model {
     std::vector<ggml_tensor *> bound;   // tensors whose `extra` points into the store
     ggml_context_ptr           copies;  // copies of the routers, for the look-ahead
     std::vector<ggml_backend_buffer_ptr> copy_buffers;
-    // For each computed graph, the hooks that it contains. 0: none. 1: the route hook. 2: also token importance.
+    // The hooks in each graph that was computed, by the address of its llm_graph_result. 0: none. 1: the route hook,
+    // which lets the store decide about the experts of each layer. 2: also the hooks that compute token importance.
     std::unordered_map<const void *, int> watched;
 
     hook_model(moe_edge_store * store, const llama_model & model) : store(store), model(&model) {}

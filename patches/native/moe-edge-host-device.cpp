@@ -53,7 +53,7 @@ void * moe_edge_host_device::map(uint64_t bytes) {
 
 void moe_edge_host_device::unmap(void * memory) {
     std::unique_lock<std::mutex> lock(mutex);
-    // Wait for the running jobs, because after a loss of the device, tickets pass before their jobs have ended.
+    // Wait until no job is running, because a running job may still use the memory.
     changed.wait(lock, [this] { return running == 0; });
     const auto it = mapped.find(memory);
     if (it != mapped.end()) {

@@ -46,15 +46,17 @@ class moe_edge_host_tier {
     // Returns the ticket of a copy after which reserve() may succeed. Returns 0 if no copy blocks it.
     moe_edge_ticket blocked_by(int32_t size_class) const;
 
-    // Marks a slot as complete. passing: the slice was read for a streaming request, and will be evicted first.
+    // Marks a slot as complete: all bytes of its slice (one expert matrix) have been read. passing: whether they were
+    // read for a streaming request, so that they are evicted first.
     void    complete(int32_t slot, bool passing);
     void    feeds(int32_t slot, int32_t lane, moe_edge_ticket ticket);  // a copy from the slot is in flight
     void    drop(int32_t slot);                                         // ends a hold; an incomplete slot becomes free
     // Makes this slice the most recently used one if it is in the host tier. Called when the device evicts the slice.
     void    touch(int32_t slice);
 
-    // Reserves a slot for an op, which keeps it until it has computed with the contents. Returns false, and reserves
-    // nothing, if too few slots would remain for other loads.
+    // Reserves one slot of a size class for an expert matrix that host threads compute. take_back() ends the
+    // reservation when its op has ended. Returns false, and reserves nothing, if fewer than `least` slots would remain
+    // for other loads.
     bool    lend(int32_t size_class);
     void    take_back(int32_t size_class) { lists[size_class].lent--; }
     int32_t lent(int32_t size_class) const { return lists[size_class].lent; }

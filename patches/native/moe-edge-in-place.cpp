@@ -26,8 +26,9 @@ void moe_edge_store::open_in_place(const moe_edge_config & config) {
     stats.misses = misses;
 }
 
-// Returns whether the matrix of_kind of an expert is requested and missing, and no load for it has been started. kind:
-// the matrix kind that the step requests, or MOE_EDGE_N_KINDS for all kinds.
+// Returns whether a matrix of an expert is requested and missing, no load for it has been started, and its bytes would
+// go through the host tier. of_kind: the kind of this matrix (up, gate, gate_up or down). kind: the only kind that the
+// caller handles, or MOE_EDGE_N_KINDS for all.
 bool moe_edge_store::is_missing(int32_t layer, int32_t kind, int32_t of_kind, int32_t expert) const {
     const int32_t cell = cell_index(layer, of_kind, expert);
     const auto & c = cells[cell];
@@ -130,11 +131,11 @@ void moe_edge_store::count_in_place(const moe_edge_slices & s) {
     stats.host_computed_bytes[phase] += s.expert_bytes;
 }
 
-// Starts to copy an expert that the host has computed to slots on the device, for later steps. Does nothing while
+// Starts to copy an expert to slots on the device, for later steps, after the host has computed it. Does nothing while
 // another copy waits.
 void moe_edge_store::keep_used(int32_t layer, int32_t expert) {
-    // Do nothing with exact tiers, because an op that requests a worse tier could find the better tier that would be
-    // loaded.
+    // Copy nothing with exact tiers. A step may request the expert in a worse tier before the copy ends. Its op would
+    // then use the better tier, which exact tiers forbid.
     if (misses == MOE_EDGE_MISS_COPY || !copies.empty() || exact_tiers) {
         return;
     }

@@ -17,12 +17,13 @@
 constexpr int32_t MOE_EDGE_LAUNCH_EXPERTS = 256;
 constexpr int32_t MOE_EDGE_LAUNCH_CLASSES = 8;
 
-// The largest distance between an expert and the base of its class (the experts of one launch), in blocks. Kernels
-// count blocks in 32 bits, so the limit leaves a margin for the blocks within the expert.
+// The largest distance between an expert and the base address of its class, in blocks. A class is the experts that one
+// kernel launch computes, and the kernel finds each of them by its distance from the base. Kernels count blocks in 32
+// bits, so the limit leaves a margin for the blocks within the expert.
 constexpr uint64_t MOE_EDGE_REACH_UNITS = INT32_MAX - (1 << 26);
 
-// Returns the unit in bytes in which distances between experts of this type are counted. For quantized types it is the
-// size of a block, and for float types the alignment of experts.
+// Returns the unit, in bytes, of an expert's distance from the base address of its launch. Kernels find an expert by
+// this distance. For quantized types the unit is the size of a block, and for float types the alignment of experts.
 inline int64_t moe_edge_unit_bytes(int32_t type) {
     return ggml_is_quantized((ggml_type) type) ? (int64_t) ggml_type_size((ggml_type) type) : MOE_EDGE_DEVICE_ALIGN;
 }
@@ -43,8 +44,9 @@ struct moe_edge_launch_class {
     const char * gate  = nullptr;
 };
 
-// The experts of up to MOE_EDGE_LAUNCH_CLASSES classes, each of which one kernel computes. A kernel receives this
-// struct by value, so that no table must be copied to the device before the launch.
+// The experts of up to MOE_EDGE_LAUNCH_CLASSES classes. A class is experts of one type near the same base address,
+// which one kernel launch computes. The kernel that translates the router's ids receives this struct by value, so that
+// no table must be copied to the device first.
 struct moe_edge_launch_list {
     int32_t  n_classes = 0;
     int32_t  n         = 0;
@@ -106,7 +108,8 @@ inline std::vector<moe_edge_launch> moe_edge_plan_launches(std::vector<moe_edge_
         l->list.n++;
     }
 
-    // Compute the distances only now, because the base addresses of all classes are known.
+    // Compute each expert's distance from the base address of its class only now, because the base of the gate matrices
+    // may change while experts are added to a class.
     size_t at = 0;
     for (moe_edge_launch & l : launches) {
         for (int32_t c = 0; c < l.list.n_classes; c++) {
@@ -134,9 +137,10 @@ inline std::vector<moe_edge_launch> moe_edge_plan_launches(std::vector<moe_edge_
     return launches;
 }
 
-// Groups the experts of a product with few tokens into launches. Experts whose bytes have arrived come first. Each type
-// has one launch, which waits for its last expert, unless the experts are far apart. The type with the most arrived
-// experts has a second launch for its late experts. Skipped experts are in no launch.
+// Groups the experts of a product with few tokens into launches. The experts of one type share a launch, unless they
+// are too far apart in memory for one base address. A launch waits until the bytes of all its experts have arrived, so
+// launches without late experts come first. The type with the most arrived experts has a separate launch for its late
+// experts. Skipped experts are in no launch.
 inline std::vector<moe_edge_launch> moe_edge_plan_few(const std::vector<moe_edge_launch_item> & items) {
     std::map<int32_t, std::array<int, 2>> n_of_type;  // arrived and late experts
     for (const moe_edge_launch_item & e : items) {

@@ -142,7 +142,8 @@ const moe_edge_kernels * moe_edge_kernels_of(int32_t type, int64_t n_in, int64_t
 }
 
 int64_t moe_edge_tiles_from(const moe_edge_kernels & kernels) {
-    // Determine this only once, because every op asks and the answer never changes.
+    // Test only at the first call whether upstream has tiled kernels for this CPU. Every op calls this function, and
+    // the answer never changes.
     static const bool tiles = ggml_cpu_has_avx512_vnni() && upstream_tiles(GGML_TYPE_Q4_K) && upstream_tiles(GGML_TYPE_Q2_K);
     return kernels.tiles_from > 0 && tiles ? kernels.tiles_from : INT64_MAX;
 }

@@ -1,7 +1,9 @@
-// Implements the limit on the memory of slots, which may change between steps.
+// Implements moe_edge_store_limit: the limit on slot memory, in bytes, which the application may change between steps.
 //
-// The slots of all groups alternate in memory, so a limit is one address. Slots below this address stay. Slots above it
-// are emptied, and their memory returns to the system. Their most recently used experts are moved to slots below.
+// A group is a set of slots of one size. The slots of the groups alternate in one range of memory, so each prefix of
+// the range has about the same fraction of every group. The limit is the length of the prefix that may be used. Slots
+// above the limit are emptied: their most recently used experts move to slots below it, and their memory returns to the
+// system.
 
 #include "moe-edge-store.h"
 #include "moe-edge-util.h"
@@ -60,9 +62,9 @@ int32_t moe_edge_store::loading() {
     return std::count_if(cells.begin(), cells.end(), [](const moe_edge_cell & c) { return c.load() != nullptr; });
 }
 
-// Empties the slots above the limit on slot memory, and returns their memory to the system. Their most recently used
-// experts move to slots below the limit and evict older experts. Slots that an op or a load still needs are emptied
-// later.
+// Empties the slots above the limit, which is a size in bytes from the start of slot memory, and returns their memory
+// to the system. The most recently used experts of these slots move to slots below the limit and evict older experts.
+// Slots that an op or a load still needs are emptied later.
 void moe_edge_store::fit() {
     for (auto & pool : pools) {
         for (int32_t i = pool.usable(); i < pool.size() && pool.n_beyond() > 0; i++) {

@@ -129,8 +129,8 @@ std::unique_ptr<hook_model> make_hook(moe_edge_store & store, const llama_model 
         each.router = each.ahead_router = layer.ffn_gate_inp;
         if (layer.ffn_gate_inp_s || !read_bias(layer.ffn_gate_inp_b, store.n_expert, each.router_bias) ||
             !read_bias(layer.ffn_exp_probs_b, store.n_expert, each.choice_bias)) {
-            // The layer's experts cannot be predicted, because the layer scales its router's input or has a bias of
-            // another form.
+            // The experts of this layer cannot be predicted: the layer scales its router's input, or one of its biases
+            // is not F32 with one value for each expert.
             each.router = each.ahead_router = nullptr;
         }
         each.by_token = read_choices(layer.ffn_gate_tid2eid, store);

@@ -18,30 +18,35 @@ class  moe_edge_threads;
 class  llm_graph_result;
 struct llama_model_loader;
 
-// Model loader: removes the lower tiers of an expert file from `weights`, a map by tensor name. They are not tensors of
-// the model, so the loader must neither count nor load them.
+// Called by the model loader with `weights`, its map of tensors by name. An expert file can store each expert tensor in
+// several precisions (tiers). Removes all precisions except the best from the map. Only the store reads them, so the
+// loader must neither count nor load them.
 template <typename Map> void moe_edge_drop_lower_tiers(Map & weights) {
     for (auto it = weights.begin(); it != weights.end();) {
         it = it->first.find(".moe_edge.") != std::string::npos ? weights.erase(it) : std::next(it);
     }
 }
 
-// Model loader: returns whether a graph reads only single rows of this tensor, so that the tensor can stay on disk.
-// This is the case for the token embedding of a model with a store, unless the model also uses it as the output matrix.
+// Called by the model loader. Returns whether a graph reads only single rows of this tensor, so that the tensor can
+// stay on disk. This is the case for the token embedding of a model with a store, unless the model also uses it as the
+// output matrix.
 bool moe_edge_reads_rows(const llama_model_loader & loader, const std::string & name);
 
-// Model loader: returns whether a tensor is a placeholder, whose data the store reads instead of the loader.
+// Called by the model loader. Returns whether a tensor is a placeholder: a tensor without memory, whose data the store
+// reads instead of the loader.
 bool moe_edge_is_placeholder(const ggml_tensor * tensor);
 
-// Model: called after the tensors of a model are loaded. If the expert tensors are placeholders, attaches the store
-// that waits for a model. Throws an exception if no store waits, or if the tensors do not match the store.
+// Called after the tensors of a model are loaded. If the expert tensors are placeholders, attaches the store that waits
+// for a model. Throws an exception if no store waits, or if the tensors do not match the store.
 void moe_edge_model_loaded(const llama_model & model);
 
-// Model: called before the tensors of a model are destroyed. The model's store then waits for another model.
+// Called before the tensors of a model are destroyed. Detaches the model's store, so that the next model that is loaded
+// can take the store.
 void moe_edge_model_freed(const llama_model & model);
 
-// Context: an object that exists while a batch of n_tokens is computed, or while a state of n_bytes is restored. Its
-// constructor asks the application to make memory available (room callback), and sets the size of the micro-batches.
+// Created by llama_context before it computes a batch of n_tokens tokens or restores a state of n_bytes bytes. The
+// constructor calls the application's room callback, which makes memory available, and sets the size of the
+// micro-batches. The destructor restores that size.
 class moe_edge_room_hook {
   public:
     explicit moe_edge_room_hook(llama_context & ctx, uint32_t n_tokens, uint64_t n_bytes = 0);
@@ -62,7 +67,8 @@ class moe_edge_room_hook {
     int32_t         result = 0;
 };
 
-// Context: an object that exists while one micro-batch is computed, which is one step of the store.
+// Created by llama_context before it computes a micro-batch, and destroyed afterwards. Each micro-batch is one step of
+// the store.
 class moe_edge_step_hook {
   public:
     // Begins the step. The step ends early if the store, or the context's own abort callback, requests it.
@@ -70,8 +76,8 @@ class moe_edge_step_hook {
     moe_edge_step_hook(const moe_edge_step_hook &) = delete;
     ~moe_edge_step_hook();
 
-    // Returns whether the graph of an earlier step can be reused. It can if this step needs the same hooks in its
-    // graph.
+    // Returns whether the graph of an earlier step can be reused: whether that graph contains the same hooks (route
+    // hook, token importance) that this step needs.
     bool may_reuse(const llm_graph_result * graph) const;
 
     // Ends the step after its graph was computed. status: the result of computing the graph. Returns the result of the
@@ -93,32 +99,32 @@ class moe_edge_step_hook {
     uint64_t              began_us = 0;
 };
 
-// Graph: called before an attention with its inputs: q [d, T, heads, streams] and k [d, n_kv, kv heads, streams] after
-// their permutation. Records them, so that token importance (DyMoE eq. 1) can be computed from them.
+// Called when an attention is added to a graph, with its inputs after their permutation: q [d, T, heads, streams] and k
+// [d, n_kv, kv heads, streams]. Records the inputs, so that token importance (DyMoE eq. 1) can be computed from them.
 void moe_edge_attention_hook(const llm_graph_context & graph, ggml_tensor * q, ggml_tensor * k, ggml_tensor * bias,
                              ggml_tensor * mask, ggml_tensor * sinks, float scale, int il);
-// Graph: called with the weights [n_kv, T, heads, streams] of an attention that is not flash attention. Records them,
-// so that token importance can be computed from them.
+// Called when an attention that is not flash attention is added to a graph, with its weights [n_kv, T, heads, streams].
+// Records the weights, so that token importance can be computed from them.
 void moe_edge_attention_weights(ggml_tensor * weights);
 
-// Graph: called for each MoE layer, between its router and its experts. Returns the routing weights to use: `weights`,
-// but 0 for experts that are skipped.
+// Called for each MoE layer of a graph, between its router and its experts. Adds a node that reports the selected
+// experts to the store. Returns the routing weights to use: `weights`, but 0 for experts that are skipped.
 //
 // experts: the layer's down matrices. logits: F32 [n_expert, T], or null. selected: I32 [k, T]. weights: F32 [1, k, T].
 // gating_op: enum llama_expert_gating_func_type.
 ggml_tensor * moe_edge_route_hook(const llm_graph_context & graph, const ggml_tensor * experts, ggml_tensor * logits,
                                   ggml_tensor * selected, ggml_tensor * weights, int gating_op);
 
-// Context: an object that exists while a graph is built only to reserve memory. It records which MoE layers
-// moe_edge_route_hook has seen in the graph.
+// Created by llama_context before it builds a graph only to reserve memory, and destroyed afterwards. Records which
+// routers' selections were passed to moe_edge_route_hook while the graph was built.
 class moe_edge_reserve_hook {
   public:
     moe_edge_reserve_hook();
     moe_edge_reserve_hook(const moe_edge_reserve_hook &) = delete;
     ~moe_edge_reserve_hook();
 
-    // Checks the complete graph. Throws an exception if the graph reads experts of a store outside of the MoE layers
-    // that were announced, because a store cannot serve such a node.
+    // Checks the complete graph. Throws an exception if a node reads experts of a store, but is not a ggml_mul_mat_id
+    // whose ids were passed to moe_edge_route_hook. The store cannot serve such a node.
     void built(ggml_cgraph * graph) const;
 
     void announce(const ggml_tensor * selected) { choices.push_back(selected); }

@@ -59,8 +59,8 @@ int32_t moe_edge_store::take_slot(moe_edge_pool & pool, int32_t cell, const moe_
         if (slot < 0 && request && revoke(pool)) {
             continue;
         }
-        // As a last resort, evict an entry that this step needs in a better tier than the resident one. No op can use
-        // that tier.
+        // As a last resort, evict an entry whose resident tier is worse than the tier that this step needs. No op can
+        // use the resident tier.
         if (slot < 0 && request && pool.mixed) {
             slot = pool.oldest([&](const moe_edge_pool::slot & s) { return cells[s.cell].lacks() && !in_transition(s.cell); });
         }
@@ -217,7 +217,8 @@ bool moe_edge_store::claim_slot(int32_t cell) {
     return true;
 }
 
-// Returns whether only streaming requests (of long prompts) asked for this load, so that it does not count as a use.
+// Returns whether only streaming requests (of long prompts, which need nearly all experts) asked for this load. The LRU
+// order of the host tier does not count such a load as a use of the expert.
 bool moe_edge_store::passes_for(int32_t cell, const moe_edge_load & load) {
     return load.in_place() ? cells[cell].passing() : load.slotless() ? load.claim().passing : pool_of(cell, load.tier())[load.slot()].passing;
 }
@@ -294,7 +295,7 @@ void moe_edge_store::settle(int32_t cell) {
     }
     const bool failed_to_load = load.has_failed();
     discard_load(cell);
-    if (c.lacks() && !c.load()) {  // it may have been the next waiting entry
+    if (c.lacks() && !c.load()) {  // discard_load() may have started its next load
         if (failed_to_load) {
             fail_locked(failed_read.empty() ? "an expert could not be read" : failed_read);
         } else {
@@ -303,7 +304,8 @@ void moe_edge_store::settle(int32_t cell) {
     }
 }
 
-// Makes the tier of a complete load the resident tier of its entry. From now on, the table points to the loaded bytes.
+// Makes the bytes of a complete load the resident bytes of its entry. Bytes in another precision (tier) that were
+// resident before are dropped. From now on, the expert table of the matrix points to the loaded bytes.
 void moe_edge_store::publish(int32_t cell) {
     auto & c = cells[cell];
     moe_edge_pool * freed = nullptr;
@@ -320,13 +322,13 @@ void moe_edge_store::publish(int32_t cell) {
     update_resident(cell);
 
     if (c.lacks()) {
-        load_or_wait(cell);  // a worse tier was already being loaded when this one was requested
+        load_or_wait(cell);  // the step needs a better tier than the loaded one
     }
     if (freed) {
         serve_waiting(*freed);
     }
     if (!c.pinned()) {
-        serve_waiting(pool);  // it may be evicted for a waiting entry
+        serve_waiting(pool);  // the loaded entry may be evicted for a waiting one
     }
 }
 
@@ -360,8 +362,8 @@ bool moe_edge_store::begin_read(std::unique_lock<std::mutex> * lock, moe_edge_re
     return true;
 }
 
-// Handles the end of a part of a load. After the last part of an expert matrix, converts the matrix to the CPU's own
-// layout if its slot needs that layout.
+// Called after a thread has read one part of an expert matrix, or has failed to read it. After the last part, converts
+// the matrix to the CPU's own layout if its slot needs that layout.
 void moe_edge_store::end_read(std::unique_lock<std::mutex> * lock, const moe_edge_read & read, const std::string & why,
                               uint64_t took_us, uint32_t crc) {
     auto & load = *cells[read.cell].load();

@@ -11,8 +11,9 @@
 
 namespace {
 
-// The byte ranges in a file for reading one part of a slice (an expert matrix). [first, last): the slice. [begin, end):
-// the whole blocks of this part. block0: the start of the slice's first block, which is read to the start of the slot.
+// The file offsets for reading one part of a slice (an expert matrix). [first, last): the slice. [begin, end): this
+// part, as whole blocks of 4096 bytes. block0: the start of the block that contains `first`. The block at block0 is
+// read to the start of the memory slot.
 struct slice_span {
     uint64_t first, last, block0, begin, end;
 

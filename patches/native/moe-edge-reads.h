@@ -122,14 +122,16 @@ class moe_edge_queue {
 class moe_edge_reads {
   public:
     struct owner {
-        // Chooses the part that the calling thread reads next, and describes it in `read`. Returns false if no part
-        // could be chosen; the caller may try again. May release the lock for a while. lock: null in a simulation.
+        // Chooses the part of an expert matrix that the calling thread should read next, and describes it in `read`.
+        // Returns false if no part could be chosen; the caller may try again. May release the lock for a while. lock:
+        // null in a simulation.
         virtual bool begin_read(std::unique_lock<std::mutex> * lock, moe_edge_read & read) = 0;
-        // Handles the end of a part. why: an empty string, or the reason of a failure. crc: the part's contribution to
-        // the checksum, if read.checks is set.
+        // Called after a thread has read the part described by `read`, or has failed to read it. why: the reason of the
+        // failure, or an empty string. took_us: the duration of the read in microseconds. crc: the part's contribution
+        // to the checksum of its expert matrix, if read.checks is set.
         virtual void end_read(std::unique_lock<std::mutex> * lock, const moe_edge_read & read, const std::string & why,
                               uint64_t took_us, uint32_t crc) = 0;
-        // Called when a queued read may be able to start, and after a part has ended.
+        // Called after end_read(), and when another queued read may be able to start.
         virtual void wake() = 0;
 
       protected:

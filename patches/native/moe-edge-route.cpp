@@ -1,5 +1,5 @@
-// Implements the route hook: a node of the graph between the router of a layer and its experts. It reports the selected
-// experts to the store.
+// Implements the route hook. It adds a node, the route node, to the graph between the router of a layer and its
+// experts. The node reports the selected experts to the store.
 
 #include "moe-edge-hook.h"
 #include "moe-edge-llama.h"
@@ -30,8 +30,8 @@ struct attention {
 };
 thread_local attention seen_attention;
 
-// The hook that records the MoE layers of the graph that this thread builds. Null unless the graph only reserves
-// memory.
+// Records the MoE layers of a graph while this thread builds the graph only to reserve memory for it. Null while this
+// thread builds a graph that will be computed, and at all other times.
 thread_local moe_edge_reserve_hook * reserving;
 
 float gate(int gating_op, float logit) {
@@ -82,7 +82,8 @@ void predict(const hook_layer & target, const float * logits, int32_t * ids_out,
         choice[e] = scores[e] + (pick.empty() ? 0.0f : pick[e]);
     }
     if (hp.n_expert_groups > 1 && n % hp.n_expert_groups == 0) {
-        // Keep only the groups whose two best experts have the largest sum.
+        // Keep only the experts of the n_group_used best groups. The value of a group is the sum of its two highest
+        // selection scores.
         const int32_t per_group = n / hp.n_expert_groups;
         std::vector<std::pair<float, int32_t>> groups;
         for (int32_t g = 0; g < (int32_t) hp.n_expert_groups; g++) {
@@ -111,11 +112,13 @@ void predict(const hook_layer & target, const float * logits, int32_t * ids_out,
     }
 }
 
-// The index of the op parameter in which a route node stores its number of look-ahead layers.
+// The index of the op parameter in which a route node stores for how many of the following layers it predicts the
+// experts (look-ahead).
 constexpr int AHEAD_AT = MOE_EDGE_ROUTE_MARK_AT + 1;
 
-// Returns the number of layers after this one whose experts can be predicted from this layer. The count stops before
-// the first layer whose experts depend on more than its router.
+// Returns for how many of the following layers the experts can be predicted from this layer's router input. The count
+// stops before the first layer whose router is null: that router's weights and biases alone do not determine the
+// experts.
 int32_t ahead_layers(const hook_layer & layer) {
     const auto & layers = layer.model->layers;
     const int32_t most = std::min<int32_t>(layer.model->store->n_ahead, layers.size() - 1 - layer.layer);
@@ -136,8 +139,8 @@ ggml_tensor * router_input(const hook_layer & layer, const ggml_tensor * logits)
     return own ? logits->src[1] : nullptr;
 }
 
-// Graph input: the indices of the tokens whose attention queries are used for token importance. A graph can be reused
-// for a micro-batch with the same number of such tokens.
+// The graph input with the indices of the tokens whose attention queries are used for token importance: the attention
+// that each token receives. A graph can be reused for a micro-batch with the same number of such tokens.
 class window_input : public llm_graph_input_i {
   public:
     window_input(const moe_edge_store & store, ggml_tensor * rows) : rows(rows), store(store) {}
@@ -184,9 +187,11 @@ void importance_node(ggml_tensor * dst, int ith, int nth, void *) {
     }
 }
 
-// Reports a router's selection to the store, see moe_edge_route. The first sources of the route node are the routing
-// weights, the selected experts, and the predicted logits of each look-ahead layer. Token importance and the indices of
-// the tokens with an output are optional.
+// Implements moe_edge_route::decide. Reports the experts that a router has selected to the store, and sets the routing
+// weights of skipped experts to 0. The sources of the route node are the routing weights, the selected experts, and the
+// predicted router logits of each following layer for which the experts are predicted. Two more sources are optional:
+// token importance, and the indices of the tokens if the layer computes only the tokens for which the caller requested
+// an output.
 int decide(moe_edge_route * route, const ggml_tensor * node, const moe_edge_routed & routed) {
     const auto & layer = *static_cast<const hook_layer *>(route);
     moe_edge_store & store = *layer.model->store;
@@ -306,8 +311,10 @@ int64_t most_heads(const llm_graph_context & graph) {
     return most;
 }
 
-// Returns the graph input with the indices of the tokens whose queries are used for token importance, I32 [queries,
-// heads]. All layers of a graph share this input. A graph that only reserves memory gets the largest number of queries.
+// Returns the graph input with the indices of the tokens whose attention queries are used for token importance (the
+// attention that each token receives). All layers of a graph share this input. Its shape is I32 [queries, heads]:
+// ggml_get_rows needs the indices for each head. While a graph is built only to reserve memory, the input has the
+// largest possible number of queries.
 ggml_tensor * window_rows(const llm_graph_context & graph, const moe_edge_store & store) {
     for (auto & input : graph.res->inputs) {
         if (auto * window = dynamic_cast<window_input *>(input.get())) {
@@ -350,15 +357,15 @@ ggml_tensor * importance(const llm_graph_context & graph, const moe_edge_store &
     if (window == 0 || graph.n_tokens < 2 || !store.in_prefill() || a.graph != graph.ctx0 || a.il > il) {
         return nullptr;
     }
-    // Check this before adding the window input (a graph input), because an input that no node reads would get no
-    // memory.
+    // Look for the KV cells before window_rows() adds a graph input. Without them no node would read that input, and
+    // ggml would allocate no memory for it.
     ggml_tensor * cells = key_cells(graph, a.il);
     if (!cells) {
         return nullptr;
     }
     ggml_tensor * weights = a.weights;
     if (window > 0) {
-        // several streams number their cells differently
+        // each stream numbers its KV cells separately, so only one stream is supported
         weights = a.q && a.mask && a.k->ne[3] == 1 ? weights_of(graph, a, window_rows(graph, store)) : nullptr;
     }
     if (!weights || weights->ne[3] != 1) {
@@ -435,7 +442,7 @@ ggml_tensor * moe_edge_route_hook(const llm_graph_context & graph, const ggml_te
     layer.gating_op = gating_op;
     ggml_tensor * x = router_input(layer, logits);
     if (!x || !layer.by_token.empty()) {
-        layer.router = nullptr;  // memory is reserved with such a graph before any graph is computed
+        layer.router = nullptr;  // in time: such a graph is built to reserve memory before a graph is computed
     }
     if (graph.cparams.warmup || layer.model->store->runs_unwatched()) {
         return weights;

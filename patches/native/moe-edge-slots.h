@@ -13,8 +13,8 @@
 #include <string>
 #include <vector>
 
-// The list number of a request that is not a prefetch. Such a request may evict every expert that its step does not
-// need.
+// The value of moe_edge_claim::list for a request that is not a prefetch. Such a request may evict the experts of every
+// prefetch list.
 constexpr uint64_t MOE_EDGE_NO_LIST = UINT64_MAX;
 
 // The arguments with which a load asks its pool for a slot.
@@ -67,8 +67,8 @@ class moe_edge_pool {
     int32_t take(int32_t cell, const moe_edge_claim & claim);
     void    complete(int32_t i, bool prefetched);  // the slot was filled
     void    give(int32_t i);                       // frees the slot, whatever its state
-    // Moves the record of a complete slot above the limit to a free slot below it. Returns the index of the free slot.
-    // The caller must then copy the bytes.
+    // Moves the record of slot i to a free slot, and returns the index of that slot. The caller must then copy the
+    // bytes. Slot i must be complete and one of those that limit() has made unavailable.
     int32_t move(int32_t i);
     // Records that the slot is used at this time. The time is the slot's position in the LRU order. Must not be called
     // for streaming requests (of long prompts).

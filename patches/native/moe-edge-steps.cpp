@@ -46,7 +46,7 @@ void moe_edge_store::begin_step(moe_edge_batch micro_batch) {
 
 void moe_edge_store::open_step(int32_t new_phase) {
     if (phase != new_phase || asks(new_phase) || !transitions.empty() || owed_bytes > 0) {
-        collect_counts();  // before the phase and the tables change, to which these counts belong
+        collect_counts();  // these counts belong to the old phase and the old tables
     }
     n_uncollected++;
     phase = new_phase;
@@ -103,8 +103,8 @@ void moe_edge_store::drop_step() {
     }
 }
 
-// Fills the phases and the sequences of the route event's tokens. A token that belongs to no micro-batch gets the
-// store's phase and sequence -1.
+// Fills the phases and the sequences of the route event's tokens. A token that is not in the running step's micro-batch
+// gets the store's phase and sequence -1. This happens, for example, if no step is running.
 void moe_edge_store::describe_tokens() {
     for (int32_t t = 0; t < event.n_tokens; t++) {
         const bool known = (size_t) tokens[t] < batch.phases.size();

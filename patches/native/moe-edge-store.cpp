@@ -191,8 +191,8 @@ bool moe_edge_store::ask_for_load(int32_t cell) {
     return true;  // if this tier is worse than the requested one, publish() starts the next load
 }
 
-// Prefetches the experts of a list. layer: the layer that is being computed, for whose experts a prefetch would be too
-// late; they are ignored. -1: no layer is being computed.
+// Prefetches the experts of a list. layer: the layer that is being computed, or -1 if no layer is being computed.
+// Experts of this layer are ignored, because a prefetch would come too late for them.
 void moe_edge_store::prefetch_locked(int32_t layer, const moe_edge_prefetch_item * list, int32_t n) {
     const auto each_cell = [&](const moe_edge_prefetch_item & p, auto && visit) {
         if (p.layer < 0 || p.layer >= n_layers || p.layer == layer || p.expert < 0 || p.expert >= n_expert || p.tier >= n_tiers) {
@@ -258,7 +258,7 @@ void moe_edge_store::begin(moe_edge_matrix & m, const int32_t * experts, int32_t
     auto & op = ops[m.layer * MOE_EDGE_N_KINDS + m.kind];
     op.remaining.clear();  // keeps the capacity
     op.waited = false;
-    std::vector<int32_t> undecided;  // experts without a decision: the graph has no hook, or it was bypassed
+    std::vector<int32_t> undecided;  // experts that no route node has requested
     for (int32_t i = 0; i < n; i++) {
         const int32_t cell = cell_index(m.layer, m.kind, experts[i]);
         op.remaining.push_back(cell);
@@ -351,7 +351,8 @@ void moe_edge_store::waited(int32_t cause, uint64_t ns) {
     waits[phase][cause].ns.fetch_add(ns, std::memory_order_relaxed);
 }
 
-// Describes an expert to an op that computes it. The expert is skipped, or its resident tier is good enough.
+// Returns the data of an expert for the op that computes it, or null data if the expert is skipped. An expert that is
+// not skipped must be resident in the requested tier or a better one.
 moe_edge_ready moe_edge_store::hand_out(const moe_edge_matrix & m, int32_t cell) {
     const auto & c = cells[cell];
     if (c.want() == MOE_EDGE_SKIP) {
@@ -431,11 +432,11 @@ int32_t moe_edge_store::next(moe_edge_matrix & m, moe_edge_ready * out) {
         serve_waiting(m);
         wake();
         if (table_changes != before) {
-            continue;  // the host tier had a slice
+            continue;  // a load from the host tier is complete
         }
         const int32_t  cause    = cause_of_wait(op);
         const uint64_t began_ns = now_ns();
-        stats.wait_us[phase] += wait_done(*lock, 50);  // cancel() cannot take the lock to notify
+        stats.wait_us[phase] += wait_done(*lock, 50);  // with a time limit, because cancel() does not wake this thread
         waited(cause, now_ns() - began_ns);
     }
 }
@@ -458,8 +459,8 @@ void moe_edge_store::release(moe_edge_matrix & m, const moe_edge_ready * ready, 
         const int32_t cell = cell_index(m.layer, m.kind, ready[i].expert);
         auto & c = cells[cell];
         c.release();
-        // A kernel on the device may read the slot until the ticket `after` has passed. Record the ticket, so that the
-        // slot is not filled before.
+        // Kernels on the device may read the slot until `after` has passed, a ticket that marks a point in the device's
+        // work. Record `after`, so that the next copy to the slot waits for it.
         if (device && ready[i].data && after != 0 && c.satisfied() && staged(cell, c.tier())) {
             pool_of(cell, c.tier()).read_until(c.slot(), after);
         }

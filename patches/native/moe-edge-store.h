@@ -2,9 +2,11 @@
 // in which ops find experts. One mutex guards all fields. Weight bytes are read without the mutex: a slot is either
 // being filled by the I/O threads, or it is complete and pinned by the op that reads it.
 
-// Cache entries: every weight matrix, one (layer, kind, expert), has one cache entry, which holds at most one complete
-// tier. A request for a better tier than the resident one is a miss: the better tier is loaded and then replaces the
-// resident one. A request for a worse tier is a hit and uses the better one (DyMoE 4.4.2).
+// Cache entries: a matrix kind is one of the matrices of an expert (up, gate, gate_up or down). A tier is one of the
+// precisions in which the expert file stores a matrix; tier 0 is the best. Each (layer, kind, expert) has one cache
+// entry, which holds the bytes of at most one tier. A request for a better tier than the resident one is a miss: the
+// better tier is loaded and then replaces the resident one. A request for a worse tier is a hit and uses the better one
+// (DyMoE 4.4.2).
 
 // Prefetches: a prefetch takes a slot only when its read starts, or on a device when its copy starts. A prefetch that
 // is cancelled earlier has evicted nothing.
@@ -35,8 +37,8 @@
 #include <thread>
 #include <vector>
 
-// The tokens of a step's micro-batch. Empty for a store without a model: all its tokens have the phase of the step and
-// belong to sequence 0.
+// The tokens of a step's micro-batch. Empty for a store without a model: all its tokens have the phase of the step
+// (prefill or decode) and belong to sequence 0.
 struct moe_edge_batch {
     std::vector<uint8_t> phases;     // [n_tokens] enum moe_edge_phase
     std::vector<int32_t> sequences;  // [n_tokens] first sequence of each token
@@ -100,8 +102,9 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     void    multiply(const std::vector<moe_edge_product> & products, uint64_t began_us);
     bool    fixed() const { return tables_fixed; }
     bool    in_prefill() const { return phase == MOE_EDGE_PREFILL; }
-    // Whether the step needs no route hook in its graph: no policy decides, no table changes during the step, and the
-    // executor counts the routed tokens itself.
+    // Whether the step's graph needs no route node between a router and its experts. This is the case if the expert
+    // tables do not change during the step. In addition, a device must count by itself how many tokens are routed to
+    // each expert.
     bool    runs_unwatched() const { return tables_fixed && (!device || device->counts_routing()); }
     void    waited(int32_t cause, uint64_t ns);  // any thread
     bool    serve_unwatched(const moe_edge_matrix & m, const int32_t * experts, const int32_t * first, int32_t n,
@@ -154,7 +157,8 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     struct { uint32_t tokens, at_once; } given = {};
     uint32_t laid_out = 0;  // micro-batch size that scratch is laid out for; 0: the context's own
 
-    // The event and the decision that the route callback sees, followed by the arrays to which they point.
+    // The arguments of the route callback. It reads the experts that a router has selected from `event`, and writes
+    // their tiers to `decision`. Both point to the arrays below.
     moe_edge_event    event    = {};
     moe_edge_decision decision = {};
     std::vector<int32_t> ids, tokens, sequences, ahead_ids;
@@ -169,8 +173,8 @@ struct moe_edge_store final : private moe_edge_reads::owner {
         bool waited = false;
     };
 
-    // Locks the store's mutex for a function that the decoding thread calls. With moe_edge_in_turn, does all queued
-    // reads and copies before it unlocks the mutex.
+    // Locks the store's mutex for a function that the decoding thread calls. If the store has no threads of its own
+    // (moe_edge_in_turn), does all queued reads and copies before it unlocks the mutex.
     class call_lock {
       public:
         explicit call_lock(moe_edge_store & store) : store(store), lock(store.mutex) { store.stats.locks[store.phase]++; }
@@ -197,8 +201,8 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     }
     bool has_kind(int32_t layer, int32_t kind) const { return slices[layer][kind][0].expert_bytes > 0; }
     moe_edge_pool & pool_of(int32_t cell, int32_t tier) { return pools[slice_of(cell, tier).group]; }
-    // Whether a slice passes through the host tier on its way to a slot. If not, it is read from disk directly into the
-    // slot.
+    // Whether the bytes of this entry in this tier (a slice) go through the host tier, a cache in host memory, on their
+    // way to a slot on the device. If not, they are read from disk directly into the slot.
     bool    staged(int32_t cell, int32_t tier) const { return host && !pools[slice_of(cell, tier).group].on_host; }
     // Returns the offset of a slice from the start of its first block in the file. Direct reads write whole blocks to
     // the slot, so the slice starts at this offset in the slot, too.
@@ -223,7 +227,7 @@ struct moe_edge_store final : private moe_edge_reads::owner {
 
     // Whether the routed tokens of this step are counted only by the executor on the device.
     bool    device_counts() const { return device && runs_unwatched(); }
-    // Whether the route callback is called in steps of this phase.
+    // Whether the route callback is called in steps of this phase, MOE_EDGE_PREFILL or MOE_EDGE_DECODE.
     bool    asks(int32_t in_phase) const { return callback && (callback_phases >> in_phase & 1) != 0; }
 
     // All functions below require the mutex.
@@ -340,16 +344,17 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     std::vector<op_state>       ops;   // [n_layers * N_KINDS]
     std::unique_ptr<moe_edge_host_tier> host;          // with a device only
     std::vector<int32_t>        size_classes;          // of the host tier: [layer, kind, tier]
-    double                      copy_s_per_byte = 0.0;  // of misses, infinite if this way is not possible
+    double                      copy_s_per_byte = 0.0;  // for copying a missing expert; infinite if unknown
     double                      round_trip_s = 0.0;
-    // The expected and the real time in seconds that the host threads took for missing experts. The ratio of the two
-    // sums corrects later estimates. Each step moves both sums towards HOSTED_PRIOR_S, so that old measurements lose
+    // hosted_expected_s, hosted_took_s: two sums, in seconds, of the estimated and the measured time that the host
+    // threads needed for missing experts. Their ratio corrects later estimates. Both begin with HOSTED_PRIOR_S. In each
+    // step, the excess of each sum over HOSTED_PRIOR_S is multiplied by HOSTED_KEPT, so that old measurements lose
     // weight.
     static constexpr double     HOSTED_PRIOR_S = 1e-3, HOSTED_KEPT = 0.98;
     double                      hosted_expected_s = HOSTED_PRIOR_S;
     double                      hosted_took_s     = HOSTED_PRIOR_S;
     int32_t                     misses = MOE_EDGE_MISS_COPY;
-    std::vector<int8_t>         places;                // [n_expert] of the layer that is being decided
+    std::vector<int8_t>         places;                // [n_expert] enum moe_edge_miss, for one layer at a time
     std::unique_ptr<moe_edge_workers> workers;         // set if the host may compute experts
     moe_edge_queue              copies;                // loads that only need a copy, not enqueued yet
     moe_edge_ticket             ahead_copy = 0;        // the latest prefetch copy
@@ -376,7 +381,7 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     int32_t                 phase = MOE_EDGE_PREFILL;
     moe_edge_batch          batch;           // the micro-batch of the running step
     std::set<int32_t>       live, ended;     // sequences: seen in steps; ended but not reported yet
-    std::vector<int32_t>    ends;            // the ends of the current report
+    std::vector<int32_t>    ends;            // the ended sequences in the current report
     int32_t                 ahead_seq = 0;
     uint64_t                clock = 0;  // counts requests; orders the LRU lists
     uint64_t                n_lists = 0;  // number of prefetch lists so far

@@ -65,11 +65,12 @@ struct moe_edge_ops {
     void (*release)(moe_edge_matrix * m, const moe_edge_ready * ready, int32_t n, moe_edge_ticket after);
     // Blocks until the tickets of these experts have passed. Needed by executors that read experts on the host.
     void (*wait)(moe_edge_matrix * m, const moe_edge_ready * ready, int32_t n);
-    // Returns whether the table is complete and does not change before the next step boundary.
+    // Returns whether every expert of the matrix is in memory and the matrix's table of experts does not change before
+    // the next step boundary.
     bool (*fixed)(moe_edge_matrix * m);
-    // Writes all experts of an op to `out` and returns true, if the table does not change during the step. The op then
-    // need not call begin, next and release. Otherwise returns false. Only for experts in host memory. first: expert e
-    // has the rows first[e] to first[e + 1] of the op.
+    // A single call instead of begin, next and release, for a table that does not change during the step. Writes all
+    // experts of an op to `out` and returns true. Returns false if the table may change, or if the store is on a
+    // device. first: expert e has the rows first[e] to first[e + 1] of the op, which the store counts.
     bool (*unwatched)(moe_edge_matrix * m, const int32_t * experts, const int32_t * first, int32_t n, moe_edge_ready * out);
     // Writes to out [n_expert] the distinct experts that the router has selected for the next op, and returns their
     // number. Returns -1 if the store does not know them; the executor must then read the ids from the device.
@@ -80,9 +81,9 @@ struct moe_edge_ops {
     void (*multiply)(moe_edge_matrix * m, const std::vector<moe_edge_product> & products, uint64_t began_us);
     // Adds the duration of a wait in the executor to the store's statistics. cause: enum moe_edge_wait.
     void (*waited)(moe_edge_matrix * m, int32_t cause, uint64_t ns);
-    // Begins the ops of several matrices of one layer for the experts that its router has selected. Writes these
-    // experts to out[i] for matrices[i], in the same order for all matrices. The executor then only calls release.
-    // Returns false, and begins nothing, if an op would have to wait for an expert, or if the host computes one.
+    // Does the work of begin and next for several matrices of one layer, with the experts that its router has selected.
+    // Writes these experts to out[i] for matrices[i], in the same order for all matrices. The executor then only calls
+    // release. Returns false, and does nothing, if next would have to wait for an expert, or if the host computes one.
     bool (*begin_layer)(moe_edge_matrix * const * matrices, int32_t n, std::vector<moe_edge_ready> * out) = nullptr;
 };
 
@@ -104,25 +105,28 @@ struct moe_edge_matrix {
     std::shared_ptr<void>       executor;  // state that an executor keeps for this matrix; destroyed with the store
 };
 
-// Limits within which an executor that runs the route node plans all products of the layer there: rows (tokens times
-// selected experts) and tokens of the step, and launches of a product.
+// A route node on a device can plan the expert products of its layer: it chooses the kernel launches of each product,
+// and the experts of each launch, before the products run. It does so only within these limits: rows (tokens times
+// selected experts) and tokens of the step, and kernel launches of one product.
 constexpr int32_t MOE_EDGE_PLAN_ROWS = 128, MOE_EDGE_PLAN_TOKENS = 8, MOE_EDGE_PLAN_LAUNCHES = 6;
 
-// Returns how many 32-bit words a route node has after the routing weights, for the ids of the launches: [3 products,
-// MOE_EDGE_PLAN_LAUNCHES, n_used * n_tokens]. 0: the layer's products are not planned there.
+// Returns the size of a plan in 32-bit words, or 0 if the step is too large for a plan. A route node on a device writes
+// its plan after the routing weights: [3 products, MOE_EDGE_PLAN_LAUNCHES, n_used * n_tokens]. Each word says which
+// expert, if any, a kernel launch multiplies with a row.
 inline int64_t moe_edge_plan_words(int64_t n_used, int64_t n_tokens) {
     const bool few = n_tokens <= MOE_EDGE_PLAN_TOKENS && n_used * n_tokens <= MOE_EDGE_PLAN_ROWS;
     return few ? 3 * MOE_EDGE_PLAN_LAUNCHES * n_used * n_tokens : 0;
 }
 
-// The inputs of a route node in host memory.
+// The inputs of a route node (moe_edge_route) in host memory.
 struct moe_edge_routed {
     const void * inputs[GGML_MAX_SRC] = {};  // the data of the node's sources, without gaps between their rows
     size_t       selected_stride = 0;        // bytes between the tokens of the selected experts, inputs[1]
     float *      weights = nullptr;          // [k, T]: the routing weights, which decide() may change
 };
 
-// A layer's route node, which an executor may run on a device. moe_edge_route_of() finds it.
+// A layer's route node: a node of the graph between the router and the experts, which reports the selected experts to
+// the store. An executor may run it on a device. moe_edge_route_of() returns this object for a node.
 struct moe_edge_route {
     moe_edge_device * device = nullptr;  // null: the CPU runs the node
     moe_edge_matrix * matrices[MOE_EDGE_N_KINDS] = {};  // null for kinds that the layer does not have
@@ -131,8 +135,8 @@ struct moe_edge_route {
     int (*decide)(moe_edge_route * route, const ggml_tensor * node, const moe_edge_routed & routed) = nullptr;
 };
 
-// The op parameters in which a route node stores a mark and the address of its moe_edge_route. ggml's custom op uses
-// the first parameters.
+// The indices of the op parameters in which a route node stores MOE_EDGE_ROUTE_MARK, which identifies route nodes, and
+// the address of its moe_edge_route. ggml's custom op uses the first parameters.
 constexpr int     MOE_EDGE_ROUTE_MARK_AT = GGML_MAX_OP_PARAMS / sizeof(int32_t) - 2;
 constexpr int     MOE_EDGE_ROUTE_AT      = MOE_EDGE_ROUTE_MARK_AT - 2;
 constexpr int32_t MOE_EDGE_ROUTE_MARK    = 0x6d6f6572;

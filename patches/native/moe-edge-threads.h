@@ -1,8 +1,8 @@
 // Chooses the number of threads with which a context decodes. All threads meet at hundreds of barriers per token. If
 // another process occupies a core, every barrier waits for the thread that has no core, and fewer threads are faster.
 //
-// Therefore fewer threads are tried for some steps if threads are often runnable without a core, and later more
-// threads. The faster number is kept. On an idle machine all threads are used.
+// Therefore fewer threads are tried for some steps if threads often wait for a core, and later more threads. The faster
+// number is kept. On an idle machine all threads are used.
 
 #pragma once
 
@@ -21,9 +21,9 @@ class moe_edge_threads {
     // threads: it has few barriers per token, so every core helps.
     int32_t count(int32_t n_tokens) const { return n_tokens > FEW_TOKENS ? most_ : tried_ > 0 ? tried_ : usual_; }
 
-    // Records a step of n_tokens tokens that took `us` microseconds and ended at now_us. delay_us: returns for how long
-    // all compute threads together have been runnable without a core, or a negative number if the kernel does not
-    // report it.
+    // Records a step of n_tokens tokens that took `us` microseconds and ended at now_us. delay_us: returns for how many
+    // microseconds the compute threads have waited for a core so far, as a sum over all threads. It returns a negative
+    // number if the kernel does not report the time.
     void step(int32_t n_tokens, uint64_t us, uint64_t now_us, const std::function<int64_t()> & delay_us) {
         if (n_tokens != n_tokens_) {  // steps of different sizes are not comparable
             n_tokens_ = n_tokens;
@@ -65,7 +65,7 @@ class moe_edge_threads {
     }
 
     // Evaluates a period of steps with the same number of threads, and chooses the number for the next period. step_us:
-    // mean duration of a step. waiting: mean number of threads that were runnable without a core.
+    // mean duration of a step. waiting: mean number of threads that waited for a core.
     void judge(double step_us, double waiting, uint64_t now_us) {
         if (tried_ > 0) {
             const bool better = step_us < (1 - GAIN) * usual_us_;

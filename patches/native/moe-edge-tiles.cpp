@@ -98,7 +98,8 @@ template <typename INTERLEAVED> void ask_for(const INTERLEAVED & block) {
     }
 }
 
-// Writes a window of results. The product of activation a and the window's row i goes to out[a][row0 + i].
+// Writes the products of n_rows rows of the matrix and n_acts activations to `out`. The product of row i and activation
+// a is at sums[i*TILED_TILE_ROWS + a], and goes to out[a][row0 + i].
 void store(const float * sums, int n_rows, int n_acts, float * const * out, int64_t row0) {
     for (int i0 = 0; i0 < n_rows; i0 += TILED_MICRO) {
         const int n = std::min(TILED_MICRO, n_rows - i0);

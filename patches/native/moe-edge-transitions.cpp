@@ -126,7 +126,8 @@ bool moe_edge_store::revoke(const moe_edge_pool & pool) {
         auto & load = *cells[cell].load();
         load.revoke();
         if (load.arrived()) {
-            // Remember the pool. Its waiting entries are served later, because the caller may be serving them now.
+            // Remember the pool, which now has a free slot. wake() later gives free slots to the cache entries that
+            // wait for one. This must not happen here, because the caller may be doing it now.
             unserved.push_back(&pool_of(cell, load.tier()));
             free_load(cell);
         }
@@ -164,8 +165,9 @@ void moe_edge_store::get_landed(uint8_t * out) {
     }
 }
 
-// Collects the tokens that the executor has counted since the last call, and adds them to `counts` and to the
-// statistics. Does nothing if the route hook has counted them.
+// Adds the tokens that the executor (the backend that computes the experts) has counted for each expert since the last
+// call to `counts` and to the statistics. Does nothing if the steps had a route node, because the store has then
+// counted the tokens.
 void moe_edge_store::collect_counts() {
     if (n_uncollected == 0 || !runs_unwatched()) {
         n_uncollected = 0;

@@ -17,7 +17,10 @@
 // llama.cpp removes the micro-batch from its KV cells.
 
 // Words: "layer" is always the index of a MoE layer, 0 .. n_layers-1, not counting dense layers. moe_edge_layer.il is
-// the model's own layer number. Sizes are in bytes. Shapes are written as [rows, columns], row-major.
+// the model's own layer number. A "tier" is one of the precisions in which the files store each expert. Tier 0 is the
+// best, and a larger number is a worse precision. A "transition" changes the tier of a resident expert in the
+// background. "Look-ahead" is the prediction of the experts that the next layers will select. Sizes are in bytes.
+// Shapes are written as [rows, columns], row-major.
 
 // Threads: unless its comment says otherwise, a function that takes a store may be called from any thread. The
 // functions that set a callback or a phase must be called between steps, or from a callback on the decoding thread.
@@ -43,7 +46,7 @@ extern "C" {
 #define MOE_EDGE_MAX_PREFETCH 1024
 #define MOE_EDGE_DEVICE_ALIGN 256
 #define MOE_EDGE_SKIP         255  // tier of an expert that is skipped and contributes nothing
-#define MOE_EDGE_ABSENT       254  // residency of an expert if one of its matrices is in no tier
+#define MOE_EDGE_ABSENT       254  // residency of an expert if one of its matrices is not in memory
 
 // The value that llama_decode returns if a step failed and would also fail with fewer tokens. If moe_edge_error()
 // returns NULL, the failure is llama.cpp's own.
@@ -102,8 +105,9 @@ struct moe_edge_slices {
     // The CRC-32 of each expert, [n_expert], or NULL. If the first complete read of an expert has another checksum, the
     // read fails.
     const uint32_t * checksums;
-    // The microseconds in which the host threads multiply one of these experts with one token, from
-    // moe_edge_measure_product(). Used for MOE_EDGE_MISS_AUTO. 0: the host must not compute these experts.
+    // The time in microseconds that the host threads need to multiply one of the experts that this struct locates with
+    // one token, measured with moe_edge_measure_product(). Used for MOE_EDGE_MISS_AUTO. 0: the host must not compute
+    // these experts.
     double   compute_us;
 };
 
@@ -114,10 +118,10 @@ struct moe_edge_slices {
 struct moe_edge_group {
     uint64_t slot_bytes;
     int32_t  n_slots;
-    int32_t  n_passing;  // most slots that streaming requests may hold; 0 means 1
-    // The place of the slots. MOE_EDGE_MISS_COPY: the memory of the store's device, or host memory if there is no
-    // device. MOE_EDGE_MISS_COMPUTE: host memory of a store on a device; host threads always compute these experts
-    // there.
+    int32_t  n_passing;  // most slots that streaming requests (moe_edge_decision) may hold; 0 means 1
+    // The memory of this group's slots. MOE_EDGE_MISS_COPY: the memory of the store's device, or host memory if the
+    // store has no device. MOE_EDGE_MISS_COMPUTE: host memory although the store has a device. Host threads then always
+    // compute the experts in these slots.
     int32_t  place;
     int32_t  reserved;
 };
@@ -155,7 +159,7 @@ struct moe_edge_config {
     // The most tokens in one route event (n_ubatch). A larger event is not reported, and its experts are computed in
     // the default tier.
     int32_t  max_tokens;
-    int32_t  n_ahead;         // look-ahead depth P, 0 .. MOE_EDGE_MAX_AHEAD
+    int32_t  n_ahead;         // most layers for which experts are predicted, 0 .. MOE_EDGE_MAX_AHEAD
     int32_t  n_io_threads;
     int32_t  flags;           // enum moe_edge_flags
     // The number of tokens at the end of each prompt in a step whose attention queries determine token importance. 0:
@@ -173,7 +177,7 @@ struct moe_edge_event {
     int32_t layer;
     int32_t phase;             // enum moe_edge_phase of the step: prefill if any token belongs to a prompt
     int32_t n_tokens;          // T: tokens of this event. The last layer may have fewer than the micro-batch.
-    int32_t n_ahead;           // number of look-ahead layers: layer+1 .. layer+n_ahead
+    int32_t n_ahead;           // number of layers with predicted experts: layer+1 .. layer+n_ahead
     int32_t has_importance;
     int32_t n_used;            // experts that each token uses in this layer, at most k
     int64_t step;              // number of the step
@@ -188,7 +192,7 @@ struct moe_edge_event {
     // that do not belong to a prompt.
     const float   * importance;
     const uint8_t * resident;  // [n_layers, n_expert] as returned by moe_edge_get_resident
-    const uint8_t * missing;   // [n_layers, n_expert] bit mask of 1 << moe_edge_kind: matrices resident in no tier
+    const uint8_t * missing;   // [n_layers, n_expert] bit mask of 1 << moe_edge_kind: matrices that are not in memory
 };
 
 struct moe_edge_prefetch_item {
@@ -200,7 +204,8 @@ struct moe_edge_prefetch_item {
 };
 
 // The decision of the route callback about the experts of a route event. Before each call, the store sets tier[] to 0
-// (the best tier) and passing[] to 0. After the call, it reads only the entries of selected experts.
+// (the best tier) and passing[] to 0 (no streaming request). After the call, it reads only the entries of selected
+// experts.
 struct moe_edge_decision {
     uint8_t * tier;                       // [n_expert] tier index, or MOE_EDGE_SKIP
     // 1: the request is a streaming one, of a long prompt, and does not count as a use of the expert. Streamed experts
@@ -229,8 +234,8 @@ struct moe_edge_step {
     int32_t  reserved;
     const int32_t * starts;         // [n_starts] sequences with a token at position 0
     const int32_t * prompt_ends;    // [n_prompt_ends] sequences with a prompt token that has an output
-    // The sequences passed to moe_edge_sequence_end since the last report, [n_ends]. They ended before the sequences in
-    // `starts` began.
+    // The sequences that ended between the previous call of the step callback and this one, as declared with
+    // moe_edge_sequence_end, [n_ends]. They ended before the sequences in `starts` began.
     const int32_t * ends;
 };
 
@@ -243,7 +248,7 @@ enum moe_edge_wait {
     MOE_EDGE_WAIT_HOST_TIER  = 1,  // a slot of the host tier, which an expert needs before it can be read
     MOE_EDGE_WAIT_COPY       = 2,  // a copy between host and device
     MOE_EDGE_WAIT_TRANSITION = 3,  // transitions that are published at a step boundary, or that hold a slot
-    MOE_EDGE_WAIT_LAUNCH     = 4,  // the driver, which takes kernels to launch
+    MOE_EDGE_WAIT_LAUNCH     = 4,  // the GPU driver, until it has accepted a kernel launch
     MOE_EDGE_N_WAITS         = 5,
 };
 
@@ -339,8 +344,9 @@ MOE_EDGE_API int moe_edge_device_describe(void * device, struct moe_edge_device_
 // Returns the ggml_backend_buffer_type_t in which the expert tensors of a model must be placed if its store is on this
 // device.
 MOE_EDGE_API void * moe_edge_device_buffer_type(void * device);
-// Sets how often a device copies each expert to itself from now on, also in moe_edge_device_measure. With n times, copies
-// are n times as slow as the link; nothing else changes. For measurements. Returns 0, or -1 if `times` is below 1.
+// Makes a device repeat each copy of an expert from host memory, so that the expert is copied `times` times to the same
+// address. This imitates a link that is slower by that factor, and changes nothing else. Takes effect immediately, also
+// in moe_edge_device_measure. For measurements. Returns 0, or -1 if `times` is below 1.
 MOE_EDGE_API int moe_edge_device_copy_times(void * device, int32_t times);
 // Measures how fast a device receives data and how fast the host computes, with `bytes` bytes (at least 1 MiB) and
 // n_threads host threads. Allocates `bytes` on the device and twice as much in host memory, and frees both. Returns 0,
@@ -373,8 +379,9 @@ MOE_EDGE_API void moe_edge_store_free(struct moe_edge_store * store);
 // and from the step callback.
 MOE_EDGE_API int64_t moe_edge_store_limit(struct moe_edge_store * store, uint64_t bytes, char * err, size_t err_size);
 
-// Returns the number of expert matrices that are being loaded. May be called from any thread. If it returns 0 and the
-// limit of moe_edge_store_limit is not in effect, only another step can release the slots above the limit.
+// Returns the number of expert matrices that are being loaded. May be called from any thread. A caller can wait for
+// these loads if moe_edge_store_limit reports that slots above the limit are in use. If none is being loaded and such
+// slots are still in use, only another step can release them.
 MOE_EDGE_API int32_t moe_edge_store_loading(struct moe_edge_store * store);
 
 // Returns how many tokens of the running batch of a model have been computed, or of the last batch if no batch is
@@ -413,8 +420,8 @@ struct moe_edge_touched {
     uint64_t cells_end;  // index after the last used KV cell; the maximum over all caches
 };
 
-// Writes the host memory of all contexts of this process to `out`. May be called from any thread. Takes up to about 1
-// ms per GiB.
+// Writes to `out` how many bytes of host memory the contexts of this process have reserved, and how many of these are
+// resident. May be called from any thread. Takes up to about 1 ms per GiB.
 MOE_EDGE_API void moe_edge_get_touched(struct moe_edge_touched * out);
 
 // Makes a context on the CPU (a struct llama_context *) adapt its number of threads to the load of the machine,
@@ -429,9 +436,11 @@ MOE_EDGE_API void moe_edge_adapt_threads(void * context, int32_t most);
 MOE_EDGE_API int moe_edge_store_bind(struct moe_edge_store * store, int32_t layer, int32_t kind,
         void * tensor, char * err, size_t err_size);
 
-// Returns the route event of a store, which the route callback reads. The pointer is valid as long as the store exists.
+// Returns the store's route event. The store fills it before each call of the route callback, which reads it. The
+// pointer is valid as long as the store exists.
 MOE_EDGE_API const struct moe_edge_event * moe_edge_store_event(struct moe_edge_store * store);
-// Returns the decision of a store, which the route callback writes. The pointer is valid as long as the store exists.
+// Returns the object to which the route callback writes its decision about the experts of the route event: their tiers
+// and the experts to prefetch. The pointer is valid as long as the store exists.
 MOE_EDGE_API struct moe_edge_decision *    moe_edge_store_decision(struct moe_edge_store * store);
 
 // Sets the route callback, which decides about the experts of each layer. phases: the steps in which it is called, as a
@@ -458,9 +467,9 @@ struct moe_edge_room {
 // The type of the room callback, which makes memory available for a batch, for example with moe_edge_store_limit. If it
 // does not return 0, the batch fails without computing anything.
 typedef int (*moe_edge_room_cb)(struct moe_edge_room * room, void * user);
-// Sets the room callback, or removes it with NULL. On the CPU, the thread that decodes calls it before a batch is
-// computed and before a state is restored. The next 256 tokens are then computed without another call, unless a larger
-// batch arrives.
+// Sets the room callback, which makes memory available for the KV cache and for computing, or removes it with NULL. On
+// the CPU, the thread that decodes calls it before a batch is computed and before a state is restored. The next 256
+// tokens are then computed without another call, unless a larger batch arrives.
 MOE_EDGE_API void moe_edge_set_room_callback(struct moe_edge_store * store, moe_edge_room_cb cb, void * user);
 
 // Sets the phase of every token from the next step on: an enum moe_edge_phase, or -1 to infer the phase (the default).
@@ -495,8 +504,9 @@ MOE_EDGE_API void moe_edge_get_stats(struct moe_edge_store * store, struct moe_e
 // slot_bytes_in_use.
 MOE_EDGE_API void moe_edge_reset_stats(struct moe_edge_store * store);
 
-// Writes to out [n_layers, n_expert] in which tier each expert is resident: the worst tier of its matrices. Writes
-// MOE_EDGE_ABSENT if a matrix of the expert is not in memory.
+// Writes to out [n_layers, n_expert] in which tier (precision, 0 is the best) each expert is resident. If the matrices
+// of an expert are in different tiers, writes the largest number, which is the worst precision. Writes MOE_EDGE_ABSENT
+// if a matrix of the expert is not in memory.
 MOE_EDGE_API void moe_edge_get_resident(struct moe_edge_store * store, uint8_t * out);
 
 // Loads the listed experts into free slots (a warm start), and blocks until all are read. Leaves out experts for which
@@ -531,8 +541,8 @@ MOE_EDGE_API void moe_edge_set_transition_rate(struct moe_edge_store * store, ui
 // there is no transition.
 MOE_EDGE_API void moe_edge_get_states(struct moe_edge_store * store, uint8_t * resident, uint8_t * target);
 
-// Writes to out [n_layers, n_expert] 1 for each expert whose transition is complete and will be published at the next
-// step boundary, and 0 for all others. For tests.
+// Writes to out [n_layers, n_expert] 1 for each expert that gets a new tier at the next step boundary, because its
+// transition (moe_edge_transition) has read all bytes. Writes 0 for all other experts. For tests.
 MOE_EDGE_API void moe_edge_get_landed(struct moe_edge_store * store, uint8_t * out);
 
 // Writes to out [n_layers, n_expert] for how many tokens each expert was selected since the last call, and resets the
@@ -540,8 +550,8 @@ MOE_EDGE_API void moe_edge_get_landed(struct moe_edge_store * store, uint8_t * o
 MOE_EDGE_API void moe_edge_take_counts(struct moe_edge_store * store, uint32_t * out);
 
 // Requests experts of a layer from a store without a model, as the route hook does for a model. ids: distinct experts.
-// tiers: one for each id; NULL means the default tier. passing: 0 or 1 for each id; NULL means 0. Returns 0, or -1 if
-// the step failed or was cancelled.
+// tiers: one for each id; NULL means the default tier. passing: for each id 1 if the request is a streaming one
+// (moe_edge_decision), otherwise 0; NULL means 0. Returns 0, or -1 if the step failed or was cancelled.
 MOE_EDGE_API int moe_edge_apply(struct moe_edge_store * store, int32_t layer,
         const int32_t * ids, const uint8_t * tiers, const uint8_t * passing, int32_t n_ids);
 // Computes with the experts that moe_edge_apply requested, as an executor does. Calls visit for each expert after its
@@ -553,9 +563,10 @@ MOE_EDGE_API int moe_edge_use(struct moe_edge_store * store, int32_t layer, int3
         void (*visit)(int32_t expert, int32_t tier, int32_t type, const void * data, uint64_t bytes, void * user),
         void * user);
 
-// The following functions use a store with MOE_EDGE_SIMULATED. One thread takes the role of the graph: for each step it
-// calls moe_edge_begin_step, then for each layer moe_edge_sim_route, and moe_edge_sim_use for every matrix kind. The
-// virtual clock advances in moe_edge_sim_advance, and whenever a caller waits for a read.
+// The functions below simulate a model, with a store that was created with MOE_EDGE_SIMULATED. One thread of the caller
+// calls them instead of computing a graph: for each step moe_edge_begin_step, then for each layer moe_edge_sim_route,
+// and moe_edge_sim_use for every matrix kind. The virtual clock advances in moe_edge_sim_advance, and whenever a caller
+// waits for a read.
 
 // Sets the speed of simulated reads. latency_us: the latency of each read. With bytes_per_s 0, the default,
 // transferring bytes takes no time.
@@ -565,9 +576,9 @@ MOE_EDGE_API void moe_edge_sim_speed(struct moe_edge_store * store, uint64_t byt
 // nanoseconds, or 0 if the store is not simulated.
 MOE_EDGE_API uint64_t moe_edge_sim_advance(struct moe_edge_store * store, uint64_t ns);
 
-// Processes the route event of a layer in a simulated store. The caller must have filled the arrays of the event for
-// n_tokens tokens and n_ahead look-ahead layers, and importance if has_importance is set. Returns 0, or -1 if the step
-// failed.
+// Does the work of a layer's router in a simulated store: calls the route callback, and requests the selected experts.
+// Before, the caller must fill the arrays of moe_edge_store_event(): for n_tokens tokens, for the experts predicted for
+// the next n_ahead layers, and `importance` if has_importance is set. Returns 0, or -1 if the step failed.
 MOE_EDGE_API int moe_edge_sim_route(struct moe_edge_store * store, int32_t layer, int32_t n_tokens, int32_t n_ahead,
         int32_t has_importance);
 

@@ -85,7 +85,7 @@ def test_a_loss_table_is_found_and_used(five, tmp_path):
         assert found is None and "lacks one of" in note
         beside.write_text("{}")
         found, note, _ = used()
-        assert found is None and "Nominal quality losses" in note
+        assert found is None and "only estimated from the bits per weight" in note
     finally:
         beside.unlink()
     with pytest.raises(ConfigError, match="cannot be read"):

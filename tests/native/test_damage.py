@@ -175,7 +175,8 @@ def test_a_damaged_dense_tensor_is_an_error(valid, tmp_path, how):
     with pytest.raises(MoeEdgeError) as caught:
         logits(path, how)
     assert str(caught.value) == (
-        f"{path}: tensor {info.name}: offset {info.offset}: damaged: its checksum differs"
+        f"{path}: tensor {info.name}: offset {info.offset}: the tensor is damaged: "
+        "its checksum differs"
     )
 
 

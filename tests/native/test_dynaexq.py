@@ -170,7 +170,7 @@ def test_hotness_is_kept_in_the_profile(both, tmp_path):
 def test_conflicting_settings_are_refused(one, both, tmp_path):
     with pytest.raises(PolicyError, match="--low FILE"):
         run(one)
-    with pytest.raises(PolicyError, match="not --low-tier skip"):
+    with pytest.raises(PolicyError, match="leave out --low-tier skip"):
         run(both, low_tier="skip")
     with pytest.raises(ConfigError, match="--retention has no effect with --policy dynaexq"):
         run(both, retention=0.5)

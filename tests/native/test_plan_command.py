@@ -94,7 +94,7 @@ def test_the_frontier_is_printed_and_drawn(model, tmp_path, monkeypatch):
     monkeypatch.setattr(ExpertModel, "lookup_text", "rows (4 GiB)")
     shown = run(model, *LITTLE)
     assert shown.exit_code == 0, shown.output
-    assert "Plans with an expert store leave these tensors on disk: rows (4 GiB)" in shown.stderr
+    assert "All plans except plain leave these tensors on disk: rows (4 GiB)" in shown.stderr
     assert "`chat` and `serve` use dymoe" in shown.stdout
     assert "quality loss (KL) is unknown" in shown.stderr and "calibrate" in shown.stderr
     assert "Other programs used the processor" in shown.stdout
@@ -207,9 +207,12 @@ def test_runtime_status_line_and_plan_agree(fitted, asked, tiers, said, table):
         if not said:
             assert runs.loses.kl == 0.0 and "nats" not in line and "no table" not in line
         elif table:
-            assert f", estimated to lose {said}" in line and "nats a token from q8_0" in line
+            assert (
+                f", estimated quality loss {said}" in line
+                and "nats per token relative to q8_0" in line
+            )
         else:
-            assert "quality loss from q8_0 unknown" in line
+            assert "quality loss relative to q8_0 unknown" in line
 
 
 def test_max_loss_chooses_the_plan(fitted):
@@ -229,7 +232,7 @@ def test_max_loss_chooses_the_plan(fitted):
     shown = run(fitted, *LITTLE, "--max-loss", "0.05")
     assert shown.exit_code == 0 and f"use {ran[0.05][0]} (" in shown.stdout
     assert shown.stderr.splitlines() == [
-        f"Plans with an expert store leave these tensors on disk: {LOOKUP}"
+        f"All plans except plain leave these tensors on disk: {LOOKUP}"
     ]
     assert sum(line.startswith("*") for line in shown.stdout.splitlines()) == 1
     found = candidates(fitted, *LITTLE, "--max-loss", "0.05")["candidates"]
@@ -249,10 +252,10 @@ def test_a_named_table_chooses_a_plan(fitted, tmp_path):
         shown = run(fitted, *LITTLE, "--losses", str(named), *more)
         assert shown.exit_code == 0
         assert shown.stderr.splitlines() == [
-            f"Plans with an expert store leave these tensors on disk: {LOOKUP}"
+            f"All plans except plain leave these tensors on disk: {LOOKUP}"
         ]
     with Runtime.open(build(fitted, losses=named, max_loss=0.05)) as runtime:
-        assert "estimated to lose" in runtime.mode
+        assert "estimated quality loss" in runtime.mode
 
 
 def test_the_predicted_loss_is_that_of_the_start(fitted, monkeypatch):
@@ -270,7 +273,7 @@ def test_the_predicted_loss_is_that_of_the_start(fitted, monkeypatch):
 
     with Runtime.open(build(fitted, policy="dynaexq")) as runtime:
         mode = runtime.mode
-        assert "estimated to lose" in mode
+        assert "estimated quality loss" in mode
         loses = Planner.loses
         monkeypatch.setattr(Loader, "_load", fails)
         monkeypatch.setattr(

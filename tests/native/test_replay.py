@@ -166,7 +166,7 @@ def test_an_answer_is_recorded(policy, both):
         assert phases.count(Phase.DECODE) == 5 and phases[0] == Phase.PREFILL
         assert all(0 < share <= 1 for share in trace.header.dense_share)
         if policy == "context":
-            with pytest.raises(ConfigError, match="has already made decisions"):
+            with pytest.raises(ConfigError, match="has already learned from earlier steps"):
                 record_answer(runtime, "Hello", 6)
 
 

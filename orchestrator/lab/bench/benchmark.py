@@ -122,8 +122,8 @@ class Benchmark(ABC):
         made = f"{self.model.n_layers} layers, {runs_text}"
         if not on.trained:
             made += (
-                f"; random weights, scaled so that each layer adds {RESIDUAL_POWER:.1f} of the "
-                f"residual stream's power"
+                f"; random weights, scaled so that each layer adds {RESIDUAL_POWER:.1f} times the "
+                f"variance of the embeddings to the residual stream"
             )
         for same in caps_of(rows):
             cap, limit = same[0]["cap"], same[0]["limit_bytes"]
@@ -282,8 +282,8 @@ class Benchmark(ABC):
         self.forget()
         if case.cap is not None and not self.on.caps_process:
             self.skip(
-                "the model is small, so the cap limits only our expert slots and not upstream "
-                "llama.cpp"
+                "the model is small, so --caps limit only moe-edge's memory for experts, and not "
+                "the memory of upstream llama.cpp"
             )
         if limit is None:
             return self._spawn(job)
@@ -292,7 +292,7 @@ class Benchmark(ABC):
                 reason = group
                 self.skip(
                     f"the memory of the process cannot be limited: {reason}. Ignore the "
-                    "rows with mmap, which need this limit"
+                    "table rows with mmap in their names, which need this limit"
                 )
                 return self._spawn(job)
             return self._spawn(job, partial(group.write_text, "0"))

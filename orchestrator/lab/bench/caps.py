@@ -203,7 +203,10 @@ class Caps(Benchmark):
             ]
             tier = self.largest_whole(cap)
             if tier is None:
-                self.skip(f"no uniform expert type is small enough for a cap of {cap:.0%}")
+                self.skip(
+                    f'no row "all TYPE" for the memory cap of {cap:.0%}: no quantization type of '
+                    "the experts is small enough"
+                )
             else:
                 listed.append(uniform(cap, tier))
         return listed
@@ -243,18 +246,20 @@ class Caps(Benchmark):
         options = self.on
         rows = (
             f"All rows decode {options.tokens} steps after the same {options.prompt_tokens} "
-            f"{options.words} tokens, in {options.runs} alternating runs. Speeds are those of the "
-            f"median step. The policy dymoe has --retention {options.retention}."
+            f"{options.words} tokens. They are measured in {options.runs} rounds, each row once "
+            f"per round. Speeds are those of the median step. The policy dymoe has --retention "
+            f"{options.retention}, the average share of experts in the high precision."
         )
         if options.together > 1:
             return [f"{rows} Each step decodes one token for each of {options.together} sequences."]
         return [
             rows,
-            "bound: the highest possible speed. Its time per token is the median over the "
-            "steps of max(compute time, missed bytes / bandwidth). The compute time is that of "
-            "the faster upstream row with everything in memory, minus the time that low and "
-            "skipped experts save. The bandwidth is the highest of the disk probes before and "
-            'after the row and of the row itself. The row "fewer experts" uses '
+            "bound: the highest possible speed. A step takes at least its compute time, and at "
+            "least the time to read the missed bytes from disk. The bound is the median over the "
+            "steps of the larger of both times. The compute time is measured in the faster "
+            "upstream row with everything in memory. Experts that are skipped or in low precision "
+            "reduce it. The disk speed is the highest that was measured before, during or after "
+            'the row. The row "fewer experts" uses '
             f"{self.fewer_experts[1]} of {self.model.n_expert_used} experts per token",
             'rows "all TYPE": all experts have the largest type with which the whole model '
             "fits in memory. This is the fastest alternative. Quality cannot be measured with "

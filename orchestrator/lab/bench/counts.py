@@ -182,7 +182,9 @@ def build_emulation() -> Path:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
-        raise MoeEdgeError(f"the emulated GPU cannot be built: {lines[-1]}")
+        raise MoeEdgeError(
+            f"the library that emulates a GPU (--emulated) cannot be compiled: {lines[-1]}"
+        )
     return Path(done.stdout.strip().splitlines()[-1])
 
 
@@ -234,12 +236,13 @@ def count(retention: float, note: Note) -> Report:
     )
     heading = [
         f"The model has {SHAPE.n_layer} layers of {SHAPE.n_expert} experts, of which a token "
-        f"uses {SHAPE.n_expert_used}, with matrices of 256 x 256. On the emulated GPU, {STEPS} "
-        f"decode steps are counted after {PROMPT_TOKENS + SETTLE_STEPS} tokens.",
-        f"Rows 1 to 6 are those of DyMoE's Table 3, with {SHARE:.0%} of the experts on the GPU. "
-        f"The policy dymoe has --retention {retention}. Before the first step, host memory has "
-        "all experts in both precisions.",
-        "The counts include the operations of the embedding and the output, divided among the "
-        "layers. Missing experts are copied to the GPU.",
+        f"uses {SHAPE.n_expert_used}, with matrices of 256 x 256. The operations of {STEPS} decode "
+        f"steps are counted on the emulated GPU, after {PROMPT_TOKENS + SETTLE_STEPS} tokens.",
+        f"The rows that are named 1 to 6 are those of DyMoE's Table 3, with {SHARE:.0%} of the "
+        f"experts on the GPU. The policy dymoe has --retention {retention}, the average share of "
+        f"experts in the high precision. Before the first step, host memory has all experts in "
+        f"{HIGH} and in {LOW}.",
+        "The numbers of operations include those of the embedding and the output, divided among "
+        "the layers. Missing experts are copied to the GPU.",
     ]
     return Report(heading, [Table(title, columns, rows)], [])

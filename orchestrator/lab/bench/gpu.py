@@ -83,7 +83,7 @@ class GpuOptions(BenchOptions):
         BenchOptions,
         "caps",
         (0.25, 0.5),
-        help=("Limits of the GPU's memory, as the percentage of the experts that fit."),
+        help="Limits of the GPU memory for experts, in percent of the size of all experts.",
     )
     routing: str = inherit(BenchOptions, "routing", "zipf")
     prompt_tokens: int = inherit(BenchOptions, "prompt_tokens", 1024)
@@ -91,7 +91,7 @@ class GpuOptions(BenchOptions):
     layers: int | None = inherit(
         BenchOptions,
         "layers",
-        help="Number of layers of a random-weight model. The full qwen3-30b has 48, mixtral 32.",
+        help="Layers of a random-weight model. The full qwen3-30b has 48, mixtral 32.",
         shown="6, 4",
     )
     counts: bool = setting(
@@ -99,12 +99,12 @@ class GpuOptions(BenchOptions):
         "Count GPU operations (launches, waits, copies) per decode step. Needs --emulated.",
     )
     emulated: bool = setting(
-        False, "Use the emulated GPU of a source checkout. Works only with --counts."
+        False, "Emulate a GPU on the CPU, for --counts. Needs a source checkout."
     )
     link: int | None = setting(
         None,
-        "Imitate a slow link, such as 12GB/s. Each expert is then copied several times. "
-        "Upstream's rows are left out, because its copies are not slower.",
+        "Imitate a slow link to the GPU, such as 12GB/s, by copying each expert several times. "
+        "Rows of upstream llama.cpp are left out, because it copies each expert once.",
         notation=BANDWIDTH,
         metavar="SPEED",
         shown="its own",
@@ -112,13 +112,15 @@ class GpuOptions(BenchOptions):
     table3: bool = setting(
         False,
         "Measure DyMoE's Table 3 on all layers of qwen3-30b. The 27 GB of the model are written to "
-        "memory. Rows of dynaexq and floor are added.",
+        "memory. The policies dynaexq and floor are measured too.",
     )
-    predict: bool = setting(False, "Predict --table3 on a --link by replay. Needs no GPU.")
+    predict: bool = setting(
+        False, "Predict --table3 for the speed of --link. This is a simulation without a GPU."
+    )
     models: Path | None = setting(None, "Folder of the generated models.", option=False)
     keep: Path | None = setting(
         None,
-        "Save the figures of each row in this folder. A later call reuses them.",
+        "Save the results of each table row in this folder. A later call reuses them.",
         metavar="DIR",
     )
 
@@ -316,8 +318,9 @@ class Gpu(Benchmark):
             self.times = nearest_times(link_speed(self.gpu["copies"]), on.link)
             speed = link_speed(self.ask_link())
             note(
-                f"each expert is copied {self.times} times: {speed / 1e9:.1f} GB/s instead of "
-                f"{link_speed(self.gpu['copies']) / 1e9:.1f}"
+                f"each expert is copied {self.times} times, to imitate a slow link: "
+                f"{speed / 1e9:.1f} GB/s instead of "
+                f"{link_speed(self.gpu['copies']) / 1e9:.1f} GB/s"
             )
         super().open(on, note)
 
@@ -451,7 +454,9 @@ class Gpu(Benchmark):
         for case in (managed, upstream):
             found = self.measure(case, 0)
             if "error" in found:
-                raise MoeEdgeError(f"{self.high}: {found['error']}. Smaller --caps may also help")
+                raise MoeEdgeError(
+                    f"{self.high}: {found['error']}. Smaller memory limits (--caps) may also help"
+                )
             memory.append(found["memory"])
         layers = tuple(
             sum(tiers[0].expert_bytes * model.n_expert for tiers in kinds if tiers[0])
@@ -589,25 +594,26 @@ class Gpu(Benchmark):
             f"{pinned} from pinned memory and {pageable} from pageable memory; the CPU computes "
             f"experts at {compute}",
             f"All rows decode {options.tokens} steps with the same {options.words} tokens, after "
-            f"a prompt of {options.prompt_tokens} tokens, in {options.runs} alternating runs. The "
-            f"policy dymoe has --retention {options.retention}.",
-            "Rows 1 to 6 are those of DyMoE's Table 3, and their missing experts are copied to "
-            "the GPU.",
+            f"a prompt of {options.prompt_tokens} tokens. They are measured in {options.runs} "
+            f"rounds, each row once per round. The policy dymoe has --retention "
+            f"{options.retention}, the average share of experts in the high precision.",
+            "The rows that are named 1 to 6 are those of DyMoE's Table 3. They copy missing "
+            "experts to the GPU.",
         ]
         if self.times > 1:
             lines.insert(
                 0,
                 f"--link: each expert is copied {self.times} times, so copies reach "
                 f"{link_speed(self.copies[0]) / 1e9:.1f} GB/s instead of "
-                f"{link_speed(gpu['copies']) / 1e9:.1f}. Nothing else is slower. Upstream's rows "
-                "are left out, because its copies are not slower.",
+                f"{link_speed(gpu['copies']) / 1e9:.1f}. Nothing else is slower. Rows of upstream "
+                "llama.cpp are left out, because it copies each expert once.",
             )
         if options.table3:
             return [*lines, table3.INTRO.format(options.prompt_tokens, options.n_ubatch)]
         return [
             *lines,
-            "The columns x TPOT and x TTFT are relative to the best upstream row. The column x row "
-            "1 compares TPOT with that of row 1.",
+            'The columns "x TPOT" and "x TTFT" are speed-ups relative to the best upstream row. '
+            'The column "x row 1" is the speed-up of TPOT relative to the row that is named 1.',
             "bound: the shortest possible time, which is max(compute time with all experts on "
             "the GPU, missed bytes / bandwidth)",
         ]

@@ -43,7 +43,9 @@ def build_models(options: BenchOptions, tiers: Sequence[str], note: Note) -> lis
     if options.trained:
         for path in (DEMO_MODEL, DEMO_TEXT):
             if not path.is_file():
-                raise MoeEdgeError(f"{path} is not installed: choose another --shape")
+                raise MoeEdgeError(
+                    f"--shape demo needs {path}, which does not exist: choose another --shape"
+                )
     missing = [tier for tier in tiers if not _path(options, tier).exists()]
     if missing and not options.trained:
         _check_free_space(options, missing, note)

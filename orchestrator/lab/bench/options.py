@@ -125,14 +125,14 @@ class BenchOptions(Settings):
         super().__post_init__()
         shapes = (*synthetic.PRESETS, DEMO)
         if self.shape not in shapes:
-            raise ConfigError(f"unknown shape '{self.shape}': choose one of {', '.join(shapes)}")
+            raise ConfigError(f"unknown --shape '{self.shape}': choose one of {', '.join(shapes)}")
         if self.routing not in synthetic.ROUTINGS:
             known = ", ".join(synthetic.ROUTINGS)
             raise ConfigError(f"unknown routing '{self.routing}': choose one of {known}")
         if not self.caps or not all(0 < cap < 1 for cap in self.caps):
             raise ConfigError("--caps must be percentages between 0 and 100")
         if len({f"{cap:.0%}" for cap in self.caps}) < len(self.caps):
-            raise ConfigError("--caps must differ by at least 1 %")
+            raise ConfigError("the percentages in --caps must differ from each other by at least 1")
         for name in ("layers", "vocab"):
             if getattr(self, name) is not None and self.trained:
                 raise ConfigError(

@@ -127,7 +127,7 @@ class PairedOptions(BenchOptions):
     )
     python: str = setting(
         sys.executable,
-        "Python interpreter that runs the checkout of --other.",
+        "Python interpreter that runs the second engine (theirs).",
         metavar="FILE",
         shown="this one",
     )
@@ -317,15 +317,18 @@ class Paired:
                 row[f"{name}_callback_us"] = side.callback_us
             rows.append(row | {"ratio": row["theirs_ms"] / row["ours_ms"]})
             note(
-                f"pair {number + 1} of {on.runs}: theirs takes {rows[-1]['ratio']:.4f} times as "
-                f"long as ours"
+                f"pair {number + 1} of {on.runs}: the second engine (theirs) takes "
+                f"{rows[-1]['ratio']:.4f} times as long as the first (ours)"
             )
         median, low, high = median_interval([row["ratio"] for row in rows])
         footnote = (
-            f"median ratio {median:.4f}, 95 % interval {low:.4f} to {high:.4f}; a ratio above 1 "
-            "means that our side is faster"
+            f"ratio: time of theirs / time of ours; median ratio {median:.4f}, 95 % interval "
+            f"{low:.4f} to {high:.4f}. Above 1, the first engine (ours) is faster"
         )
         what = f"a prompt of {on.prompt} tokens" if on.prompt else "a decoded token"
         table = Table(f"{what}, medians of each start", COLUMNS, rows, [footnote])
-        compared = f"settings of ours: {', '.join(on.ours)}; of theirs: {', '.join(on.theirs)}"
+        compared = (
+            f"settings of the first engine (ours): {', '.join(on.ours)}; of the second (theirs): "
+            f"{', '.join(on.theirs)}"
+        )
         return Report([f"{model.name}; {compared}"], [table], [])

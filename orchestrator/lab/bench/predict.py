@@ -332,14 +332,20 @@ def predict(on: Any, note: Note) -> Report:
         tables.append(Table(f"{cap:.0%} of the experts on the GPU", columns, same))
     notes = ", ".join(f"{name} {ms:.3f}" for name, ms in lacking.items())
     heading = [
-        f"A prediction by replay, not a measurement: {on.model_name}'s shape, {layers} layers, a "
-        f"link of {on.link / 1e9:g} GB/s, one copy at a time, demand copies first.",
-        f"Assumptions: computing takes {DECODE_US:g} us per layer and token and {PREFILL_US:g} us "
-        f"per layer and token of a prompt, as on one H200 with every expert on the GPU; half of it "
-        "is outside the experts, and a copy has no latency. Both precisions compute equally fast. "
-        "Host memory holds every expert.",
-        f"as H200: plus {layers} times the difference per layer between that H200 and a replay of "
-        f"its run ({MEASURED_LAYERS} layers, {MEASURED_LINK / 1e9:g} GB/s), in ms: {notes}. Its "
-        "cause is not known; its low precision was read from the disk.",
+        f"A prediction by replay, not a measurement: {on.model_name}'s shape, {layers} layers, and "
+        f"a link of {on.link / 1e9:g} GB/s, which makes one copy at a time. Missing experts are "
+        "copied before prefetched experts.",
+        f"Assumptions: computing takes {DECODE_US:g} us per layer and decoded token and "
+        f"{PREFILL_US:g} us per layer and token of a prompt, as on one H200 with every expert on "
+        "the GPU. Half of this time is outside the experts. A copy has no latency. Both precisions "
+        "compute equally fast. Host memory holds every expert.",
+        f"The column as H200 is p50 plus {layers} times the difference per layer between a run on "
+        f"that H200 ({MEASURED_LAYERS} layers, {MEASURED_LINK / 1e9:g} GB/s) and a replay of the "
+        f"run. Differences in ms per token and layer: {notes}. Their cause is not known. The run "
+        "read its low-precision experts from the disk.",
     ]
-    return Report(heading, tables, ["upstream's row has no prediction: a replay has no CPU"])
+    note_of_upstream = (
+        "The upstream row has no prediction, because upstream llama.cpp computes experts on the "
+        "CPU, and a replay simulates no CPU."
+    )
+    return Report(heading, tables, [note_of_upstream])

@@ -237,8 +237,8 @@ def _bound_note(row: Result) -> str:
     if "probe_bytes_per_s" in row:
         probes = row["probe_bytes_per_s"]
         line += (
-            f"; reads of this row reached {row['read_bytes_per_s'] / 1000000000.0:.2f} GB/s, and "
-            f"probes of the disk {min(probes) / 1000000000.0:.2f} to "
-            f"{max(probes) / 1000000000.0:.2f} GB/s"
+            f"; the disk reads of this row reached "
+            f"{row['read_bytes_per_s'] / 1000000000.0:.2f} GB/s, and test reads "
+            f"{min(probes) / 1000000000.0:.2f} to {max(probes) / 1000000000.0:.2f} GB/s"
         )
     return line

@@ -53,9 +53,10 @@ FEW = (CACHE, CACHE_AHEAD, MIXED_AHEAD, SKIP_AHEAD)
 FLOOR = "floor 4/0"
 ASKED_ON_GPU = "policy asked, all on GPU"
 INTRO = (
-    "The columns {} and {} are prompts of that length. x TPOT and x TTFT (of the shorter prompt) "
-    "are relative to row 1. Next to them are the paper's values for 16 and 24 GB of an RTX 3090, "
-    "PCIe 3.0 and Mixtral-8x7B. All layers of our model have the same random experts."
+    "The columns {} and {} are the times to read prompts of these lengths, in tokens. x TPOT and "
+    "x TTFT (of the shorter prompt) are speed-ups over row 1. The columns paper have the speed-ups "
+    "of the DyMoE paper with 16 and 24 GB of an RTX 3090, PCIe 3.0 and Mixtral-8x7B. All layers of "
+    "our model have the same random experts."
 )
 # Time limit for loading the model of a row.
 START_SECONDS = 120.0
@@ -208,12 +209,12 @@ def line(case: Case, row: Row, prompt_tokens: int) -> str:
         return f"{case.key}: {row['error']}"
     found = (
         f"{case.key}: {row['tpot_ms_p50']:.2f} ms per token (p99 {row['tpot_ms_p99']:.2f}), "
-        f"prompts of {prompt_tokens} and {LONGER * prompt_tokens} tokens {row['ttft_ms']:.0f} and "
-        f"{row.get('long_ms', math.nan):.0f} ms"
+        f"{row['ttft_ms']:.0f} ms for a prompt of {prompt_tokens} tokens, "
+        f"{row.get('long_ms', math.nan):.0f} ms for a prompt of {LONGER * prompt_tokens} tokens"
     )
     if row.get("hit_rate") is not None:
         found += (
-            f", hits {row['hit_rate']:.1%}, {row['copied_bytes_per_token'] / 1e6:.0f} MB per token;"
-            f" waits in us per layer and token: {waits_text(row)}"
+            f", hit rate {row['hit_rate']:.1%}, {row['copied_bytes_per_token'] / 1e6:.0f} MB per "
+            f"token copied to the GPU; waits in us per layer and token: {waits_text(row)}"
         )
     return found

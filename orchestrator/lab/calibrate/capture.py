@@ -293,8 +293,8 @@ class Capture(Closing):
             if self._missing:
                 layer = self.layer_ids[min(self._missing)]
                 raise NativeError(
-                    f"layer {layer}: the model's graph does not show the inputs of its experts as "
-                    "expected"
+                    f"layer {layer}: cannot record the inputs of the experts, because the model's "
+                    "compute graph lacks the expected tensors"
                 )
             progress((number + 1) / len(windows))
 

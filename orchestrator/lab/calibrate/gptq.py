@@ -92,8 +92,8 @@ class Gptq:
         total = sum(len(counts) for counts, _ in self._seen)
         return (
             f"{few} of {total} experts got fewer tokens of the text than their matrices have "
-            f"columns, and {none} of them got no token. For these experts, the other tokens of "
-            f"their layer were used as well. More text improves the result (--calib, "
+            f"columns, and {none} of them got no token. To quantize these experts, GPTQ also used "
+            f"the tokens of other experts of their layer. More text improves the result (--calib, "
             f"--calib-tokens)."
         )
 

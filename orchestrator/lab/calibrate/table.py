@@ -210,7 +210,7 @@ def fitted(tiers: Sequence[str], found: dict[str, Moved], text: str, weights: np
         tells = (of_part > 0) & (foreseen > 0)
         if not (tells.any() and (found[ALL].kl > 0).all()):
             raise ConfigError(
-                "the measured losses have no effect on the model's output, or the text is too "
+                "skipped experts did not measurably change the model's output, or the text is too "
                 "short: try a longer text"
             )
         # If the text is too short to measure a part, the part gets the common factor.
@@ -227,8 +227,8 @@ def fitted(tiers: Sequence[str], found: dict[str, Moved], text: str, weights: np
     scales = {tiers[0]: next(iter(scales.values()), 1.0), **scales, SKIP_TIER: 1.0}
     if not all(0 < each < np.inf for each in (*factors, *scales.values())):
         raise ConfigError(
-            "the measured losses have no effect on the model's output, or the text is too short: "
-            "try a longer text"
+            "experts in low precision did not measurably change the model's output, or the text "
+            "is too short: try a longer text"
         )
     of_windows = found[ALL].kl / (every @ factors)
     low, high = np.quantile(of_windows, _TEXTS).tolist()
@@ -439,7 +439,10 @@ def measure_losses(
         try:
             table = replace(table, fit=run.fit(table, tiers))
         except (BudgetError, ConfigError, NativeError) as error:
-            note(f"The table cannot convert its losses to KL divergence: {error}")
+            note(
+                f"The loss table cannot estimate the KL divergence of the model from the errors of "
+                f"its experts: {error}"
+            )
         # The table is written last, so that an interrupted run leaves no incomplete table.
         save(out, model, table)
         shutil.rmtree(kept.folder, ignore_errors=True)

@@ -215,7 +215,10 @@ class _Check:
             names = [tier.name for tier in model.tiers]
         high = config.high_tier or names[0]
         if high.lower() not in names:
-            self._problem(f"{config.model} has no tier {high}: choose one of {', '.join(names)}")
+            self._problem(
+                f"{config.model} has no precision {high}: choose --high-tier from "
+                f"{', '.join(names)}"
+            )
             return
         wanted = names[names.index(high.lower()) :] if self.options.all_tiers else [high.lower()]
         for name in wanted:
@@ -347,7 +350,9 @@ class _Check:
             )
             run = run_job(asked)
             if "error" in run:
-                self._problem(f"the layer that differs cannot be found: {run['error']}")
+                self._problem(
+                    f"cannot find the first layer that differs from llama.cpp's: {run['error']}"
+                )
                 return None
         return first_layer(*paths)
 
@@ -442,16 +447,20 @@ def describe_difference(found: Result, layer: tuple[int, float | None] | None) -
     where = "after the prompt" if row == 0 else f"after token {row} of the answer"
     first, most = amount(found["first_error"]), amount(found["most"])
     text = (
-        f"the logits first differ from llama.cpp's {where}, by {first}. The largest difference is "
-        f"{most}. The most likely token differs at {found['choices']} of {found['rows']} positions"
+        f"the logits first differ from llama.cpp's {where}. The largest difference of a logit is "
+        f"{first} there and {most} overall. The most likely token differs at {found['choices']} of "
+        f"{found['rows']} positions"
     )
     if layer is None:
         return (
-            f"{text}. If the tokens are computed in one batch, the experts of all layers give "
-            f"equal results"
+            f"{text}. If the tokens are computed in one batch, the experts of all layers give the "
+            f"same results as in llama.cpp"
         )
     number, error = layer[0], amount(layer[1])
-    return f"{text}. The first layer whose experts differ is layer {number}, by {error}"
+    return (
+        f"{text}. The first layer whose experts give other results than in llama.cpp is layer "
+        f"{number}. The largest difference is {error}"
+    )
 
 
 def describe_machine(machine: Machine) -> dict[str, Any]:

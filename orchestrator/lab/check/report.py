@@ -31,7 +31,7 @@ def render(report: dict[str, Any]) -> str:
         lines += ["", f"as asked: {asked['mode']}", f"  {speeds}; {_memory(asked)}"]
     if report["own_bytes"]:
         own = format_size(report["own_bytes"], up=True)
-        lines.append(f"The check itself uses {own} of --ram during each run.")
+        lines.append(f"The process of the check itself uses {own} of --ram during each run.")
     lines.append("")
     lines += [f"Note: {each}" for each in report["notes"]]
     lines += [f"Problem: {each}" for each in report["problems"]]
@@ -108,7 +108,7 @@ def _words(words: dict[str, Any] | None) -> list[str]:
     kept = words["samples"] - len(words["lost"])
     own = "the file's own" if words["template"] else "ChatML (the file has none)"
     rendered = words["rendered"]
-    does = "fails" if rendered is None else f"a rendered conversation has {rendered} tokens"
+    does = "fails" if rendered is None else f"turns a sample conversation into {rendered} tokens"
     return [
         f"tokenizer: encodes and decodes {kept} of {words['samples']} texts without a change",
         f"chat template: {own}, {does}",
@@ -150,5 +150,5 @@ def _tok_s(run: dict[str, Any]) -> tuple[str, str]:
 def _memory(run: dict[str, Any]) -> str:
     taken = f"used {format_size(run['used_bytes'], up=True)}"
     if run["promised_bytes"] is None:
-        return f"{taken}, including pages of the mapped file"
+        return f"{taken} of memory, including pages of the memory-mapped model file"
     return f"{taken} of {format_size(run['promised_bytes'])}"

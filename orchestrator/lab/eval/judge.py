@@ -357,7 +357,8 @@ def score_choices(
             context, tokens = whole[:n], whole[n:]
             if not context or not tokens:
                 raise ConfigError(
-                    f"question {number}: the choice '{choice}' adds no token to the prompt"
+                    f"question {number}: the prompt with the choice '{choice}' has no more tokens "
+                    f"than the prompt alone: use another choice"
                 )
             logp.append(float(judge.continuation(context, tokens)[0].sum()))
         lengths = [len(choice) for choice in question.choices]

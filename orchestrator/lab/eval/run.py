@@ -319,10 +319,12 @@ def render(result: dict[str, Any]) -> str:
     if (text := result.get("text")) is not None:
         prompt = result["prompt_tokens"]
         after = f" after prompts of at least {prompt} tokens" if prompt else ""
-        how = "one decode step per token" if decode else "read as prompts"
+        how = "decoded one at a time" if decode else "computed in batches"
         if "kl" in text:
             add(f"KL from {text['best_tier']}", with_error(text["kl"], 5), "nats")
-        note = f"{text['tokens']} tokens, {how}{after}, in windows of {result['window']} tokens"
+        note = (
+            f"{text['tokens']} scored tokens, {how}{after}, in windows of {result['window']} tokens"
+        )
         add("perplexity", with_error(text["perplexity"]), note)
         for name, value in text["domains"].items():
             add(f"  {name}", with_error(value))
@@ -335,7 +337,7 @@ def render(result: dict[str, Any]) -> str:
         if (lost := usage["kl_estimate"]) is not None:
             add("KL estimated", f"{usage['kl_low']:.5f} to {lost:.5f}", "from the loss table")
         if usage["limit_halved"]:
-            note = "the text differs from the texts of the loss table"
+            note = "there, the text differs from the calibration text of the loss table"
             percent = 100 * usage["limit_halved"]
             add("limit halved", f"{percent:.0f} % of the tokens", note)
         asked = {key: usage[key] for key in ("high", "low", "skip") if usage[key] is not None}

@@ -59,8 +59,7 @@ def table_3(on: Measured) -> Made:
     why = (
         "We use another model and measure KL divergence instead of accuracy, because the weights "
         "of Mixtral-8x7B were not available. Our loss table has one loss per expert and bit "
-        "width. Choosing bits by losses alone, as the paper does, therefore changes little. We "
-        "weight losses with usage"
+        "width. The paper chooses bits by losses alone. Our choice weights them with expert usage"
     )
     names = {
         UNIFORM: "equal bits",
@@ -77,14 +76,19 @@ def table_3(on: Measured) -> Made:
         }
         here = "KL: " + ", ".join(f"{name} {value:.4f}" for name, value in kl.items())
         if names[UNIFORM] not in kl:
-            here += f". Equal bits are not measured, because the file has no tier of {bits:g} bits"
+            here += (
+                f". The same bits for all these experts are not measured, because the file has no "
+                f"precision of {bits:g} bits"
+            )
         title = f"{bits:g} bits per weight for the half of the experts that is not hot"
         compared.append(
             Compared(
                 title,
                 f"Accuracy is {without} without the paper's choice of bits, {chosen} with it, and "
                 f"70.03 in 16 bits",
-                here if kl else "not measured, because the file has no tier of so few bits",
+                here
+                if kl
+                else f"not measured, because the file has no precision of at most {bits:g} bits",
                 why,
             )
         )
@@ -143,7 +147,7 @@ def figure_2(on: Measured) -> Made:
     ]
     panel = Panel(
         "rank of the expert",
-        "share of the layer's expert uses, %",
+        "expert's share of all expert uses in its layer, %",
         drawn,
         title,
         percent=True,
@@ -197,15 +201,15 @@ def figure_3(on: Measured) -> Made:
     compared = [
         Compared(
             "share of a step's experts that the next step also uses",
-            "In sample 1, adjacent steps are not similar. Sample 2 has more structure. The paper "
-            "states no number",
-            f"{kept}. If steps were independent, this share would be {by_use} with the expert "
+            "The paper shows two inputs. In the first, adjacent decode steps do not use similar "
+            "experts. The second has more structure. The paper states no number",
+            f"The share is {kept}. If steps were independent, it would be {by_use} with the expert "
             f"frequencies of the sequence, and {by_chance} with uniform frequencies",
-            "We use another model, and all sequences instead of two samples",
+            "We use another model, and all sequences of our text instead of two inputs",
         ),
         Compared(
             "similarity of the expert usage of different inputs",
-            "Usage differs between the paper's two samples. The paper states no number",
+            "Expert usage differs between the paper's two inputs. The paper states no number",
             f"mean cosine {np.mean(similarities):.2f}, least {min(similarities):.2f}"
             if similarities
             else "one input",
@@ -234,17 +238,17 @@ def figure_4(on: Measured) -> Made:
         Compared(
             "cosine similarity of the expert usage of a prompt and of its answer",
             "0.89 (Mixtral-8x7B on TruthfulQA)",
-            f"The cosine similarity is {counted:.2f} if the prompt's uses are counted, and "
-            f"{guessed:.2f} for a uniform guess",
-            "We use another model and text. The cosine similarity says little without that of a "
-            "uniform guess, which the paper does not show",
+            f"The cosine similarity with the answer's usage is {counted:.2f} for the prompt's "
+            f"usage, and {guessed:.2f} for equal usage of all experts",
+            "We use another model and text. The similarity of the prompt's usage says little "
+            "without that of equal usage, which the paper does not show",
         ),
         Compared(
-            "share of an answer's expert uses that go to the quarter of the experts that the "
-            "prompt uses most",
+            "share of an answer's expert uses that belong to the prompt's most used quarter of "
+            "the experts",
             NOT_IN_TEXT,
-            f"This quarter of the experts gets {mass} of the uses, and a random quarter gets "
-            f"{at_random}",
+            f"The prompt's most used quarter of the experts gets {mass} of the answer's uses, and "
+            f"a random quarter gets {at_random}",
         ),
     ]
     return Made(compared, found.tables, found.panels)
@@ -268,19 +272,22 @@ def near_data(on: Measured) -> list[dict[str, Any]]:
                 trace = on.trace(PROMPT, ANSWER)
                 found.append({"bits": bits, **replay_near_data(asked, trace)})
             except ConfigError as reason:
-                on.note(f"Figures 5 and 6 have generated routing only: {reason}")
+                on.note(
+                    f"Figures 5 and 6 are simulated with generated (random) routing only, not with "
+                    f"this model's routing: {reason}"
+                )
     return found
 
 
 GENERATED = "generated"
 _FITTED = (
-    "fitted: we model MoNDE as a system without experts on the GPU (near-only) that also migrates "
+    "fitted: we model MoNDE as near-only (all experts in the near-data memory) plus migrations of "
     "experts to the GPU. The paper does not state the rate of migrations, so we chose the rate "
-    "that matches its speed-ups. Agreement therefore confirms nothing"
+    "that matches its speed-ups. Our ratio therefore does not confirm the paper's"
 )
 _FREE = (
     "This ratio contains no fitted constant. The speeds of the HBM and of the link, and the "
-    "packed arithmetic (16 / b products at once), are our choices"
+    "packed arithmetic (16 / b products at once for weights of b bits), are our choices"
 )
 
 
@@ -297,10 +304,12 @@ def figure_5(on: Measured) -> Made:
     results = near_data(on)
     compared = [
         Compared(
-            "speed of the near-data memory with 3 bits and with 2 bits, relative to 16 bits",
+            "speed of the near-data memory, which computes the experts in it, with weights of 3 "
+            "bits and of 2 bits, relative to 16 bits",
             "about 5 and about 8",
             _near_times(results),
-            f"{_FREE}. If arithmetic were not packed, both ratios would be 4.0",
+            f"{_FREE}. Without packed arithmetic, the ratios for 3 and for 2 bits would both be "
+            f"4.0",
         )
     ]
     paper = {
@@ -403,8 +412,8 @@ def figure_6(on: Measured) -> Made:
             compared.append(
                 Compared(
                     f"{shape}: decode speed of our method at 2 bits relative to HOBBIT",
-                    f"{hobbit[shape]} times as fast. The paper does not say whether this is "
-                    f"decode speed or end-to-end speed",
+                    f"{hobbit[shape]} times as fast as HOBBIT. The paper does not say whether this "
+                    f"is decode speed or end-to-end speed",
                     of(HOBBIT),
                     "Our model of HOBBIT prefetches nothing. It loads a token's first expert in "
                     "16 bits and the others in 4 bits",
@@ -446,11 +455,15 @@ PAPER = Paper(
     "context",
     "Context-Aware MoE Inference on GPU-NDP Systems",
     (
-        Figure("Table 3", "quality with few bits for the experts that are not hot", table_3),
+        Figure("Table 3", "quality with few bits for all but the hot (most used) experts", table_3),
         Figure("Figure 2", "how often each expert is used", figure_2),
         Figure("Figure 3", "how many experts change from step to step", figure_3),
         Figure("Figure 4", "similarity of prompt and answer", figure_4),
-        Figure("Figure 5", "end-to-end latency, and time of the near-data memory", figure_5),
+        Figure(
+            "Figure 5",
+            "end-to-end latency, and compute time of the memory that computes experts (near-data)",
+            figure_5,
+        ),
         Figure("Figure 6", "decode throughput", figure_6),
     ),
 )

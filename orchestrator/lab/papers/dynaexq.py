@@ -93,7 +93,7 @@ def _activated(on: Measured, rows: list[Row], said: str, what: str) -> Made:
     ]
     panel = Panel(
         "sequences",
-        "share of a layer's experts in use, %",
+        "share of a layer's experts that a step uses, %",
         drawn,
         what,
         percent=True,
@@ -154,14 +154,16 @@ def table_4(on: Measured) -> Made:
     quarter = next(row for row in rows)
     compared = [
         Compared(
-            "share of the quality between all-low and all-high precision that a hot set recovers",
-            "Qwen3-30B recovers 31 % of the accuracy between Int4 and FP16 (Int4 63.98, DynaExq "
-            "64.38, FP16 65.29). Qwen3-80B recovers 89 % of that between Int2 and Int4, and "
-            "Phi-3.5-MoE recovers 39 %. The paper does not state how many experts have the high "
-            "precision",
+            "share of the quality lost in low precision that is recovered if a hot set (the most "
+            "used experts) has high precision",
+            "On Qwen3-30B, accuracy is 63.98 in Int4, 64.38 with DynaExq and 65.29 in FP16, so "
+            "31 % of the loss from FP16 to Int4 is recovered, and 39 % on Phi-3.5-MoE. On "
+            "Qwen3-80B, 89 % of the loss from Int4 to Int2 is recovered. The paper does not state "
+            "how many experts have the high precision",
             "; ".join(
-                f"with {share(row['high'])} of the experts in high precision, "
-                f"{share(row['won_back'][0])} of the KL divergence is recovered"
+                f"a hot set of {share(row['high'])} of the experts recovers "
+                f"{share(row['won_back'][0])} of the difference in KL divergence between low and "
+                f"high precision"
                 for row in rows
                 if row["won_back"]
             ),
@@ -169,12 +171,13 @@ def table_4(on: Measured) -> Made:
             "the paper's models were not available",
         ),
         Compared(
-            "Does a hot set recover more of the quality than its share of the experts?",
-            "The paper does not test this. It compares DynaExq with no random set of experts and "
-            "with no smaller uniform type of the same size",
-            f"With {share(quarter['high'])} of the experts in high precision, a hot set recovers "
-            f"{quarter['ratio']:.2f} times its share. The tables also have uniform types of the "
-            f"same size",
+            "Does a hot set recover a larger share of the lost quality than its share of the "
+            "experts?",
+            "The paper does not test this. It does not compare DynaExq with random sets of "
+            "experts, nor with one precision for all experts that needs as much memory",
+            f"With a hot set of {share(quarter['high'])} of the experts, the recovered share is "
+            f"{quarter['ratio']:.2f} times the hot set's share of the experts. The tables also "
+            f"have models with one precision for all experts and the same size",
             "the null baselines are ours",
         ),
     ]
@@ -212,18 +215,19 @@ def figure_1(on: Measured) -> Made:
     )
     compared = [
         Compared(
-            f"time that a prompt waits for experts if reading a token's experts takes {reads:g} "
-            f"times as long as computing the token",
+            f"time that prompts of different lengths wait for experts, and its share of the "
+            f"prompt's time. The simulated disk takes {reads:g} times as long to read a token's "
+            f"experts as the CPU takes to compute the token",
             "ExpertFlow's wait grows with the prompt. The paper's text states no number",
             ", ".join(
                 f"{row['n']}: {row['stall_ms']:.0f} ms ({share(row['of_it'])})"
                 for row in rows
                 if row["name"] == prefetching.name and row["reads"] == reads
             ),
-            f"We measure virtual time with cache slots for {HELD:.0%} of the experts, and firm "
-            f"stands in for ExpertFlow. On a CPU, the compute time grows with each token of a "
-            f"prompt and hides the reads. After all experts have been read once, waits stop "
-            f"growing",
+            f"Our times are simulated, with cache slots for {HELD:.0%} of the experts. We use the "
+            f"policy firm instead of ExpertFlow, which is not available. On a CPU, the compute "
+            f"time grows with each token of a prompt, and experts are read meanwhile. After all "
+            f"experts have been read once, waits stop growing",
         )
         for reads in READS
     ]
@@ -287,15 +291,15 @@ def figure_2(on: Measured) -> Made:
             "hot sets of different workloads",
             "In some layers, the ten most used experts of text, of math and of code are disjoint",
             "; ".join(
-                f"{row['one']} and {row['other']} share {share(row['same'])} of their hot "
-                f"experts, and have none in common in {row['disjoint']} of {n_layers} layers"
+                f"{row['one']} and {row['other']}: {share(row['same'])} of the hot experts are "
+                f"the same, and {row['disjoint']} of {n_layers} layers have no common hot expert"
                 for row in overlaps
             )
             or (
-                "not measured, because the text has only one domain: give --data a folder with "
-                "several files"
+                "not measured, because the text has only one domain (kind of text): give --data a "
+                "folder with one file for each of several domains"
             ),
-            f"{_other(on)}. Our hot sets have {n_hot} experts",
+            f"{_other(on)}. Our hot sets have the {n_hot} most used experts of each layer",
         ),
     ]
     drawn = [
@@ -330,8 +334,8 @@ def figure_3(on: Measured) -> Made:
             "Perplexity grows smoothly if the least used experts are demoted first. The paper's "
             "text states no number",
             "; ".join(f"{order} {show_change(row['change'])}" for order, row in mine.items()),
-            f"{_other(on)}. The random order and the order with the most used experts first are "
-            f"our baselines",
+            f"{_other(on)}. Our baselines demote experts in random order, or the most used "
+            f"experts first",
         )
     ]
     return Made(compared, found.tables, found.panels)
@@ -369,7 +373,9 @@ def systems(on: Measured) -> list[System]:
     offloading = {"policy": "dymoe", "retention": 1.0, "prefetch": "on", **high}
     return [
         System(f"static {subject.low}", low),
-        System("offloading with prefetch (policy dymoe, r = 1)", offloading),
+        System(
+            "offloading of experts with prefetch (policy dymoe, high precision only)", offloading
+        ),
         System("dynaexq", {name: each for name, each in dynaexq.items() if each is not None}),
     ]
 
@@ -432,9 +438,9 @@ def timed_batches(on: Measured) -> list[Row]:
 
 
 _LIVE = (
-    "We measure live times on two cores, and the paper measures on an A6000 GPU. The policy dymoe "
-    "with one precision stands in for ExpertFlow. The prompts of a batch are read one after "
-    "another"
+    "We measure real time on two CPU cores, and the paper measures on an A6000 GPU. We use the "
+    "policy dymoe with one precision instead of ExpertFlow, which is not available. The prompts of "
+    "a batch are read one after another"
 )
 _COLUMNS = (
     Column("", "name", left=True),
@@ -487,7 +493,11 @@ def _batches(
     panel = Panel("sequences", what, drawn, on.config.model.name, scale="log", ticks=BATCHES)
     return Made(
         compared,
-        [Table("Batches in which each sequence has its own prompt", _COLUMNS, rows)],
+        [
+            Table(
+                "Latency and speed by batch size (each sequence has its own prompt)", _COLUMNS, rows
+            )
+        ],
         [panel],
     )
 
@@ -498,8 +508,9 @@ def figure_6(on: Measured) -> Made:
     `on` is the model and the text. Returns a table, a plot, and the comparison with the paper.
     """
     said = (
-        "The static low precision has the lowest TTFT, and DynaExq is near it. ExpertFlow's TTFT "
-        "grows sharply with the batch. The paper's text states no number"
+        "TTFT is lowest if all experts have low precision (static), and nearly as low with "
+        "DynaExq. With ExpertFlow, TTFT grows sharply with the batch. The paper's text states no "
+        "number"
     )
     return _batches(on, "TTFT, ms, mean (P99)", said, "ttft", "ttft_p99", "{:.1f}".format)
 
@@ -525,8 +536,8 @@ def figure_9(on: Measured) -> Made:
     `on` is the model and the text. Returns a table, plots, and the comparison with the paper.
     """
     said = (
-        "The static low precision takes the least time, ExpertFlow the most, and DynaExq is "
-        "between them. The paper's text states no number"
+        "Requests take the least time if all experts have low precision (static), and the most "
+        "with ExpertFlow. DynaExq is between them. The paper's text states no number"
     )
     made = _batches(
         on, f"time of a prompt and {STEPS} decode steps, ms", said, "total", None, "{:.0f}".format
@@ -605,12 +616,16 @@ PAPER = Paper(
         ),
         Figure(
             "Table 4",
-            "quality with a hot set in high precision, compared with uniform precisions",
+            "quality with the most used experts (hot set) in high precision, compared with one "
+            "precision for all experts",
             table_4,
         ),
         Figure("Figure 1", "stall by prompt length", figure_1),
         Figure(
-            "Figure 2", "skew of expert usage, and overlap of the hot sets of workloads", figure_2
+            "Figure 2",
+            "skew of expert usage, and overlap of the most used experts (hot sets) of different "
+            "workloads",
+            figure_2,
         ),
         Figure("Figure 3", "perplexity over demoted experts", figure_3),
         Figure("Figure 6", "time to first token by batch size", figure_6),

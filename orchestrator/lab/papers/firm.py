@@ -43,9 +43,9 @@ LOGITS, CACHED = 768, 0.5
 
 slots = percent(0, " %")
 _MACHINE = (
-    f"We measure virtual time: reading all experts of a token takes {SLOW:g} times as long as "
-    f"computing the token, and every layer has the same number of slots. The paper measures on an "
-    f"RTX 3090 with PCIe 4.0 and has one LRU cache for all layers"
+    f"Our times are simulated: reading all experts of a token takes {SLOW:g} times as long as "
+    f"computing the token. Every layer has the same number of cache slots. The paper measures on "
+    f"an RTX 3090 with PCIe 4.0 and has one LRU cache for all layers"
 )
 
 
@@ -84,25 +84,27 @@ def table_1(on: Measured) -> Made:
     }
     compared = []
     for name, ratios in paper.items():
-        slow, fast = (_by_share(each.rows, name, "speedup") for each in (table, other))
+        base = "the paper's baseline"
+        slow, fast = (_by_share(each.rows, name, "speedup", base) for each in (table, other))
         compared.append(
             Compared(
                 f"speed of '{name}' relative to the paper's baseline",
-                f"{ratios} times as fast, with 128, 256, 512 and 768 cached experts",
-                f"This variant is {slow}. With a link that is {SLOW / FAST:g} times as fast, it "
-                f"is {fast}",
+                f"'{name}' is {ratios} times as fast as the paper's baseline, with 128, 256, 512 "
+                f"and 768 cached experts",
+                f"'{name}' is {slow}. With a simulated disk that is {SLOW / FAST:g} times as "
+                f"fast, '{name}' is {fast}",
                 _MACHINE,
             )
         )
     return Made(compared, [table, other], [panel])
 
 
-def _by_share(rows: Sequence[Row], name: str, key: str, digits: int = 2) -> str:
-    """Return one system's values for each share of experts that have slots, as text."""
+def _by_share(rows: Sequence[Row], name: str, key: str, base: str, digits: int = 2) -> str:
+    """Return one system's speed relative to `base`, for each share of experts with slots."""
     mine = [row for row in rows if row["name"] == name]
     values = ", ".join(f"{row[key]:.{digits}f}" for row in mine)
     shares = ", ".join(slots(row["held"]) for row in mine)
-    return f"{values} times as fast, with cache slots for {shares} of the experts"
+    return f"{values} times as fast as {base}, with cache slots for {shares} of the experts"
 
 
 def table_2(on: Measured) -> Made:
@@ -143,12 +145,12 @@ def table_2(on: Measured) -> Made:
         here = ", ".join(f"{slots(held)}: {row['name']}" for held, row in best.items())
         compared.append(
             Compared(
-                f"fastest n, {world}",
-                "With 256 cached experts, OLMoE is fastest if one matrix per expert is "
-                "prefetched, n = 1 (5.31 against 4.76 tokens/s). With 128, Qwen1.5 is fastest "
-                "with n = 2 (3.75 against 3.51 tokens/s). The paper does not measure n = 3",
+                f"fastest number n of prefetched matrices per expert, {world}",
+                "OLMoE with 256 cached experts: n = 1 (5.31 tokens/s, and 4.76 with n = 2). "
+                "Qwen1.5 with 128 cached experts: n = 2 (3.75 tokens/s, and 3.51 with n = 1). The "
+                "paper does not measure n = 3",
                 here,
-                f"{_MACHINE}. We also prefetch all three matrices (n = 3)",
+                f"{_MACHINE}. We also measure n = 3, which prefetches all matrices of an expert",
             )
         )
     drawn = lines(
@@ -177,14 +179,14 @@ def figure_4(on: Measured) -> Made:
         shown, lambda row: 100 * row["held"], lambda row: [row["tpot_ms_mean"], None], "name"
     )
     panel = Panel("slots, % of the experts", "mean decode step, ms", drawn, on.config.model.name)
-    mol = _by_share(table.rows, "firm, mol, n=1", "speedup")
+    mol = _by_share(table.rows, "firm, mol, n=1", "speedup", "without prefetch")
     compared = [
         Compared(
-            "speed of MoL if one matrix per expert is prefetched (n = 1)",
-            "up to 1.8 times as fast as the paper's baseline with 128 cached experts of "
-            "Qwen1.5-MoE, and 1.6 times with 768",
-            f"Relative to no prefetch, MoL is {mol}",
-            f"{_MACHINE}. Table 1 compares with the paper's baseline",
+            "speed of Meeting of Layers (MoL) if one matrix per expert is prefetched (n = 1)",
+            "On Qwen1.5-MoE, FIRM-MoE is up to 1.8 times as fast as the paper's baseline with 128 "
+            "cached experts, and 1.6 times as fast with 768",
+            f"MoL is {mol}",
+            f"{_MACHINE}. Our comparison with the paper's baseline is in Table 1",
         ),
         Compared(
             "slowdown with a small cache",
@@ -266,8 +268,8 @@ def figure_5(on: Measured) -> Made:
             "1.31 times Fiddler and llama.cpp",
             "over lru: " + ", ".join(f"{name} {ratio:.2f}" for name, ratio in means.items()),
             f"{_MACHINE}. Our baseline is lru, because we did not run Fiddler. The paper's text "
-            f"does not state its prompt and answer lengths. Our tokens/s depend on the load of "
-            f"the machine during each recording, and our ratios do not",
+            f"does not state its prompt and answer lengths. Other load on the machine during the "
+            f"recorded runs changes our tokens/s, but not the ratios to lru",
         )
     ]
     title = f"Speed including the prompt, with cache slots for {HELD:.0%} of the experts"
@@ -292,7 +294,10 @@ def figure_6(on: Measured) -> Made:
     k, n_expert = subject.n_expert_used, subject.n_expert
     routers = routers_of(subject)
     if all(router is None for router in routers[1:]):
-        raise Unavailable("the file has no routers, and the votes are computed with routers")
+        raise Unavailable(
+            "the model's file has no router matrices (blk.N.ffn_gate_inp.weight), which predict "
+            "the experts of the next layers"
+        )
     losses = heop.Losses(subject.n_layers, n_expert, k, max(k, round(CACHED * n_expert)))
     for _, read in read_windows(subject, subject.windows):
         losses.count(read, subject.layer_ids, routers)
@@ -320,8 +325,8 @@ def figure_6(on: Measured) -> Made:
         Column("x smallest loss", "ratio", fixed(3)),
     )
     title = (
-        f"K and P found by each search, with a cache for {CACHED:.0%} of the experts: "
-        f"{subject.basis}"
+        f"K (experts that a layer votes for) and P (layers that vote) found by each search, with "
+        f"a cache for {CACHED:.0%} of the experts: {subject.basis}"
     )
     tables = [Table(title, columns, rows)]
     run = recording(on)
@@ -331,32 +336,32 @@ def figure_6(on: Measured) -> Made:
     ours = [row["ratio"] for row in rows if row["way"] == "our climb"]
     compared = [
         Compared(
-            "best K, P by group",
+            "best K (experts that a layer votes for) and P (layers that vote) by group of layers",
             "On OLMoE (8 experts per token, 256 cached): K = 4 and P = 3 for shallow layers, K = "
             "8 and P = 3 for middle and deep layers",
-            "; ".join(f"{name} {n}, {p}" for name, (n, p, _) in best.items()),
-            "We use another model. If every layer votes for K experts, more voting layers agree "
-            "on fewer of them",
+            "; ".join(f"{name} K = {n}, P = {p}" for name, (n, p, _) in best.items()),
+            "We use another model. The more layers vote, the fewer experts get the votes of all "
+            "of them",
         ),
         Compared(
-            "K > k",
-            "K <= k = 8",
+            "Is it better if a layer votes for more experts than a token uses (K > k)?",
+            "The paper has K <= k = 8",
             "; ".join(
-                f"{name} layers: the smallest loss with at most k candidates (K <= k) is "
-                f"{ratio:.3f} times the smallest loss of all"
+                f"{name} layers: the smallest prediction loss with K <= k is {ratio:.3f} times "
+                f"the smallest with any K"
                 for name, (_, _, ratio) in best.items()
             ),
-            "In a run, the look-ahead predicts only as many experts as a token uses (k). Here, "
-            "candidates come from the router's logits",
+            "In a run, a layer votes for at most k experts. For this comparison, votes for up to "
+            "2 k experts are computed from the router's logits",
         ),
         Compared(
-            "Algorithm 1",
-            "The paper does not state how far its loss is from the smallest loss",
-            f"Over four starts, Algorithm 1 as printed ends at {min(printed):.2f} to "
-            f"{max(printed):.2f} times the smallest loss. Our hill climbing ends at "
-            f"{min(ours):.2f} to {max(ours):.2f} times",
-            "Algorithm 1 as printed never clears its history, so its mean mixes the pairs (K, P) "
-            "that were visited",
+            "prediction loss of the pair (K, P) that Algorithm 1 finds",
+            "The paper does not compare the loss of this pair with the smallest loss of all pairs",
+            f"Algorithm 1 as printed, with four different first steps, finds pairs with "
+            f"{min(printed):.2f} to {max(printed):.2f} times the smallest loss. Our hill climbing "
+            f"finds pairs with {min(ours):.2f} to {max(ours):.2f} times the smallest loss",
+            "Algorithm 1 as printed never clears its list of losses, so the mean loss of a pair "
+            "(K, P) includes the losses of all pairs before it",
         ),
     ]
     return Made(compared, tables, panels)
@@ -372,12 +377,13 @@ def figure_7(on: Measured) -> Made:
     rows = {row["strategy"]: row for row in found.tables[0].rows}
     paper = {
         f"MoL K={k} P=3": (
-            "90.5 % utilisation and 59.8 % accuracy. The paper does not state K for this figure"
+            "90.5 % utilisation and 59.8 % accuracy. The paper does not state for how many "
+            "experts (K) each layer votes in this figure"
         ),
         f"top {k}": "78.8 % utilisation",
         "weighted >= 3.0": (
-            "The same values as MoL, because a score of 3.0 (1.5 + 1.0 + 0.5) requires the votes "
-            "of all three layers"
+            "The same values as Meeting of Layers (MoL), because an expert gets the score 3.0 "
+            "(1.5 + 1.0 + 0.5) only if all three layers vote for it"
         ),
     }
     compared = [
@@ -397,20 +403,22 @@ def figure_7(on: Measured) -> Made:
     ]
     if above:
         here = (
-            f"At an equal number of experts, MoL's utilisation differs by {100 * min(above):+.1f} "
-            f"to {100 * max(above):+.1f} points"
+            f"At an equal number of predicted experts, the utilisation of MoL minus that of the "
+            f"nearest layer alone is {100 * min(above):+.1f} to {100 * max(above):+.1f} percentage "
+            f"points"
         )
         here += (
             (
-                f". With more than k candidates (K > k), it differs by {100 * min(more):+.1f} to "
-                f"{100 * max(more):+.1f} points"
+                f". If layers vote for more experts than a token uses (K > k), the difference is "
+                f"{100 * min(more):+.1f} to {100 * max(more):+.1f} points"
             )
             if more
             else ""
         )
         compared.append(
             Compared(
-                "MoL compared with as many candidates of the nearest layer alone",
+                "Meeting of Layers (MoL) compared with as many experts predicted by the nearest "
+                "layer alone",
                 "The paper compares sets of different sizes: 2.64 experts of MoL with 4 experts "
                 "of the nearest layer",
                 here,
@@ -424,14 +432,15 @@ def _of_strategy(row: Row) -> str:
     used, named = 100 * row["utilisation"][0], 100 * row["accuracy"][0]
     cut = (
         (
-            f". As many experts of the nearest layer alone have a utilisation of "
+            f". If the nearest layer alone predicts as many experts, utilisation is "
             f"{100 * row['cut']:.1f} %"
         )
         if row.get("cut")
         else ""
     )
     return (
-        f"{used:.1f} % utilisation and {named:.1f} % accuracy with {row['size']:.2f} experts{cut}"
+        f"{used:.1f} % utilisation and {named:.1f} % accuracy with {row['size']:.2f} predicted "
+        f"experts per layer{cut}"
     )
 
 
@@ -445,10 +454,16 @@ PAPER = Paper(
         Figure("Figure 5", "tokens per second by prompt and answer length", figure_5),
         Figure(
             "Figure 6",
-            "prefetch loss by the number of candidates K and of voting layers P",
+            "loss from wrong and missing predictions of experts, by K (experts that a layer votes "
+            "for) and P (layers that vote)",
             figure_6,
         ),
-        Figure("Figure 7", "utilisation and accuracy of strategies", figure_7),
+        Figure(
+            "Figure 7",
+            "utilisation (share of predicted experts that are used) and accuracy (share of used "
+            "experts that are predicted) of prediction strategies",
+            figure_7,
+        ),
     ),
     least_tiers=1,
 )

@@ -124,8 +124,9 @@ class Paper:
                 )
             if len(model.tiers) < self.least_tiers:
                 raise ConfigError(
-                    f"{config.model} has only one precision, {model.tiers[0].name}, but this "
-                    f"paper compares several: use a file packed with several tiers, or --low FILE"
+                    f"{config.model} has only one precision, {model.tiers[0].name}, but "
+                    f"`moe-edge paper {self.name}` compares several: use a file packed with "
+                    f"several precisions, or --low FILE"
                 )
 
 

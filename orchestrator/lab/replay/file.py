@@ -244,7 +244,8 @@ def _check(trace: Trace) -> None:
             raise _Wrong(f"{name}: not sorted by step")
     if a["restored"][:, 2].sum(dtype=np.int64) != len(a["restored_use"]):
         raise _Wrong(
-            "the sizes in the array restored do not add up to the size of the array restored_use"
+            "the file is damaged: the sizes in its array 'restored' do not add up to the size of "
+            "its array 'restored_use'"
         )
 
 
@@ -303,9 +304,14 @@ def _check_slices(trace: Trace) -> None:
     kinds = np.all(there, axis=2, keepdims=True)
     few = kinds.sum(axis=1) < 2
     if (there != kinds).any() or not there[:, DOWN].all() or few.any():
-        raise _Wrong("the array slices is damaged: a layer lacks a matrix or one of its tiers")
+        raise _Wrong(
+            "the file is damaged: in its array 'slices', a layer lacks a matrix, or a matrix lacks "
+            "one of the precisions"
+        )
     if (slices[..., 2][there] < 1).any() or not np.isin(slices[..., 3], list(GGMLType)).all():
-        raise _Wrong("the array slices is damaged: a matrix has no bytes or an unknown type")
+        raise _Wrong(
+            "the file is damaged: in its array 'slices', a matrix has no bytes or an unknown type"
+        )
 
 
 def _check_events(trace: Trace) -> None:
@@ -320,9 +326,14 @@ def _check_events(trace: Trace) -> None:
     if (a["event_ahead"] > np.minimum(MAX_AHEAD, trace.n_layers - 1 - layer)).any():
         raise _Wrong("an event of the trace predicts experts beyond the last layer")
     if (a["event_tokens"] > a["step_tokens"][step]).any():
-        raise _Wrong("an event of the trace has more tokens than its step")
+        raise _Wrong(
+            "the file is damaged: in its arrays 'event_tokens' and 'step_tokens', a layer computes "
+            "more tokens than its step has"
+        )
     if (a["phases"] < np.repeat(a["step_phase"][step], a["event_tokens"])).any():
-        raise _Wrong("the array phases is damaged: a decode step has a prefill token")
+        raise _Wrong(
+            "the file is damaged: in its array 'phases', a decode step has a prefill token"
+        )
     for name, scores in (("ids", "weights"), ("ahead_ids", "ahead_scores")):
         # If an event has fewer than k experts per token, the rest of a row repeats the first expert
         # with score 0.

@@ -734,8 +734,9 @@ def near_tables(result: dict[str, Any]) -> list[Table]:
     runs = [{"name": each, **run} for each, run in result["runs"].items()]
     lengths = [{"name": run["name"], **row} for run in runs for row in run["lengths"]]
     title = (
-        f"{result['shape']} with {result['n_hot']} hot experts per layer on the GPU and the "
-        f"others at {result['near_bits']:g} bits per weight; {result['routing']}"
+        f"{result['shape']} with {result['n_hot']} hot experts per layer on the GPU and all other "
+        f"experts in near-data memory, at {result['near_bits']:g} bits per weight. Routing: "
+        f"{result['routing']}"
     )
     return [
         Table(f"Decode steps: {title}", steps, runs),

@@ -21,7 +21,7 @@ from orchestrator.lab.replay.simulate import Transport
 from orchestrator.lab.replay.trace import ARRAYS, ENDS, PROMPT_ENDS, STARTS, VERSION, Header, Trace
 from orchestrator.native import CStats
 from orchestrator.plan.footprint import model_shape
-from orchestrator.policy import BASELINE, POLICIES, policy_class
+from orchestrator.policy import BASELINE, PLAIN, POLICIES, policy_class
 from orchestrator.policy.base import place
 from orchestrator.runtime.evaluator import Evaluator, Inside
 from orchestrator.runtime.runtime import Runtime
@@ -47,19 +47,19 @@ class Recorder:
     def __init__(self, inside: Inside) -> None:
         if not inside.managed:
             raise ConfigError(
-                f"the model runs without an expert store, so its routing cannot be recorded: use "
-                f"--policy {' or '.join(POLICIES)}"
+                f"the model runs on llama.cpp's own path (--policy {PLAIN}), which cannot "
+                f"record routing: use --policy {' or '.join(POLICIES)}"
             )
-        policy, advice = inside.policy, "load the model again to record it"
+        policy, advice = inside.policy, "load the model again and record its first answer"
         if policy.wants.learns and inside.driver.steps:
             raise ConfigError(
-                f"the policy {policy.name} has already made decisions, which a replay cannot "
-                f"reproduce: {advice}"
+                f"the policy {policy.name} has already learned from earlier steps, which a replay "
+                f"cannot reproduce: {advice}"
             )
         if inside.driver.prefetched:
             raise ConfigError(
-                f"experts were prefetched between two answers, which a replay cannot reproduce: "
-                f"{advice}"
+                f"experts were prefetched while the model was idle, and a replay cannot reproduce "
+                f"their times: {advice}"
             )
         self._inside = inside
         self._policy = policy

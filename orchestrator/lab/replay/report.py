@@ -95,16 +95,16 @@ class ReplayOptions(Settings):
     )
     link: str = setting(
         SHARED,
-        "Order of reads from the simulated disk. shared: demand reads come first, and outdated "
-        "prefetches are cancelled, as in the store. rigid: demand reads and prefetches share one "
-        "queue, without overtaking or cancelling.",
+        "Order of reads from the simulated disk. shared, as in a real run: demand reads come "
+        "first, and outdated prefetches are cancelled. rigid: demand reads and prefetches share "
+        "one queue, without overtaking or cancelling.",
         choices=LINKS,
         group=MORE,
     )
     wait: str = setting(
         MATRIX,
-        "Which reads a matrix product waits for: that of its own matrix (matrix), or those of "
-        "the whole expert (whole).",
+        "When a matrix of an expert can be computed: after this matrix has been read (matrix), "
+        "or after the whole expert has been read (whole).",
         choices=WAITS,
         group=MORE,
     )
@@ -134,7 +134,10 @@ def replay(library: Library, trace: Trace, options: ReplayOptions) -> dict[str, 
     """
     header = trace.header
     if options.policy == PLAIN:
-        raise ConfigError(f"--policy {PLAIN} has no expert store to replay: choose another policy")
+        raise ConfigError(
+            f"--policy {PLAIN} cannot be replayed, because it has no cache of experts: choose "
+            f"another policy"
+        )
     speed, time = speed_and_time(header, options)
     asked = set_up_for(trace, options, policy_class(options.policy or header.policy), speed)
     name = asked.policy.name
@@ -230,7 +233,8 @@ def set_up_for(
     estimate = foreseen(trace, tiers, options.losses)
     if spends_loss(policy.name) and estimate is None:
         raise no_losses(
-            f"the trace has no losses: run {calibrate_command(header.model)} and record it again"
+            f"the trace was recorded without a loss table: run {calibrate_command(header.model)} "
+            f"and record the trace again"
         )
     try:
         return set_up(
@@ -253,8 +257,8 @@ def _more_tiers(trace: Trace, tiers: tuple[int, ...]) -> str:
     """Return the advice, in an error message, for a policy that needs a second precision."""
     lower = trace.header.tiers[tiers[0] + 1 :]
     if lower:
-        return f"give --low-tier {lower[0]}, which the trace has"
-    return "record a trace of a file that is packed with several tiers"
+        return f"give --low-tier {lower[0]}, a precision of the recorded model"
+    return "record a trace of a model file that is packed with several precisions"
 
 
 def _tiers(
@@ -323,10 +327,9 @@ def render(result: dict[str, Any]) -> str:
     heading = [
         f"{result['model']}: {prompt} prompt tokens, {tokens} decoded; "
         f"{format_size(result['expert_bytes'])} of expert slots",
-        f"the simulated disk reads {format_size(result['bandwidth'])}/s with a latency of "
-        f"{result['latency_us']} us and {result['io_threads']} reads at once{odd}; computing "
-        f"takes {compute:.2f} ms per token, {100 * result['dense_share'][Phase.DECODE]:.0f} % "
-        "of it outside the experts",
+        f"simulated disk: {format_size(result['bandwidth'])}/s, latency {result['latency_us']} "
+        f"us, {result['io_threads']} concurrent reads{odd}; compute time: {compute:.2f} ms per "
+        f"token, of which {100 * result['dense_share'][Phase.DECODE]:.0f} % is outside the experts",
     ]
     best, bound, recorded = result["belady"]["decode"], result["bound"], result["recorded"]
     rows = [

@@ -49,7 +49,7 @@ class Simulation:
 
     def __init__(self, store: Store) -> None:
         if not store.spec.simulated:
-            raise NativeError("the store is not simulated: it has no virtual clock")
+            raise NativeError("the expert store reads a real disk: create it with simulated=True")
         self._store = store
         self._library = store.library
         event = self._library.store_event(store.handle).contents
@@ -103,7 +103,9 @@ class Simulation:
         n, n_ahead = len(ids), len(ahead_ids)
         if n > self._store.spec.max_tokens or n_ahead > self._store.spec.n_ahead:
             raise NativeError(
-                f"a route event of {n} tokens with look-ahead {n_ahead} exceeds the store's limits"
+                f"{n} tokens with predictions for {n_ahead} later layers are too many: the expert "
+                f"store was created for {self._store.spec.max_tokens} tokens and "
+                f"{self._store.spec.n_ahead} later layers"
             )
         self._ids[:n] = ids
         self._weights[:n] = weights
@@ -162,7 +164,9 @@ class Simulation:
 
     def _fail(self) -> None:
         self._store.check_step()
-        raise NativeError("the simulated step failed for an unknown reason")
+        raise NativeError(
+            "the simulated pass through the model failed, and the expert store reports no reason"
+        )
 
 
 # Virtual time that passes between two checks of a pending read.

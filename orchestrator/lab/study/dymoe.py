@@ -71,9 +71,9 @@ class Accuracy(ScoredStudy):
         alone, mixed, base = found.by_size(), found.of(MIXED), found.tier(on.high)
         answers = ANSWERS if on.questions else ()
         note = (
-            f"The columns KL (nats) and same top token compare with {on.best}. Every token is a "
-            f"decode step of its own. Every expert is computed in the precision that the policy "
-            f"chose."
+            f"'KL from {on.best}' (nats per token) and 'same top token' compare each row with all "
+            f"experts in {on.best}. Every token is a decode step of its own. Every expert is "
+            f"computed in the precision that the policy chose."
         )
         tables = [
             found.table(title, (LABEL, *columns), several, base, on.high, answers, note)
@@ -103,7 +103,10 @@ class Retention(ScoredStudy):
 
     def show(self, found: Scores, on: Subject) -> Findings:
         answers = ANSWERS if on.questions else ()
-        title = "Quality by retention ratio (Figure 11 of DyMoE)"
+        title = (
+            "Quality by retention ratio r, the share of experts in high precision (Figure 11 of "
+            "DyMoE)"
+        )
         table = found.table(
             title, (LABEL, *DONE), found.scored, found.one(on.high), on.high, answers
         )
@@ -165,8 +168,8 @@ class Critical(ScoredStudy):
     def show(self, found: Scores, on: Subject) -> Findings:
         shown = Findings([], [], rows=2)
         note = (
-            f"Rows with random critical experts show, for each token, the mean of {len(SEEDS)} "
-            f"random choices."
+            f"Critical experts have high precision. Rows named 'random' choose them at random, and "
+            f"show for each token the mean of {len(SEEDS)} random choices."
         )
         for form, low in product(FORMS.values(), (SKIP, on.low)):
             group, base = f"{form}, {on.high} / {low}", found.one(form)
@@ -215,7 +218,9 @@ class Depth(ScoredStudy):
         ]
 
     def show(self, found: Scores, on: Subject) -> Findings:
-        title = f"One layer in {on.low}, all others in {on.best} (Figure 5)"
+        title = (
+            f"Quality with one layer's experts in {on.low} and all others in {on.best} (Figure 5)"
+        )
         layer = Column("layer", "layer")
         table = found.table(title, (layer,), found.of(LOW), found.one(HIGH), on.best)
         changes = [row["change"] for row in table.rows]
@@ -236,7 +241,7 @@ AHEAD, OFTEN = "next layer's router", "most used"
 WAYS = {
     OUTPUT: "after the layer",
     FFN_INPUT: "before the experts",
-    AHEAD: "predicted by the layer's router from the layer before",
+    AHEAD: "layer's router, applied to the router input of the layer before",
     OFTEN: "most used experts",
 }
 
@@ -295,9 +300,9 @@ class Similarity(Study):
                 ),
                 ahead,
                 [
-                    "Recall by the router: the layer's router is applied to the router input of "
-                    "the layer before. Recall, most used: the prediction is always the experts "
-                    "that this text uses most in the layer."
+                    "Recall: share of the used experts that are predicted. By the router: the "
+                    "layer's router is applied to the router input of the layer before. Most used: "
+                    "the prediction is always the experts that this text uses most in the layer."
                 ],
                 [{"layer": "mean", "random": chance, **overall}],
             ),
@@ -311,7 +316,7 @@ class Similarity(Study):
             [
                 Panel(
                     "layer",
-                    "cosine similarity with the layer before",
+                    "cosine similarity of hidden states with the layer before",
                     left,
                     on.basis,
                     ends=(0, 1.02),

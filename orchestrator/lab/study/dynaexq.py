@@ -159,10 +159,11 @@ class Demotion(ScoredStudy):
             Column("routed to high", "routed_high", share),
         )
         note = (
-            f"Experts are ordered by how often {on.n_tokens - scored.n_tokens} other tokens of "
-            f"the same text use them, with every expert in {scored.high}. Precisions do not "
-            f"change while the text is read. With the order '{RANDOM}', each token's values are "
-            f"means of {len(SEEDS)} random orders."
+            f"'{COLD}' demotes the least used experts of each layer first, and '{HOT_FIRST}' the "
+            f"most used. Usage is counted on {on.n_tokens - scored.n_tokens} other tokens of the "
+            f"same text, with every expert in {scored.high}. Precisions do not change while the "
+            f"text is read. With the order '{RANDOM}', each token's values are means of "
+            f"{len(SEEDS)} random orders."
         )
         title = (
             f"Quality by the number of experts per layer that are demoted from {scored.high} to "
@@ -173,7 +174,7 @@ class Demotion(ScoredStudy):
             row["routed_high"] = row["usage"]["high"]
         drawn = lines(table.rows, "demoted", "change")
         panel = Panel(
-            f"number of a layer's {n} experts in {scored.low}",
+            f"experts per layer that are demoted to {scored.low}, of {n}",
             f"change of perplexity from all experts in {scored.high}, %",
             drawn,
             scored.basis,
@@ -185,14 +186,14 @@ class Demotion(ScoredStudy):
 HELD = (0.25, 0.5, 0.75)  # fractions of the experts in the high tier
 GOAL = 1.3
 EMPTY, STARTED, FIXED, NULL = (
-    "dynaexq, cold start",
-    "dynaexq, started with the expert usage of the text's first half",
-    "dynaexq, the same, but hot experts never change",
-    "dynaexq, random hot experts that never change",
+    "policy dynaexq, cold start",
+    "policy dynaexq, starting with the first half's expert usage",
+    "policy dynaexq, fixed hot experts by the first half's usage",
+    "policy dynaexq, fixed random hot experts",
 )
 PLACED, PLACED_EMPTY = (
-    "context, started with the expert usage of the text's first half",
-    "context, cold start",
+    "policy context, starting with the first half's expert usage",
+    "policy context, cold start",
 )
 HOT = "hot"
 # Number of reference cases: the best, the high and the low tier. The recovered KL is relative to
@@ -280,8 +281,8 @@ class HotMemory(ScoredStudy):
                 rows.append(_row(row, score, won, on, whole))
             shown.tables.append(
                 Table(
-                    f"Quality in the same memory, {part.name} (Table 4): "
-                    f"{on.on(part.second).basis}",
+                    f"Quality if only the most used experts are in {on.high}, {part.name} "
+                    f"(Table 4): {on.on(part.second).basis}",
                     columns,
                     rows,
                 )
@@ -289,15 +290,17 @@ class HotMemory(ScoredStudy):
             shown.panels.append(_panel(on, part, hot, rows[len(ends) :]))
         steps = DynaExqSettings.of(on.config.of_policies).update_steps
         shown.tables[-1].footnotes.append(
-            f"Each text is read token by token, and the hot sets are updated every {steps} steps. "
-            f"The expert usage of the first half is the routing of "
-            f"{on.n_tokens - found.on.n_tokens} other tokens of the same text or domain. "
-            f"Recovered: share of the KL difference between all experts in {on.low} and all in "
-            f"{on.high}. Ratio: the recovered share divided by the share of experts in high "
-            f"precision. A uniform type takes the memory of its file, and tiers of the model take "
-            f"slots of whole pages. Changes of precision take time, so rows that adapt vary "
-            f"slightly between runs. The policy context needs a text with prompts "
-            f"(--prompt-tokens), because it places experts after each prompt."
+            f"Quality is measured on the second half of each text, which is read token by token. "
+            f"Hot experts are those in {on.high}, and they are chosen again every {steps} steps "
+            f"unless they are fixed. The first half's expert usage is counted on "
+            f"{on.n_tokens - found.on.n_tokens} other tokens of the same text or domain. Memory: "
+            f"relative to all experts in {on.high}. Recovered: share of the KL difference between "
+            f"all experts in {on.low} and all in {on.high}. Ratio: the recovered share divided by "
+            f"the share of experts in {on.high}. A file with one type takes the bytes of its "
+            f"experts, and tiers of the model take slots of whole pages. Changes of precision take "
+            f"time, so rows with changing hot experts vary slightly between runs. The policy "
+            f"context needs a text with prompts (--prompt-tokens), because it chooses precisions "
+            f"after each prompt."
         )
         return shown
 
@@ -342,7 +345,7 @@ def _panel(on: Subject, part: Part, hot: list[Scored], rows: list[Row]) -> Panel
     ]
     return Panel(
         f"experts in {on.high}, %",
-        f"share of the KL between {on.low} and {on.high} that is recovered, %",
+        f"share of the KL difference of {on.low} from {on.high} that hot experts recover, %",
         drawn,
         f"{part.name}, {scored.n_tokens} tokens",
         percent=True,
@@ -389,12 +392,12 @@ class EqualMemory(ScoredStudy):
             for row, (_, score) in zip(tables[-1].rows, several, strict=True):
                 row["above"] = above(score, mix[1])
         tables[-1].footnotes.append(
-            f"uniform: for each quantization method, the type with the smallest KL among those "
-            f"that fit the memory. dynaexq: every expert is in memory, in {on.high} or {on.low}. "
-            f"It starts with the routing of {on.n_tokens - scored.n_tokens} other tokens of the "
-            f"same text. KL above dynaexq's: mean difference on the same tokens; below 0 is "
-            f"better. A uniform type takes the memory of its file, and a mix takes slots of whole "
-            f"pages."
+            f"uniform: all experts have one type, which is, for each quantization method, the "
+            f"type with the smallest KL that fits the memory. dynaexq: every expert is in memory, "
+            f"in {on.high} or {on.low}. The experts that {on.n_tokens - scored.n_tokens} other "
+            f"tokens of the same text use most are in {on.high} at the start. KL above dynaexq's: "
+            f"mean difference on the same tokens; below 0 is better. A uniform type takes the "
+            f"bytes of its experts in a file, and dynaexq takes slots of whole pages."
         )
         drawn = lines(
             [*tables[0].rows, *found.rows(found.of(MIX), base)],

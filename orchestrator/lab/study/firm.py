@@ -30,16 +30,17 @@ from orchestrator.policy.firm import ALL, CLIMB, FIRM, GROUPS, MOL, RANK, Tuner,
 NO_PREFETCH, BASE = "no prefetch", "BB: top-k, whole experts"
 WORLDS = {
     NO_PREFETCH: "as the store reads",
-    BASE: ("rigid link (one queue of reads), as in the paper"),
+    BASE: "one queue for all reads (a rigid link), as in the paper",
 }
 # Decode steps that are ignored while the slots fill.
 WARM_UP = 16
 
 _NEVER = 2**24
 _BASIS = (
-    "Losses are off-policy: one run prefetches with the best pair (K, P) so far, and every pair "
-    "is scored on the experts that this run has in memory. Losses are also in-sample: a pair is "
-    "scored on the tokens by which it was chosen."
+    "K, P: the number of experts taken from a layer's prediction, and the number of earlier layers "
+    "that predict. Losses are off-policy: one replay prefetches with the best pair K, P so far, "
+    "and every pair is scored on the experts that this replay has in memory. Losses are also "
+    "in-sample: a pair is scored on the tokens by which it was chosen."
 )
 
 # Losses of a group, indexed by [P - 1][K - 1].
@@ -206,22 +207,23 @@ def played_parts(on: Played, base: str, shares: Sequence[float]) -> tuple[Table,
             f"cache slots for {', '.join(left_out)} of the experts cannot hold the experts of one "
             f"token"
         )
-    title = f"Speed with the parts of FIRM-MoE, {world}: {on.trace.header.model}"
+    title = f"Speed with and without each technique of FIRM-MoE, {world}: {on.trace.header.model}"
     table = Table(title, _PARTS, rows, [_NOTE.format(base=base)])
     if left_out:
         table.footnotes.append(
-            f"Left out, because a policy needs more slots: slots for {', '.join(left_out)} of the "
-            f"experts."
+            f"Not measured: cache slots for {', '.join(left_out)} of the experts, because a policy "
+            f"needs more slots."
         )
     drawn = lines(rows, lambda row: 100 * row["held"], lambda row: [row["speedup"], None], "name")
     return table, Panel("slots, % of the experts", f"x {base}", drawn, world)
 
 
 _NOTE = (
-    f"Times are virtual and leave out the first {WARM_UP} decode steps. n: prefetched matrices "
-    f"per expert. rank, mol: how predictions are combined, with tuned K and P. x base: times as "
-    f"fast as the row '{{base}}'. answer tok/s: speed including the prompt. x none: bytes read, "
-    f"relative to the row '{{base}}'."
+    f"Times are virtual and leave out the first {WARM_UP} decode steps. TPOT: median time per "
+    f"output token. x base: speed relative to the row '{{base}}'. answer tok/s: speed including "
+    f"the prompt. bytes x base: bytes read, relative to the same row. n: prefetched matrices per "
+    f"expert. rank, mol: the setting --agree, which selects experts from predictions. K,P: the "
+    f"tuned number of experts per prediction and of layers that predict."
 )
 _PARTS = (
     Column("slots", "held", share),
@@ -231,7 +233,7 @@ _PARTS = (
     Column("x base", "speedup", fixed(3)),
     Column("answer tok/s", "answer_tokens_per_s", fixed(1)),
     Column("MB/tok", "bytes_per_token", fixed(2, 1e6)),
-    Column("x none", "bytes_ratio", fixed(2)),
+    Column("bytes x base", "bytes_ratio", fixed(2)),
     Column("hit", "hit_rate", share),
     Column("K,P", "votes", left=True),
 )
@@ -281,14 +283,15 @@ def measure_votes(on: Played) -> Findings:
     }
     if not any(loss for rows in losses.values() for row in rows for loss in row):
         raise ConfigError(
-            "all experts were in memory, so every loss is zero: replay the trace with fewer slots"
+            "all experts were in memory, so every prediction loss (eq. 11) is zero: replay the "
+            "trace with fewer expert slots"
         )
     tuned = {way: _tuner(on, {**asked, "tune": way})[0] for way in (ALL, CLIMB)}
     tokens = min(min(each.tokens, each.until) for each in tuned.values())
     title = (
-        f"Loss per layer and token (eq. 11) by K and P (Figure 6 of FIRM-MoE): "
-        f"{on.trace.header.model}, slots for {100 * held:.0f} % of the experts, tuned in {tokens} "
-        f"tokens"
+        f"Loss per layer and token (eq. 11) if P earlier layers predict K experts each (Figure 6 "
+        f"of FIRM-MoE): {on.trace.header.model}, slots for {100 * held:.0f} % of the experts, K "
+        f"and P tuned in {tokens} tokens"
     )
     rows, panels = [], []
     for group, grid in losses.items():
@@ -307,7 +310,9 @@ def measure_votes(on: Played) -> Findings:
             Line(f"{name}: K = {k}, P = {p}", [k], exact([at[k, p]]))
             for name, (k, p) in {"least": best, **chosen}.items()
         ]
-        panels.append(Panel("candidates K", "loss per layer and token", drawn, f"{group} layers"))
+        panels.append(
+            Panel("experts per prediction, K", "loss per layer and token", drawn, f"{group} layers")
+        )
     return Findings([Table(title, _columns(len(grid)), rows, [_BASIS])], panels)
 
 

@@ -64,11 +64,19 @@ RIGHT, WRONG, EQUAL_USAGE, ORACLE = "others", "other domains", "uniform", "answe
 USUAL_PRIOR = int(PlacementSettings().prior_tokens)
 # The predictions that are shown per layer, with their column titles.
 BY_LAYER = {
-    COUNTS: "cosine of the answer's usage with the prompt's uses (P)",
-    OWN: "with the prompt's S",
+    COUNTS: "cosine of the answer's usage with P",
+    OWN: "with S",
     RIGHT: "with others",
     EQUAL_USAGE: "with uniform usage",
 }
+# The footnote of tables of predictions.
+_METHODS = (
+    "Predictions of an answer's expert usage. P: how often its prompt uses each expert, as in the "
+    "paper's Figure 4. S: mean of P and of the prompt's summed gate weights. Others: usage in "
+    "other prompts and answers of the same domain. Other domains: usage in texts of other domains. "
+    "Prompt + n: S, with the usage in other texts counted as n more prompt tokens. Uniform: equal "
+    "usage. Answer: the actual usage."
+)
 
 # Scores [n_layers, n_expert] of a window's experts by prediction method; None if the method has no
 # text to predict from.
@@ -187,13 +195,7 @@ class PromptContext(Study):
                     ),
                 ),
                 list(domain_rows(usages, every, n_hot)),
-                [
-                    "P: how often the prompt uses each expert, as in the paper's Figure 4. S: "
-                    "importance, half P and half summed gate weights. Others: usage of the other "
-                    "prompts and answers of the same domain. Other domains: usage of a wrong "
-                    "domain. Prompt + n: S, with the usage of others counted as n more prompt "
-                    "tokens."
-                ],
+                [_METHODS],
             ),
             Table(
                 f"Expert usage and its prediction by layer (Figure 2, in part): {basis}",
@@ -204,6 +206,7 @@ class PromptContext(Study):
                     *(Column(head, by, fixed(3)) for by, head in BY_LAYER.items()),
                 ),
                 by_layer,
+                [_METHODS],
             ),
         ]
         drawn = [
@@ -236,8 +239,8 @@ def with_prompts(windows: Sequence[Window]) -> list[Window]:
     ]
     if not found:
         raise ConfigError(
-            f"no window has {LEAST} tokens of a prompt and {LEAST} of an answer: use a longer "
-            f"text or a larger --window"
+            f"no window (piece of the text) can be divided into a prompt and an answer of at "
+            f"least {LEAST} tokens each: use a longer text or a larger --window"
         )
     return found
 
@@ -453,12 +456,13 @@ class NearBits(ScoredStudy):
             Column("KL above uniform bits", "above", four_digits),
         )
         note = (
-            f"Hot experts are in {on.best}. Each domain is scored on its second half, and its "
-            f"first half is the profile. {STATIC} and {RANDOM}: experts are placed once, before "
-            f"the first prompt. Experts that are not hot share slots as large as the widest "
-            f"precision needs, so each prompt can have other bits. With a fixed number per bit "
-            f"width, each width has its own slots. KL above uniform bits: mean difference on the "
-            f"same tokens with the same hot experts; below 0 is better."
+            f"Hot: number of experts per layer in {on.best}. Bits: mean of the other experts. Each "
+            f"domain is scored on its second half, and the profile is the expert usage in its "
+            f"first half. {STATIC} and {RANDOM}: precisions are chosen once, before the first "
+            f"prompt. In the other rows, each prompt can change them. For that, each slot of an "
+            f"expert that is not hot is as large as its highest precision needs. With a fixed "
+            f"number per bit width, each slot holds one precision. KL above uniform bits: mean "
+            f"difference on the same tokens with the same hot experts; below 0 is better."
         )
         tables = [
             Table(
@@ -499,8 +503,8 @@ def _bits(on: Subject, near: NearTiers) -> list[float]:
     found = [bits for bits in wanted if bits >= min(near)]
     if not found:
         raise ConfigError(
-            f"{on.name} has no tier below {near[min(near)]}: pack it with a tier of at most "
-            f"{min(wanted):g} bits"
+            f"the lowest tier of {on.name}, {near[min(near)]}, has more than {max(wanted):g} bits "
+            f"per weight: pack the model with a tier of at most {min(wanted):g} bits"
         )
     return found
 

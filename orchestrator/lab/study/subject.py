@@ -290,7 +290,9 @@ class Subject:
     def basis(self) -> str:
         """Description of the model and the text, for table titles."""
         questions = f", {len(self.questions)} questions" if self.questions else ""
-        return f"{self.name}, {self.n_layers} layers, {self.n_tokens} tokens{questions}, one run"
+        return (
+            f"{self.name}, {self.n_layers} layers, {self.n_tokens} tokens{questions}, measured once"
+        )
 
     def on(self, windows: Sequence[Window]) -> Subject:
         """Return a copy of this subject whose text has only the given windows."""
@@ -458,8 +460,9 @@ def halves(windows: Sequence[Window]) -> tuple[list[Window], list[Window]]:
         if window is most[domain] and domain not in seen:
             named = f"the domain '{domain}'" if domain else "the text"
             raise ConfigError(
-                f"{named} has only one window, but a study needs one to measure expert usage and "
-                f"one to score: use more text of this kind, or more tokens of the text"
+                f"{named} has only one window (piece of text), but two are needed: one to measure "
+                f"expert usage, and one to measure quality. Use more text of this kind, or a "
+                f"larger --max-tokens"
             )
         # the last window is always scored, the first one never
         first = window is not most[domain] and (

@@ -97,8 +97,9 @@ class UniformTypes:
         types = ", ".join(each.tier_name for each in self._kinds)
         return (
             f"To compare with {types}, {self._n_weights / 1000000.0:,.0f} million weights are "
-            f"quantized {len(self._kinds)} times. One file at a time is in {spill_folder()}, with "
-            f"at most {format_size(self._largest)}"
+            f"quantized {len(self._kinds)} times, once per type. Each type is written to a "
+            f"temporary file of at most {format_size(self._largest)} in {spill_folder()}, which is "
+            f"deleted before the next type"
         )
 
     def files(self, report: Progress) -> Iterator[UniformFile]:
@@ -111,8 +112,9 @@ class UniformTypes:
         free = shutil.disk_usage(spill_folder()).free
         if self._largest > free:
             raise ConfigError(
-                f"a file needs up to {format_size(self._largest)} in {spill_folder()}, which has "
-                f"{format_size(free)} free: set TMPDIR to another folder"
+                f"a temporary copy of the model needs up to {format_size(self._largest)} in "
+                f"{spill_folder()}, which has {format_size(free)} free: set TMPDIR to another "
+                f"folder"
             )
         for kind in self._kinds:
             with tempfile.TemporaryDirectory(dir=spill_folder()) as folder:

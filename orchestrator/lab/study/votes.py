@@ -235,19 +235,21 @@ class VotesStudy(Study):
                     Column("utilisation", "utilisation", share_with_error),
                     Column("accuracy", "accuracy", share_with_error),
                     Column("mean size", "size", fixed(2)),
-                    Column("utilisation of as many experts of the nearest layer", "cut", share),
+                    Column("utilisation of the layer before alone", "cut", share),
                 ),
                 rows,
                 [
-                    "Utilisation: share of the named experts that are used (eq. 8). Accuracy: "
-                    "share of the used experts that are named (eq. 7). Weighted: votes of the "
-                    "three nearest layers count 1.5, 1.0 and 0.5. The first layers have fewer "
-                    "voters."
+                    "Each strategy combines what earlier layers predict. Utilisation: share of the "
+                    "predicted experts that are used (eq. 8). Accuracy: share of the used experts "
+                    "that are predicted (eq. 7). Mean size: number of predicted experts. Layer "
+                    "before alone: if it predicts the same number of experts. Weighted: "
+                    "predictions of the three nearest layers count 1.5, 1.0 and 0.5. The first "
+                    "layers have fewer layers before them."
                 ],
             ),
             Table(
-                f"Recall of the top {found.k} experts by the distance between the predicting and "
-                f"the predicted layer: {on.basis}",
+                f"Share of a layer's {found.k} used experts that one earlier layer predicts "
+                f"(recall), by the distance of the two layers: {on.basis}",
                 (Column("layers before", "before"), Column("recall", "recall", share_with_error)),
                 recalls,
             ),
@@ -261,6 +263,6 @@ class VotesStudy(Study):
             )
             x, y = zip(*mine, strict=True) if mine else ((), ())
             drawn.append(Line(label, x, exact(y), dashed=way != RANK))
-        title = "share of the named experts that are used, %"
-        panel = Panel("mean number of experts named", title, drawn, on.basis, percent=True)
+        title = "share of the predicted experts that are used, %"
+        panel = Panel("mean number of predicted experts", title, drawn, on.basis, percent=True)
         return Findings(tables, [panel])

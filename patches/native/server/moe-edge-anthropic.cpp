@@ -1,4 +1,5 @@
-// Adds fields to Anthropic requests that llama.cpp supports only in its other APIs.
+// Makes llama.cpp's server accept more fields in Anthropic requests, such as `seed` and `min_p`. Upstream accepts these
+// fields only in requests of its other APIs.
 
 #include "server-chat.h"
 

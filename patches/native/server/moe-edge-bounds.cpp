@@ -6,8 +6,8 @@
 
 namespace {
 
-// MOST_STEPS: for the work on a grammar or a schema. MOST_TEMPLATE_STEPS: for rendering a chat template. None of
-// upstream's 70 templates takes more than 1.2 million steps when a server starts.
+// The most steps of one piece of work. MOST_STEPS: work on a grammar or a schema. MOST_TEMPLATE_STEPS: rendering chat
+// templates. None of upstream's 70 templates takes more than 1.2 million steps when a server starts.
 const int64_t MOST_STEPS = 4 << 20, MOST_TEMPLATE_STEPS = 8 << 20;
 // The most bytes of text that a chat template may create, counting every copy, and the most values that it may hold at
 // the same time.
@@ -15,7 +15,8 @@ const int64_t MOST_BYTES = 16 << 20, MOST_VALUES = 256 << 10;
 // The additional steps and bytes of text that a chat template may take for each byte of the conversation. Upstream's 70
 // templates take at most 230 steps and 120 bytes.
 const int64_t STEPS_PER_BYTE = 1024, BYTES_PER_BYTE = 256;
-// The most stack that counted work may use. The stack of a thread is at least 512 KiB on every system.
+// The most stack, in bytes, that work may use while a moe_edge_bounded limits it. The stack of a thread is at least 512
+// KiB on every system.
 const uintptr_t MOST_STACK = 256 << 10;
 // The number of steps between two checks of the clock. It is smaller for templates, because one step of a template may
 // copy a long text.

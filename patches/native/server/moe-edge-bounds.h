@@ -19,13 +19,14 @@ struct moe_edge_refused {
     std::string reason;
 };
 
-// Counts and limits the steps of one kind of work on the current thread while the object exists. If a second object of
-// the same kind is created meanwhile, only the second one counts, with its own limits.
+// Counts and limits the steps of one kind of work on the current thread while the object exists. A step is a small
+// piece of work, such as one pass through a loop. If a second object of the same kind is created meanwhile, only the
+// second one counts, with its own limits.
 class moe_edge_bounded {
   public:
-    // Starts to count this kind of work on this thread. is_given_up: called from time to time; when it returns true,
-    // the work fails. most_ns: limit on the CPU time of this thread, or 0 for no limit. input_bytes: size of the
-    // conversation that a template renders, with which the template's limits grow.
+    // Starts to count the steps of `work` on this thread. is_given_up: called from time to time; when it returns true,
+    // the work fails. most_ns: limit on the CPU time of this thread in nanoseconds, or 0 for no limit. input_bytes:
+    // size of the conversation that a chat template renders; the limits of a template grow with it.
     moe_edge_bounded(moe_edge_work work, std::function<bool()> is_given_up, int64_t most_ns, size_t input_bytes = 0);
     ~moe_edge_bounded();
     moe_edge_bounded(const moe_edge_bounded &) = delete;

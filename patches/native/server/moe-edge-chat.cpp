@@ -293,7 +293,8 @@ common_chat_msg moe_edge_chat_parse(
     }
     const common_chat_msg before = begun(params);
     for (const auto part : { &common_chat_msg::content, &common_chat_msg::reasoning_content }) {
-        // Compare in both directions, because a parser may drop white space at the end of a text.
+        // Remove the text of the continued message (`before`) from the answer. Either text may be the beginning of the
+        // other, because a parser may drop white space at the end of a text.
         if (begins_with(found.*part, before.*part) || begins_with(before.*part, found.*part)) {
             (found.*part).erase(0, (before.*part).size());
         }

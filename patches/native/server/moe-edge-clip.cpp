@@ -1,5 +1,5 @@
-// Compiles upstream's image encoder. Only the image part of a file is loaded: its audio part would take memory, and
-// audio is refused.
+// Includes upstream's clip.cpp with its function clip_init renamed, and defines another clip_init. The new function
+// loads only the image encoder of a file. The audio encoder would take memory, and this server refuses audio.
 
 #define clip_init moe_edge_clip_init_all
 #include "clip.cpp"

@@ -34,7 +34,7 @@ template <typename... Rest> [[noreturn]] static void refuse(const char * format,
 }
 
 // Turn errors of upstream's grammar code into exceptions. LLAMA_LOG_ERROR throws std::invalid_argument. fprintf, which
-// upstream calls in catch blocks, throws the caught error again. The other macros count steps.
+// upstream calls in catch blocks, throws the caught error again. size and pop_back also count steps.
 #undef LLAMA_LOG_ERROR
 #undef LLAMA_LOG_DEBUG
 #define LLAMA_LOG_ERROR(...) refuse(__VA_ARGS__)
@@ -240,7 +240,8 @@ struct grammar {
     void begin() { now = copy_of(*from->first); }
 };
 
-// The grammar of the sampler that this thread created last, while it prepares the grammars of a request.
+// The grammar of the sampler that moe_edge_prepare_grammar has created on this thread. Valid until that function frees
+// the sampler.
 thread_local grammar * prepared = nullptr;
 
 // Does the work for the first token of an answer: checks every token of the vocabulary. Throws std::invalid_argument if

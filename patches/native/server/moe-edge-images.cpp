@@ -15,10 +15,11 @@
 
 namespace {
 
-// The place of the number of tokens in upstream's serialized form. The tokens follow it.
+// The index of the number of tokens in the result of server_tokens::serialize. The tokens follow this number.
 const size_t COUNT_AT = 2;
 
-// The number that stands for a token of an image. hash: of the image. place: of the token in the image.
+// Returns the key of a token of an image (see moe_edge_keys). hash: hash of the image's id. place: index of the token
+// in the image.
 llama_token key_of(uint64_t hash, uint64_t place) {
     const uint64_t mixed = (hash + place) * 0x9e3779b97f4a7c15u;  // spreads consecutive places
     const llama_token key = llama_token(uint32_t(mixed >> 32) | 0x80000000u);

@@ -7,21 +7,24 @@
 
 #include <vector>
 
-// Returns a list of tokens in which each token of an image is a number below -1. The numbers depend only on the contents
-// of the image's file and on the place in the image, so that lists of tokens can be compared.
+// Returns a copy of `tokens` in which each token of an image is replaced by a key, a number below -1. A key depends
+// only on the contents of the image's file and on the token's index in the image. Lists with keys can therefore be
+// compared.
 llama_tokens moe_edge_keys(const server_tokens & tokens);
 
-// Returns upstream's list of tokens for the numbers of moe_edge_keys. images: a list that contains the same images in
-// the same order.
+// Converts a list that moe_edge_keys has made back to upstream's form. images: a list with the same images in the same
+// order. The result receives its images from this list.
 server_tokens moe_edge_with_images(const llama_tokens & keys, const server_tokens & images);
 
-// Returns the numbers that a sequence's file stores: the tokens alone, or, if they contain images, upstream's
-// serialized form with the numbers of moe_edge_keys as tokens.
+// Returns the tokens of a sequence in the form in which llama_state_seq_save_file stores them. Without images, the
+// result contains the tokens. With images, the result is that of server_tokens::serialize, with the keys of
+// moe_edge_keys as tokens.
 llama_tokens moe_edge_packed(const server_tokens & tokens);
 
-// Reverses moe_edge_packed. has_images: whether the server has an image encoder. Throws std::runtime_error if the
-// numbers are damaged, or if they contain images and the server has no image encoder.
+// Returns the tokens from which moe_edge_packed has made `packed`. has_images: whether the server has an image encoder.
+// Throws std::runtime_error if `packed` is damaged, or if it contains images and the server has no image encoder.
 server_tokens moe_edge_unpacked(llama_tokens packed, bool has_images);
 
-// Returns the most tokens that the server of the request on this thread computes at once.
+// Returns the micro-batch size, in tokens, of the server to which this thread is submitting a request. Returns SIZE_MAX
+// if this thread is not submitting a request.
 size_t moe_edge_largest_step();

@@ -1,4 +1,5 @@
-// Defines stubs for parts that llama.cpp's server refers to and this build does not contain. Nothing is downloaded.
+// Defines functions that llama.cpp's server calls and that this build does not compile: downloads and build
+// information. Images are not downloaded: a request with an image's URL fails.
 
 #include "build-info.h"
 #include "download.h"

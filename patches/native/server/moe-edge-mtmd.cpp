@@ -1,4 +1,5 @@
-// Compiles upstream's multimodal library, and adds a measurement of the needs of images.
+// Includes upstream's multimodal library (mtmd.cpp), and adds a function that measures the memory and the tokens that
+// images need.
 
 #include "mtmd.cpp"
 
@@ -6,8 +7,9 @@
 
 #include <cmath>
 
-// The sizes of images for which the need is measured: shapes (width / height) from 1 / MOST_SHAPE to MOST_SHAPE, and for
-// each of them several numbers of pixels. The largest need counts.
+// The sizes of the images that moe_edge_images_of measures. Their shapes (width / height) range from 1 / MOST_SHAPE to
+// MOST_SHAPE, in N_SHAPES steps. Each shape is measured with N_SIZES different numbers of pixels. The largest results
+// count.
 static const double MOST_SHAPE = 64;
 static const int    N_SHAPES = 384, N_SIZES = 4;
 

@@ -48,8 +48,8 @@ common_chat_msg as_text(const std::string & text, const common_chat_msg & sent) 
     return made;
 }
 
-// Returns the part at the end of a complete answer that the parser did not read. Returns an empty string for Gemma's
-// models, which write marks without a meaning there.
+// Returns the end of a complete answer that the parser did not read. Returns an empty string for Gemma's models,
+// because these may end an answer with markers that have no meaning.
 std::string unread(const std::string & text, const common_chat_parser_params & params) {
     if (params.parser.empty() || params.format == COMMON_CHAT_FORMAT_PEG_GEMMA4) {
         return "";

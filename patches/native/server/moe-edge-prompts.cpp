@@ -14,11 +14,11 @@
 
 namespace {
 
-// The smallest number of tokens for which a prompt is copied to memory. Reading fewer tokens again is faster than
-// copying.
+// If a slot has fewer tokens than this, its contents are not copied to upstream's cache of earlier prompts. Computing
+// these tokens again is faster than copying.
 const size_t LEAST_TOKENS = 16;
 
-// notes per slot
+// the most notes per slot
 const size_t MOST_NOTES = 8;
 
 // a position before any window
@@ -70,9 +70,10 @@ bool cannot_be_cut(const llama_model * model) {
     return llama_model_is_recurrent(model) || llama_model_is_hybrid(model) || llama_model_n_swa(model) > 0;
 }
 
-// Returns how many tokens of a prompt upstream would reuse from `held`, the contents of a slot or of a copy. If
-// upstream cannot cut the memory after the common prefix, these are the tokens before a checkpoint. common: length of
-// the common prefix. pos_min: the first position that the memory contains.
+// Returns how many tokens of a prompt upstream would reuse. held: the tokens and checkpoints of a slot, or of a copy of
+// an earlier prompt. common: length of the common prefix of the prompt and `held`. pos_min: the first position in the
+// memory of the sequence. If the memory lacks positions that the next token needs, upstream returns to a checkpoint,
+// and reuses only the tokens before it.
 size_t spared_of(const server_prompt & held, size_t common, size_t n_prompt, llama_pos pos_min, int32_t n_window) {
     if (common == 0) {
         return 0;
@@ -114,8 +115,8 @@ llama_tokens moe_edge_as_held(const llama_vocab * vocab, const llama_tokens & pr
         const std::string text = text_of(vocab, whole, done, end), held_text = text_of(vocab, held, at, held_end);
         llama_tokens rest;
         if (text != held_text) {
-            // The held tokens may lack the last token of an answer, so their last text may be the beginning of the
-            // prompt's text.
+            // If `held` ends here, its last text may be only the beginning of the prompt's text, because a slot does
+            // not compute the last token of an answer.
             const bool starts = held_end == held.size() && text.compare(0, held_text.size(), held_text) == 0;
             if (!starts || !tokens_of(vocab, text.substr(held_text.size()), rest)) {
                 break;
@@ -169,8 +170,8 @@ moe_edge_prompts::choice moe_edge_prompts::choose(const moe_edge_slot & slot, co
         made.copy = copies->states.end();
         for (auto it = copies->states.begin(); it != copies->states.end(); ++it) {
             const size_t n = it->prompt.tokens.size();
-            // A copy does not record its first position. If the memory may contain only the last positions of a
-            // sequence, assume that the copy contains only the last one.
+            // A copy of a prompt does not record the first position of its memory (pos_min). If the memory may lack the
+            // first positions of a sequence, assume the worst case: only the last position, n - 1, is left.
             comparison each = compare(prompt, it->prompt, slot.n_ctx, has_part ? llama_pos(n) - 1 : 0);
             if (n <= size_t(slot.n_ctx) && each.spared > made.best.spared) {
                 made.best = std::move(each);
@@ -266,8 +267,9 @@ void moe_edge_prompts::place(const moe_edge_slot & slot, server_task & task) {
     }
 }
 
-// Copies the contents of a slot to memory before another conversation replaces them. Does nothing if the contents came
-// from a file. taken_bytes: size of the copy that will be restored to the slot; it counts towards the limit on copies.
+// Copies the contents of a slot to the cache of earlier prompts, before another conversation replaces them. Does
+// nothing if the contents came from a file. taken_bytes: size of another copy, which the caller has taken from the
+// cache to load it into the slot. Its bytes still count towards the limit of the cache.
 void moe_edge_prompts::put_away(const moe_edge_slot & slot, size_t taken_bytes) {
     const size_t limit = copies ? copies->limit_size : 0;
     if (limit <= taken_bytes || slot.prompt.tokens.size() < LEAST_TOKENS || states[slot.number].is_filed) {
@@ -310,9 +312,9 @@ void moe_edge_prompts::note(int32_t slot, size_t n_tokens) {
     }
 }
 
-// Restores the external state (such as a policy's state) that a sequence had after n_tokens tokens, by recalling the
-// latest note (a saved state) up to there. A note for one more token also counts, because the last token of a prompt is
-// computed again.
+// Restores the caller's state of a sequence (such as a policy's state) to the time when the sequence had n_tokens
+// tokens. Recalls the latest note (a saved state) that was made with at most n_tokens + 1 tokens. The `+ 1` is allowed,
+// because upstream computes the last token of a prompt again.
 void moe_edge_prompts::go_back(int32_t slot, size_t n_tokens) {
     auto & known = states[slot].notes;
     while (!known.empty() && known.back().n_tokens > n_tokens + 1) {
@@ -384,8 +386,9 @@ bool moe_edge_prompts::restore(
         for (size_t i = first; i < marks.size(); i++) {
             const moe_edge_server_mark & mark = marks[i];
             common_prompt_checkpoint made;
-            // If the file does not record the positions of a checkpoint, infer them from its number of tokens. Upstream
-            // needs two more positions than a window has.
+            // If the positions of a checkpoint are unknown, infer them from its number of tokens. With a sliding
+            // window, assume that the data begins two positions before the window. Upstream would ignore a checkpoint
+            // that begins later (see spared_of).
             const llama_pos begin = n_window > 0 ? std::max(0, mark.n_tokens - n_window - 2) : mark.n_tokens - 1;
             made.update_pos(mark.n_tokens, mark.pos_max < 0 ? begin : mark.pos_min,
                             mark.pos_max < 0 ? mark.n_tokens - 1 : mark.pos_max);

@@ -18,8 +18,10 @@
 #include <string>
 #include <vector>
 
-// Returns `prompt` with the tokens of `held` wherever both stand for the same text between control tokens. A model
-// often answers with other tokens than its tokenizer produces for the same text.
+// Returns `prompt`, in which tokens are replaced by tokens of `held`, the contents of a slot. The two lists are
+// compared as texts between control tokens. If a text is the same in both, the result has the tokens of `held`. They
+// may differ from the prompt's, because a model often generates other tokens than its tokenizer makes from the same
+// text.
 llama_tokens moe_edge_as_held(const llama_vocab * vocab, const llama_tokens & prompt, const llama_tokens & held);
 
 // The effect that a request's prompt would have on a slot.
@@ -34,15 +36,15 @@ public:
     // checkpoints that upstream keeps for each slot.
     moe_edge_prompts(llama_context * context, int32_t n_slots, int32_t most_checkpoints);
 
-    const bool has_part;  // the memory cannot be cut at any position
+    const bool has_part;  // a sequence can return only to checkpoints
 
     // Sets upstream's cache of copies of earlier prompts, or nullptr if no copies are kept.
     void set_copies(server_prompt_cache * copies) { this->copies = copies; }
 
     void set_notes(const moe_edge_server_notes & notes) { this->notes = notes; }
 
-    // Saves the external state of the slot's sequence (such as a policy's state) as a note, and records that it belongs
-    // to the slot's first n_tokens tokens.
+    // Saves the caller's state of the slot's sequence (such as a policy's state) as a note, and records that the note
+    // belongs to the slot's first n_tokens tokens.
     void note(int32_t slot, size_t n_tokens);
 
     // Limits the copies of earlier prompts to n_bytes. Returns their size in bytes.
@@ -70,7 +72,7 @@ public:
 private:
     using copy_iterator = std::list<server_prompt_cache_state>::iterator;
 
-    // A note (the saved external state of a sequence), made when the sequence consisted of the first n_tokens tokens of
+    // A note (the saved caller's state of a sequence), made when the sequence consisted of the first n_tokens tokens of
     // a prompt.
     struct noted {
         size_t                         n_tokens;
@@ -85,9 +87,9 @@ private:
         std::vector<noted> notes = {};  // ascending by length
     };
 
-    // The result of comparing a prompt with the tokens of a slot or of a copy.
+    // The result of comparing a prompt with the tokens of a slot, or of a copy of an earlier prompt.
     struct comparison {
-        llama_tokens prompt;  // rewritten with the held tokens
+        llama_tokens prompt;  // the result of moe_edge_as_held
         size_t       common;  // length of the common prefix
         size_t       spared;
     };

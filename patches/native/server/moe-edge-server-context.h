@@ -26,7 +26,8 @@ struct moe_edge_prompt_cache : server_prompt_cache {
 
 #define server_prompt_cache moe_edge_prompt_cache
 
-// A slot on which no request decodes. Its number is also the id of its sequence in the context.
+// The parts of upstream's server_slot that our code uses. The number of a slot is also the id of its sequence in the
+// context.
 struct moe_edge_slot {
     int32_t         number;
     int32_t         n_ctx;   // maximum number of tokens
@@ -37,9 +38,9 @@ struct moe_edge_slot {
 // task from a parent.
 void moe_edge_server_launched(int32_t slot, int32_t task);
 
-// Called when a request has received its slot, before its prompt is read. Fills the slot with the part of the prompt
-// that the slot or a copy already contains. Also replaces tokens of the prompt by those in the slot that stand for the
-// same text.
+// Called when a request has received its slot, before its prompt is computed. If more of the prompt can be reused from
+// a copy of an earlier prompt than from the slot, loads the copy into the slot. Also replaces tokens of the prompt that
+// differ from the slot's although their text is the same (see moe_edge_as_held).
 void moe_edge_server_place(const moe_edge_slot & slot, server_task & task);
 
 template <typename Slot> llama_context * moe_edge_launched(llama_context * context, Slot & slot, server_task & task) {
@@ -69,9 +70,9 @@ void moe_edge_server_token(int32_t task);
 
 #define update_gen_last() update_gen_last(); moe_edge_server_token(slot.task->id)
 
-// The type of a function that undoes a slot's part of the running step, so that the slot adds these tokens to a later
-// step again. n_prompt: how many of the tokens belong to its prompt. Returns the slot's prompt, whose token list the
-// caller must shorten.
+// The type of a function that prepares upstream's slot to add its uncomputed tokens of the running step to a later
+// step. n_prompt: a number that is subtracted from upstream's count of processed prompt tokens. Returns the slot's
+// prompt. The caller must remove the uncomputed tokens from the prompt's list.
 using moe_edge_undo_slot = std::function<server_prompt & (int32_t slot, int32_t n_prompt)>;
 
 // Returns the numbers of the slots that have prompt tokens in a step. batch: upstream's server_batch. first: the index
@@ -87,8 +88,8 @@ template <typename Batch> std::set<int32_t> moe_edge_slots_with_prompts(const Ba
 }
 
 // Computes a step of the server's slots and returns the status of llama_process. prompts: the sequences whose tokens
-// belong to a prompt. Throws std::runtime_error if the step failed; each slot then contains exactly the tokens in the
-// context's memory.
+// belong to a prompt. Throws std::runtime_error if the step failed; the list of tokens of each slot is then shortened
+// to the tokens in the context's memory.
 int32_t moe_edge_server_step(
     llama_context * context, llama_process_type type, llama_batch_ext * step, const std::set<int32_t> & prompts,
     const moe_edge_undo_slot & undo);
@@ -98,12 +99,13 @@ int32_t moe_edge_encode_images(int32_t sequence, mtmd_batch * images);
 
 #define mtmd_batch_encode(images) moe_edge_encode_images(slot.id, images)
 
-// Called after the tokens of an image could not be computed. Makes the slot contain exactly the tokens in the context's
-// memory.
+// Called after the tokens of an image could not be computed. Shortens the slot's list of tokens to those that the
+// context's memory contains.
 void moe_edge_image_failed(const moe_edge_slot & slot);
 
-// Calls mtmd_helper_decode_image_chunk, which computes the tokens of an image, and returns its status. Upstream's caller
-// promises not to change the slot, but a failed image changes the memory that the slot describes.
+// Calls `compute`, which computes the tokens of an image (mtmd_helper_decode_image_chunk), and returns its status.
+// After a failure, the memory may contain a part of the image, so moe_edge_image_failed corrects the slot. Upstream
+// passes the slot as const, hence the const_cast.
 template <typename Slot, typename Compute> int32_t moe_edge_compute_image(const Slot & slot, const Compute & compute) {
     const int32_t status = compute();
     if (status != 0) {
@@ -115,7 +117,7 @@ template <typename Slot, typename Compute> int32_t moe_edge_compute_image(const 
 #define mtmd_helper_decode_image_chunk(...) \
     moe_edge_compute_image(slot, [&] { return (mtmd_helper_decode_image_chunk)(__VA_ARGS__); })
 
-// Saves the external state of a slot's sequence (such as a policy's state). Called before the first token of an answer
+// Saves the caller's state of a slot's sequence (see moe_edge_server_notes). Called before the first token of an answer
 // is computed. n_tokens: the number of tokens in the slot before the answer.
 void moe_edge_server_answer_begins(int32_t slot, size_t n_tokens);
 
@@ -128,10 +130,10 @@ template <typename Batch, typename Mark> void moe_edge_mark_answers(const Batch 
     }
 }
 
-// Replaces upstream's call of llama_process, which computes a step. Before an answer's first step, the macro also saves
-// the sequence's external state, and makes a checkpoint at the end of the prompt if there is space for it. The next
-// prompt can return to this checkpoint if it does not repeat the answer's tokens. `off`: the index of the step's first
-// token.
+// Replaces upstream's call of llama_process, which computes a step. Before the first step of an answer, the macro also
+// calls moe_edge_server_answer_begins. If the sequence can return only to checkpoints and may have at least four, the
+// macro then makes one at the end of the prompt. The sequence can return to this checkpoint if the next prompt does not
+// contain the answer. `off`: upstream's variable with the index of the step's first token.
 #undef llama_process
 #define llama_process(context, kind, step)                                                              \
     (moe_edge_mark_answers(batch, off, [&](int32_t number) {                                            \

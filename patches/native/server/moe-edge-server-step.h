@@ -50,14 +50,14 @@ private:
     std::atomic<bool>  ends { false };
 };
 
-// Makes a slot contain exactly the tokens in the context's memory, after a step was not computed or only partly. first:
-// the position of the step's first token of the slot's sequence.
+// Shortens a slot's list of tokens (prompt.tokens) to those that the context's memory contains. Called if a step was
+// computed only in part or not at all. first: the position of the sequence's first token in the step.
 void moe_edge_return_to_memory(llama_context * context, int32_t sequence, llama_pos first, server_prompt & prompt);
 
 // Computes a step of the server. prompts: the sequences whose tokens belong to a prompt. compute: calls llama_process
 // for a batch and returns its status. Returns 0, or 1 if the KV cache has no space for the batch. Throws
-// std::runtime_error if the step failed. After a cancel or a failure, each slot contains exactly the tokens in the
-// context's memory.
+// std::runtime_error if the step failed. After a cancel or a failure, the list of tokens of each affected slot is
+// shortened to the tokens in the context's memory.
 int32_t moe_edge_compute_step(
     moe_edge_cancels & cancels, llama_context * context, llama_batch_ext & batch, const std::set<int32_t> & prompts,
     const moe_edge_undo_slot & undo, const std::function<int32_t(llama_batch_ext & batch)> & compute);

@@ -328,7 +328,8 @@ static bool do_with_slot(
         reader.next([server] { return server->stopping.load(); });
     } catch (const std::exception &) {
     }
-    // Wait until the work has ended, because it runs with this mutex locked. If it has not started yet, it never will.
+    // If the work is running, wait for its end: it runs with this mutex locked. If it has not started, erase it, so
+    // that it never starts.
     std::lock_guard<std::mutex> lock(server->works_mutex);
     server->works.erase(name);
     return is_done;
@@ -352,7 +353,7 @@ static int32_t compute(
     return status;
 }
 
-// The functions that upstream's code calls.
+// Called by upstream's code instead of llama_process.
 int32_t moe_edge_server_step(
         llama_context * context, llama_process_type type, llama_batch_ext * step, const std::set<int32_t> & prompts,
         const moe_edge_undo_slot & undo) {
@@ -406,8 +407,8 @@ size_t moe_edge_server_work(const char * path, const moe_edge_slot & slot) {
     return 1;
 }
 
-// Records which request decodes on a slot from now on. If that request was cancelled while another request decoded on
-// the slot, its sequence is marked as cancelled now.
+// Records which request decodes on a slot from now on. If this request was cancelled before it received the slot, marks
+// the slot's sequence as cancelled now.
 void moe_edge_server_launched(int32_t slot, int32_t task) {
     std::lock_guard<std::mutex> lock(running->tasks_mutex);
     const auto found = running->tasks.find(task);
@@ -509,9 +510,9 @@ void moe_edge_server_model_free(llama_model *) {}
 void moe_edge_server_context_free(llama_context *) {}
 
 // Returns the first position in the memory of a sequence. Upstream calls this function instead of
-// llama_memory_seq_pos_min. If the first positions are missing, upstream reads the whole prompt again. A prompt that
-// continues everything that the sequence contains does not need them. For such a prompt, this function therefore
-// returns a position before all windows.
+// llama_memory_seq_pos_min. If the memory lacks the beginning of the window, upstream returns to a checkpoint, or
+// computes the whole prompt again. A prompt that only appends to the sequence removes no tokens, so the memory contains
+// all positions that it needs. For such a prompt, this function returns BEFORE_ALL, a position before every window.
 llama_pos moe_edge_server_pos_min(llama_memory_t memory, llama_seq_id sequence) {
     const llama_pos first = llama_memory_seq_pos_min(memory, sequence);
     return running && running->prompts.take_continues(sequence) && first >= 0 ? BEFORE_ALL : first;

@@ -53,7 +53,7 @@ typedef struct moe_edge_server_config {
     int32_t      image_max_tokens;  // maximum number of tokens of an image, if the model can scale images; -1: the model's
 } moe_edge_server_config;
 
-// The needs of the images of a model.
+// The memory and the tokens that images need with a model's image encoder.
 typedef struct moe_edge_images {
     uint64_t weights;      // size of the image encoder's weights, in bytes
     uint64_t scratch;      // size of the encoder's temporary buffers for the largest image, in bytes
@@ -64,9 +64,9 @@ typedef struct moe_edge_images {
     int32_t  n_embd;       // width of the embedding of an image token
 } moe_edge_images;
 
-// Measures the needs of images of up to most_pixels pixels, without loading the encoder's weights. path: file of the
-// image encoder. max_tokens: image_max_tokens of the configuration. Returns 0, or -1 on failure and writes the reason to
-// `error`.
+// Measures the memory and the tokens that images of up to most_pixels pixels need, without loading the encoder's
+// weights. path: file of the image encoder. max_tokens: image_max_tokens of the configuration. Returns 0, or -1 on
+// failure and writes the reason to `error`.
 MOE_EDGE_SERVER_API int moe_edge_measure_images(
     const char * path, int32_t max_tokens, int64_t most_pixels, moe_edge_images * out, char * error, size_t error_size);
 
@@ -74,8 +74,9 @@ MOE_EDGE_SERVER_API int moe_edge_measure_images(
 MOE_EDGE_SERVER_API int moe_edge_server_abi_version(void);
 
 // Creates a server for a loaded model and a context that has n_parallel sequences in one unified KV cache. The caller
-// owns the model and the context, and must keep them until the server is freed. Decodes two tokens on the calling
-// thread, as a test of the memory. Returns NULL on failure and writes the reason to `error`.
+// owns the model and the context, and must keep them until the server is freed. Empties the KV cache and decodes two
+// tokens on the calling thread, to test whether the last token of a sequence can be removed. Returns NULL on failure
+// and writes the reason to `error`.
 MOE_EDGE_SERVER_API moe_edge_server * moe_edge_server_create(
     struct llama_model * model, struct llama_context * context, const moe_edge_server_config * config,
     char * error, size_t error_size);
@@ -96,19 +97,19 @@ typedef void (*moe_edge_server_before_prompt)(void * user, int32_t sequence, con
 MOE_EDGE_SERVER_API void moe_edge_server_set_before_prompt(
     moe_edge_server * server, moe_edge_server_before_prompt callback, void * user);
 
-// Callbacks that save and restore external state of a sequence, such as the state of a policy. At certain positions of
-// the sequence, the server saves the state as a note. When the sequence returns to such a position, the server recalls
-// the note. Called on the decode thread; drop is also called by moe_edge_server_free.
+// Callbacks that save and restore the caller's state of a sequence: data that the caller keeps for each sequence
+// outside of llama.cpp, such as the state of a policy. A note is a saved state, which the caller also keeps. The server
+// calls `note` at certain positions of a sequence. When the sequence returns to such a position, the server calls
+// `recall` to restore the state. Called on the decode thread; `drop` is also called by moe_edge_server_free.
 typedef struct moe_edge_server_notes {
-    // Saves the current external state of a sequence as a note. Returns the note's number, or -1 if nothing was saved.
+    // Saves the caller's current state of a sequence as a note. Returns the note's number, or -1 if nothing was saved.
     int64_t (*note)(void * user, int32_t sequence);
     void    (*recall)(void * user, int32_t sequence, int64_t note);
     void    (*drop)(void * user, int64_t note);                   // the note will not be recalled again
     void *  user;
 } moe_edge_server_notes;
 
-// Sets the callbacks that save and restore external state of sequences, such as the state of a policy. Must be called
-// before moe_edge_server_run.
+// Sets the callbacks that save and restore the caller's state of sequences. Must be called before moe_edge_server_run.
 MOE_EDGE_SERVER_API void moe_edge_server_set_notes(moe_edge_server * server, const moe_edge_server_notes * notes);
 
 // Limits the copies of earlier conversations to this many bytes from now on, and drops the least recently used copies
@@ -120,8 +121,9 @@ MOE_EDGE_SERVER_API uint64_t moe_edge_server_keep_prompts(moe_edge_server * serv
 // thread, which is the decode thread.
 MOE_EDGE_SERVER_API void moe_edge_server_run(moe_edge_server * server);
 
-// Returns 1 if the memory of a sequence cannot be cut at every position, so that the sequence can return only to
-// checkpoints. Returns 0 otherwise. May be called from any thread.
+// Returns 1 if a sequence can return only to checkpoints. This is so if its memory is recurrent or has sliding windows,
+// because such a memory cannot remove an arbitrary number of last tokens. Returns 0 otherwise. May be called from any
+// thread.
 MOE_EDGE_SERVER_API int moe_edge_server_has_part(const moe_edge_server * server);
 
 // The following functions, up to moe_edge_server_restore, wait until no request decodes on their sequence, and then run
@@ -172,8 +174,10 @@ MOE_EDGE_SERVER_API int moe_edge_server_restore(
 // thread.
 MOE_EDGE_SERVER_API int moe_edge_server_ending(moe_edge_server * server, int32_t sequence, int * at_context);
 
-// Replaces tokens of a prompt by the tokens of `held` wherever both stand for the same text between control tokens.
-// Copies the first n_most tokens of the result to `tokens` and returns the total number. May be called from any thread.
+// Makes a prompt share more tokens with `held`, the tokens of a sequence. A model often generates other tokens than its
+// tokenizer makes from the same text. If a text between control tokens is the same in both lists, its tokens in the
+// prompt are replaced by those of `held`. Copies the first n_most tokens of the result to `tokens` and returns the
+// total number. May be called from any thread.
 MOE_EDGE_SERVER_API size_t moe_edge_server_as_held(
     moe_edge_server * server, const int32_t * prompt, size_t n_prompt, const int32_t * held, size_t n_held,
     int32_t * tokens, size_t n_most);

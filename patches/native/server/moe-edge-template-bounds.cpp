@@ -68,8 +68,8 @@ void count_call(const std::string & name, const std::vector<jinja::value> & give
         all += size;
         (i == 0 ? first : largest) = std::max(i == 0 ? int64_t(0) : largest, size);
     }
-    // Estimate the size of the created text: the largest argument is inserted at most once for every eight bytes of the
-    // first argument.
+    // Estimate the size of the function's result. The estimate assumes that the largest other argument is inserted once
+    // for every eight bytes (or list elements) of the first argument.
     const int64_t made = repeats ? first * std::min<int64_t>(largest, INT32_MAX) / 8 : 0;
     moe_edge_template_step(1 + all / 64, made);
 }
@@ -196,8 +196,9 @@ void moe_edge_check_template(const llama_model * model, const std::string & give
     }
 }
 
-// Count each pass through a loop, condition or try block of the engine as a step. This also counts recursion, because
-// every recursive function contains one of them.
+// Count a step of the template for each pass through a loop, and for each `if` and `try`, in upstream's template engine
+// (the sources that are included below). This also counts recursion, because every recursive function contains one of
+// these statements.
 #define for(...) for (__VA_ARGS__) if (moe_edge_template_step()) {} else
 #define while(...) while (moe_edge_template_step() == 0 && (__VA_ARGS__))
 #define if(...) if (moe_edge_template_step() == 0 && (__VA_ARGS__))

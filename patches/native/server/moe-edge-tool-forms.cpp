@@ -1,6 +1,6 @@
-// Makes tool calls work with chat templates that do not show tools or earlier calls to the model. A prefix in Jinja is
-// put before such a template and rewrites its inputs. The right prefix for a template is found by rendering a probe
-// conversation with each prefix.
+// Makes tool calls work with chat templates that do not show tools or earlier calls to the model. A prefix, which is
+// Jinja code, is put before such a template and rewrites its inputs. The right prefix for a template is found by
+// rendering a probe conversation with each prefix.
 
 #include "moe-edge-grammar.h"
 #include "moe-edge-template-bounds.h"
@@ -16,7 +16,8 @@
 
 namespace {
 
-// The first line of the prefix for our own form of tool calls, by which moe_edge_is_own_form recognizes it.
+// A Jinja comment at the beginning of the template prefix that introduces our own form of tool calls.
+// moe_edge_is_own_form recognizes the prefix by this comment.
 const char * const OWN_MARK = "{#- moe-edge: tools in our own form -#}";
 
 // Our own form of a tool call, for templates without one. OWN_CALL: the form as it is described to the model.
@@ -25,7 +26,8 @@ const char * const OWN_CALL  = "<tool_call>\n{\"name\": NAME, \"arguments\": OBJ
 const char * const OWN_PROBE =
     "<tool_call>\n{\"name\": \"FUNCTION_NAME\", \"arguments\": {\"ARGUMENT_NAME\": \"ARGUMENT_VALUE\"}}\n</tool_call>";
 
-// Prefixes for templates that read the tools from the variable `functions`, as a list or as a text.
+// Prefixes (Jinja code before a template) for templates that read the tools from the variable `functions`, as a list or
+// as a text.
 const char * const FUNCTIONS_LIST = R"jinja({%- if tools -%}
     {%- set functions = tools | map(attribute="function") -%}
 {%- endif %})jinja";
@@ -33,8 +35,8 @@ const char * const FUNCTIONS_TEXT = R"jinja({%- if tools -%}
     {%- set functions = tools | map(attribute="function") | tojson(indent=4) -%}
 {%- endif %})jinja";
 
-// The beginning of all prefixes that rewrite messages. New messages are collected in a list and joined once, because
-// the operators `+` and `~` would copy the whole text for each part.
+// The beginning of all template prefixes that rewrite the conversation's messages. New messages are collected in a list
+// and joined once, because the operators `+` and `~` would copy the whole text for each part.
 const char * const BEGIN = R"jinja({%- set rewritten = namespace(list=[], results=[], told=not tools) -%}
 {%- macro add_results() -%}
     {%- if rewritten.results -%}
@@ -46,8 +48,8 @@ const char * const BEGIN = R"jinja({%- set rewritten = namespace(list=[], result
 {%- for message in messages -%}
     {%- if false -%})jinja";
 
-// Part of a prefix: turns tool calls and their results into text, in our own form of calls. Consecutive results become
-// one message, because some templates refuse two messages of the same role.
+// Part of a template prefix: turns tool calls and their results into text, in our own form of calls. Consecutive
+// results become one message, because some templates refuse two messages of the same role.
 const char * const OWN_MESSAGES = R"jinja(
     {%- elif message.role == "tool" -%}
         {%- set _ = rewritten.results.append(message.content) -%}
@@ -62,7 +64,8 @@ const char * const OWN_MESSAGES = R"jinja(
         {%- endfor -%}
         {%- set _ = rewritten.list.append({"role": message.role, "content": parts | join("\n")}) -%})jinja";
 
-// Part of a prefix: writes tool calls in the form of LFM2. Some LFM2 templates expect the client to do this.
+// Part of a template prefix: writes tool calls as text in the form of LFM2. Some LFM2 templates do not write the calls
+// themselves.
 const char * const PYTHON_CALLS = R"jinja(
     {%- elif message.tool_calls -%}
         {%- set calls = [] -%}
@@ -79,14 +82,14 @@ const char * const PYTHON_CALLS = R"jinja(
 const char * const PYTHON_CALL =
     "<|tool_call_start|>[FUNCTION_NAME(ARGUMENT_NAME=\"ARGUMENT_VALUE\")]<|tool_call_end|>";
 
-// Part of a prefix: removes the content of an assistant's turn that has only tool calls. Some templates would render an
-// empty text as a separate turn.
+// Part of a template prefix: removes the content of an assistant's message that has only tool calls. Some templates
+// would render an empty content as a separate message.
 const char * const CALLS_WITHOUT_TEXT = R"jinja(
     {%- elif message.tool_calls and not message.content -%}
         {%- set _ = rewritten.list.append({"role": message.role, "content": none, "tool_calls": message.tool_calls}) -%})jinja";
 
-// Part of a prefix: describes the tools before the text of the first user message. CALL stands for the form of a tool
-// call.
+// Part of a template prefix: describes the tools before the text of the first user message. The description is the
+// macro about_tools of ABOUT_TOOLS, in which CALL is replaced by the form of a tool call.
 const char * const DESCRIPTION = R"jinja(
     {%- elif message.role == "user" and not rewritten.told -%}
         {%- set _ = add_results() -%}
@@ -257,14 +260,14 @@ abilities abilities_of(const common_chat_templates * templates) {
         const std::string since = after.substr(std::min(after.size(), after.rfind(HELLO.content)));
         found.sees_calls = has(since, NAME) && has(since, VALUE) && has(since, RESULT);
     } catch (const std::exception &) {
-        // A template that refuses the probe conversation has none of these abilities.
+        // The template refuses the probe conversation, so it has none of the abilities that are not set yet.
     }
     return found;
 }
 
 struct candidate {
     std::string source;
-    std::string call;  // the probe's call, in the form that the model is told or was trained with
+    std::string call;  // a call of the probe function, in the form that the model is told or was trained with
 };
 
 // Returns a template's source with added spaces that do not change its output. Upstream recognizes some templates by

@@ -64,8 +64,9 @@ text_marks marks_of(const common_chat_params & made) {
 // does not see this schema.
 const char * const GRAMMAR_SCHEMA = "x-moe-edge-grammar";
 
-// Removes the schemas that are only for grammars from the parameters of tools, so that the model does not see them.
-// Returns the tools with these schemas as parameters, or an empty list if there are no such schemas.
+// Removes the schema at the key GRAMMAR_SCHEMA from the parameters of each tool, so that the model does not see it.
+// Returns a copy of the tools in which these schemas replace the parameters, for making the grammar. Returns an empty
+// list if no tool has such a schema.
 std::vector<common_chat_tool> take_grammar_schemas(std::vector<common_chat_tool> & tools) {
     std::vector<common_chat_tool> made;
     for (common_chat_tool & tool : tools) {

@@ -1,5 +1,6 @@
-// The memory that stb_image allocates is zero at first. stb_image returns some damaged JPEG files as images before all
-// pixels are written, and the others would show what was in the memory before, such as another client's request.
+// Makes stb_image allocate zeroed memory. stb_image accepts some damaged JPEG files although it has not written all
+// pixels. Without zeroing, the other pixels would show earlier contents of the memory, such as another client's
+// request.
 
 #pragma once
 

@@ -287,7 +287,7 @@ def test_save_replaces_only_its_own_file(start, tmp_path):
     other = tmp_path / "other.txt"
     other.write_text("mine")
     terminal.ask("hello")
-    wrong = "exists and is not an earlier part of this conversation: choose another name"
+    wrong = "exists and does not contain an earlier state of this conversation: choose another name"
     assert wrong in terminal.ask(f"/save {other}")
     assert other.read_text() == "mine"
     assert "2 messages written" in terminal.ask("/save ~/talk.jsonl")

@@ -238,7 +238,7 @@ def test_an_architecture_that_llama_cpp_does_not_know(server, machine):
     _, rows = compared()
     assert all("unknown model architecture" in row["why"] for row in rows.values())
     result = pull("o/n")
-    assert result.stderr.endswith("PATTERN. None of them would run on this machine\n")
+    assert result.stderr.endswith("PATTERN. None of these models would run on this machine\n")
 
 
 Q2, Q4, Q8, F16 = (

@@ -144,7 +144,7 @@ def test_the_paper_s_table_needs_neither_tests_nor_the_demo(folder, monkeypatch)
 
 
 def test_an_unknown_part_and_a_missing_checkout_are_refused(tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match="unknown part 'all': choose one of device, "):
+    with pytest.raises(ConfigError, match="--part 'all' is unknown: choose one of device, "):
         gpu_check.run(tmp_path / "r.md", "all", "", False, print)
     monkeypatch.setattr(gpu_check, "TESTS", tmp_path / "none")
     with pytest.raises(ConfigError, match="checkout"):

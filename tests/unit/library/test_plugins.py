@@ -55,7 +55,7 @@ def test_an_installed_policy_is_found_like_ours(library, installed, moe_edge):
     (policy(name="lru"), None, "has the name lru, which moe-edge uses"),
     (policy(name="plain"), None, "has the name plain, which moe-edge uses"),
     (policy(name="a b"), None, "has the name 'a b': use a-z"),
-    (policy(setting="retention"), None, "declares the setting retention in another way than"),
+    (policy(setting="retention"), None, "setting retention with another default, range or help"),
     (policy(setting="ram"), None, "has the setting ram, which moe-edge uses itself"),
     ("from orchestrator.policy.base import Policy\nclass Tiny(Policy): pass", None, "no `about`"),
 )

@@ -87,7 +87,7 @@ def test_for_ram_chooses_types_around_the_mean_bits_that_fit(paths, bits):
         names, why = tiers_for(model, ram_for(paths["f16"], bits))
     widths = [bits_per_weight(each) for each in parse_types(names)]
     assert widths == sorted(widths, reverse=True) and 2 <= len(names) <= MAX_TIERS
-    assert names[0] == "q8_0" and f"allow {bits:.1f}" in why
+    assert names[0] == "q8_0" and f"of memory allow {bits:.1f}" in why
     assert widths[-1] < bits < max(widths)
     assert all(abs(width - bits) < 2.2 for width in widths[1:])
 

@@ -243,27 +243,27 @@ def test_given_or_recalled_votes_are_not_saved():
     "settings, said",
     (
         {"agree": "rank", "votes": "4,3"},
-        "is '4,3', which lets 3 layers vote, but with agree rank only one layer votes",
+        "is '4,3', so 3 layers predict, but with the setting agree rank only one layer predicts",
     ),
-    ({"agree": "margin", "votes": "4,1/4,2/4,1"}, "but with agree margin only one layer votes"),
-    ({"agree": "rank", "n_ahead": 3, "votes": None}, "only the previous layer votes"),
-    ({"votes": "4,5"}, "is '4,5', which lets 5 layers vote, and the maximum is 4"),
+    ({"agree": "margin", "votes": "4,1/4,2/4,1"}, "agree margin only one layer predicts"),
+    ({"agree": "rank", "n_ahead": 3, "votes": None}, "only the previous layer predicts"),
+    ({"votes": "4,5"}, "is '4,5', so 5 layers predict, but the maximum is 4 layers"),
     (
         {"votes": "4,3", "n_ahead": 1},
-        "'n_ahead' is 1, but the votes '4,3' need 3 layers",
+        "'n_ahead' is 1, but the setting votes '4,3' needs 3",
     ),
     (
         {"votes": "4,1", "n_ahead": 3},
-        "'n_ahead' is 3, but the votes '4,1' need 1 layers",
+        "'n_ahead' is 3, but the setting votes '4,1' needs 1",
     ),
-    ({"tune": "climb"}, "'tune' is climb, which has no effect with votes"),
+    ({"tune": "climb"}, "'tune' is climb, which has no effect with the setting votes"),
     ({"tune": "all"}, "'tune' is all"),
     ({"prefetch": "off"}, "'votes' is 4,3, which has no effect, because nothing is prefetched"),
     (
         {"votes": None, "n_ahead": 0, "tune": "climb"},
         "'tune' is climb, which has no effect, because nothing is prefetched",
     ),
-    ({"votes": "5,1"}, "ask for 5 experts per layer, but this model's routers choose only 4"),
+    ({"votes": "5,1"}, "takes 5 experts from each prediction .K., but this model uses only 4"),
 )
 def test_settings_without_effect_are_refused(settings, said):
     with pytest.raises((SettingError, PolicyError), match=said):
@@ -302,7 +302,7 @@ def test_a_recorded_run_with_other_votes():
     assert Settings.of(recorded).limited(0, ()).votes is None
     assert Settings.of(recorded).limited(3, ("votes",)).votes == "4,3"
     with pytest.raises(
-        ConfigError, match="predicts experts 1 layers ahead, and the votes '4,3' need 3"
+        ConfigError, match="predicts experts 1 layers ahead, and --votes 4,3 needs 3"
     ):
         Settings.of(recorded).limited(1, ("votes",))
 
@@ -350,7 +350,7 @@ def test_votes_as_a_text():
     assert read_votes("4,1") == [(4, 1)] * 3
     assert read_votes("4,1/8,3/8,2") == [(4, 1), (8, 3), (8, 2)]
     for text in ("4", "4,1/3,1", "0,1", "a,b", "4,1,2", "4,1/8,3/8,"):
-        with pytest.raises(SettingError, match="must be K,P such as 4,1"):
+        with pytest.raises(SettingError, match="must be two numbers K,P such as 4,1"):
             FIRM.Settings(votes=text)
 
 

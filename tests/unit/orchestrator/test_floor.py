@@ -293,7 +293,7 @@ def test_low_share_leaves_slots_for_the_minimum_of_high_copies(share):
 
 def test_a_missing_estimate_is_an_error():
     policy = policy_of(Floor, ONE, budget=ONE.all_slot_bytes())
-    with pytest.raises(PolicyError, match="has no estimate of the losses of lower tiers"):
+    with pytest.raises(PolicyError, match="no estimate of the quality loss of lower precisions"):
         decided(policy, make())
 
 

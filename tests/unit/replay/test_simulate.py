@@ -237,7 +237,7 @@ def test_report(library):
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
-        ({"policy": "plain"}, ConfigError, "no expert store to replay"),
+        ({"policy": "plain"}, ConfigError, "--policy plain cannot be replayed"),
         ({"policy": "other"}, MoeEdgeError, "unknown policy 'other'; known: lru, dymoe"),
         (
             {"expert_ram": 4096},
@@ -254,7 +254,7 @@ def test_report(library):
         (
             {"policy": "dymoe", "settings": {"retention": 0.5}},
             MoeEdgeError,
-            "needs a second precision: give --low-tier q2_k, which the trace has",
+            "needs a second precision: give --low-tier q2_k, a precision of the recorded model",
         ),
         (
             {"settings": {"n_ahead": 1}},

@@ -94,7 +94,7 @@ LOST = {
         of(p={**TEXT, "minLength": 3, "maxLength": 2}),
         "s.properties.p.minLength: ",
     ),
-    "a long minimum": ({**TEXT, "maxLength": 5000}, "s.maxLength: a limit above 2000"),
+    "a long minimum": ({**TEXT, "maxLength": 5000}, "s.maxLength: a maxLength above 2000"),
     "numbers": (
         {"type": "number", "maximum": 1},
         "s.maximum: minimum, maximum and multipleOf are enforced for integers",

@@ -231,7 +231,7 @@ def one_tier(folder):
     [
         (dense, (), "`moe-edge paper` needs a MoE model"),
         (one_layer, (), "has one MoE layer, but the papers compare layers"),
-        (one_tier, (), "has only one precision, q8_0, but this paper compares several"),
+        (one_tier, (), "q8_0, but `moe-edge paper firm` compares several"),
         (
             None,
             ("--only", "Table 9"),

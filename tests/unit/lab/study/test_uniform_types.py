@@ -8,7 +8,9 @@ from orchestrator.lab.study.uniform import UniformTypes, tiers_of
 def test_types_below_the_best_tier_are_made_one_at_a_time(model, tmp_path, monkeypatch):
     monkeypatch.setattr(uniform, "spill_folder", lambda: tmp_path)
     asked = UniformTypes(Config.build(model=model, threads=1))
-    said = "To compare with q3_k, q5_k, q6_k, 5 million weights are quantized 3 times."
+    said = (
+        "To compare with q3_k, q5_k, q6_k, 5 million weights are quantized 3 times, once per type."
+    )
     assert said in (asked.cost() or "")
     found = []
     for each in asked.files(lambda what, done: None):

@@ -76,7 +76,9 @@ def test_the_parts_over_a_trace(library, trace):
     for base in (NO_PREFETCH, BASE):
         table, panel = played_parts(on, base, (0.1, 0.5, 0.8))
         assert len(panel.lines) == len(parts(2)[base])
-        said = "Left out, because a policy needs more slots: slots for 10% of the experts."
+        said = (
+            "Not measured: cache slots for 10% of the experts, because a policy needs more slots."
+        )
         assert table.footnotes[-1] == said
         for held in (0.5, 0.8):
             rows = {row["name"]: row for row in table.rows if row["held"] == held}
