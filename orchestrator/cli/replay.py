@@ -50,8 +50,8 @@ MOST_TOKENS = 1 << 17
 @option("-p --prompt TEXT", "Prompt to answer, used instead of --text.")
 @option(
     "--tokens N",
-    "Number of tokens to evaluate from the text, or to generate as an answer.  [default: as many "
-    "tokens of the text as fit the context, or an answer of 512]",
+    "Number of tokens to evaluate from the text, or to generate.  [default: as many of the text "
+    "as fit the context, or 512]",
 )
 @option("--seed N", "Seed of the answer.", type=AT_LEAST_0)
 def trace(
