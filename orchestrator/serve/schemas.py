@@ -515,13 +515,21 @@ SCHEMAS: dict[str, Schema] = {
         timings=named("Costs"),
     ),
     "Experts": record(
-        "model mode layers memory",
+        "model mode layers memory images",
         model=STRING,
         mode=STRING,
         memory={
             "type": "object",
             "additionalProperties": COUNT,
             "description": "Bytes of the host's memory by purpose. Free memory comes last.",
+        },
+        images={
+            **either(
+                record("bytes pixels count", bytes=COUNT, pixels=COUNT, count=COUNT),
+                {"type": "null"},
+            ),
+            "description": "Limits for images: bytes of all images of a request, pixels of one "
+            "image, and number of images. null if the model takes no images.",
         },
         layers={
             **COUNT,

@@ -81,12 +81,14 @@ def picture(runtime: Runtime) -> dict[str, Any]:
 
     `resident` has the best precision in memory of each expert, uint8 [layers, experts] in base64.
     Its values are indices into `tiers`, or 254 for an expert that is only on disk. `used` is how
-    often tokens used each expert, little-endian uint32 of the same shape. If the model runs without
-    an expert store, the object has `streams_below` instead: a value of --ram in bytes at which some
+    often tokens used each expert, little-endian uint32 of the same shape. `images` has the limits
+    for images in requests, or is None if the model takes none. If the model runs without an expert
+    store, the object has `streams_below` instead: a value of --ram in bytes at which some
     experts would have to be read from disk.
     """
     plan, stats = runtime.plan, runtime.stats()
     about = {"model": runtime.about.name, "mode": stats.mode, "memory": runtime.memory()}
+    about["images"] = None if runtime.images is None else runtime.images.as_dict()
     if stats.counts is None or stats.resident is None:
         return about | {"layers": 0, "streams_below": plan.total_bytes - plan.expert_bytes // 2}
     counts = stats.counts

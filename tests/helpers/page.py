@@ -7,6 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from browser import Tab
 
+from orchestrator.serve.schemas import SCHEMAS
 from orchestrator.serve.views import page_response
 
 # No correct test waits this long.
@@ -62,6 +63,7 @@ class Handler(BaseHTTPRequestHandler):
         elif self.path == "/experts":
             state = {"model": "m", "mode": "all fits", "layers": 0, "memory": {}}
             state["images"] = self.server.model.images
+            assert {*state} == {*SCHEMAS["Experts"]["required"]}
             self._send(json.dumps(state).encode())
         elif self.path == "/local-models":
             self._send(json.dumps(self.server.model.local).encode())

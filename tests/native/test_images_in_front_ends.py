@@ -7,8 +7,10 @@ import urllib.error
 
 import image_models
 import pytest
+from browser import browsing
 from command_line import MOE_EDGE, python
 from image_models import FAMILIES
+from page import asked, complaints, opened
 from pictures import black, jpeg, scan, segment, url
 from served import serving
 
@@ -87,6 +89,23 @@ def test_ollamas_client(served, answer):
     messages = [{"role": "user", "content": ASK, "images": [IMAGE]}]
     assert client.chat("any", messages, options=limit).message.content == answer
     assert client.generate("any", ASK, images=[IMAGE], options=limit).response == answer
+
+
+def test_the_page(served, answer, tmp_path):
+    """The page knows from /experts that the model takes images, and shows the button for them."""
+    image = tmp_path / "wide.png"
+    image.write_bytes(IMAGE)
+    with browsing(tmp_path / "browser") as browser:
+        tab = opened(browser, served.url)
+        tab.until("$('attach').checkVisibility()")
+        found = tab.call("Runtime.evaluate", expression="$('files')")["result"]["objectId"]
+        tab.call("DOM.setFileInputFiles", files=[str(image)], objectId=found)
+        tab.until("attached.reading === 0 && attached.urls.length === 1")
+        tab.value(f"conversation.settings = {{ max_tokens: {N_TOKENS} }}")
+        asked(tab, ASK)
+        tab.until("!running && messages.length === 2")
+        assert tab.value("messages[1].content") == answer
+        assert complaints(tab) == []
 
 
 def test_the_terminal(files, answer, tmp_path):
