@@ -79,9 +79,8 @@ class Sampling(Settings):
     )
     seed: int | None = setting(
         None,
-        "Seed for sampling. It also fixes the number of compute threads. With experts in one "
-        "precision, a repeated command gives the same answer if --ram, --ctx and --ubatch are "
-        "given. With several precisions, an answer also depends on which experts are in memory.",
+        "Seed for sampling. A repeated command gives the same answer if --ram, --ctx and --ubatch "
+        "are also given. With experts in several precisions, the answer may still differ.",
         within=(0, 2**32 - 1),
         group=ANSWER,
     )
@@ -104,7 +103,7 @@ class Sampling(Settings):
     )
     top_n_sigma: float | None = setting(
         None,
-        "Keep tokens within N standard deviations of the most likely one.",
+        "Keep tokens whose logits are at most N standard deviations below the highest logit.",
         metavar="N",
         within=(0.0, 100.0),
         shown="llama.cpp's",
@@ -337,8 +336,7 @@ class Config(Settings):
         "Precision of the most important experts, such as q4_k.",
         metavar="NAME",
         shown=(
-            "the file's best precision; for policies that mix precisions, the best that fits in "
-            "memory"
+            "the best in the file, or the best that fits in memory if the policy mixes precisions"
         ),
         group=MORE,
     )
@@ -478,7 +476,8 @@ class Config(Settings):
     )
     importance_window: int = setting(
         32,
-        "With importance=window: the number of last queries of a prompt whose attention is used.",
+        "Number of queries at the end of a prompt whose attention gives the importance of the "
+        "prompt's tokens. Used only with importance=window.",
         within=(1, 65536),
         option=False,
     )
@@ -488,7 +487,7 @@ class Config(Settings):
     use_extra_bufts: bool | None = setting(
         None,
         "Change the layout of weights outside the experts so that this CPU computes faster.",
-        shown="turned on if experts are repacked, or with --policy plain",
+        shown="yes if experts are repacked, or with --policy plain",
         option=False,
     )
     layout: str = setting(
@@ -502,7 +501,7 @@ class Config(Settings):
     use_mmap: bool | None = setting(
         None,
         "With --policy plain: map the file into memory, so that weights may exceed memory.",
-        shown="turned on if the file has one precision and --ram is not given",
+        shown="yes if the file has one precision and --ram is not given",
         option=False,
     )
     remember: bool | None = setting(

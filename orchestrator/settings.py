@@ -126,9 +126,7 @@ class Setting:
                 upper = f" to {high}" if high != math.inf else " or more"
                 raise SettingError(self.name, f"must be {low}{upper}, not {value}")
         if self.repeated and not all(isinstance(each, str) and each for each in value):
-            raise SettingError(
-                self.name, f"must be a sequence of texts that are not empty, not {value!r}"
-            )
+            raise SettingError(self.name, f"must be a list of non-empty texts, not {value!r}")
         if self.choices and value not in self.choices:
             words = f"{', '.join(self.choices[:-1])} or {self.choices[-1]}"
             raise SettingError(self.name, f"must be {words}, not '{value}'")
@@ -299,7 +297,7 @@ def parse_size(text: str) -> int:
     if text.strip() == number and size_bytes < _LEAST_BARE:
         meant = "GiB" if size_bytes < 1024 else "MiB"
         raise ConfigError(
-            f"the size '{text}' has no unit: write {number}{meant}, or {number}B for so few bytes"
+            f"the size '{text}' has no unit: write {number}{meant}, or {number}B if you mean bytes"
         )
     if size_bytes >= _TOO_LARGE:
         raise ConfigError(f"the size '{text}' is larger than the memory of any machine")

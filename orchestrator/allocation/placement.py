@@ -33,25 +33,25 @@ class PlacementSettings(Settings):
 
     near_bits: float = setting(
         3.0,
-        "Mean number of bits per weight, such as 3 or 2.5, of a layer's experts in lower "
-        "precisions. q4_k counts as 4 bits.",
+        "Maximum average of bits per weight, such as 2.5, over those experts of a layer that are "
+        "not in the best precision. q4_k counts as 4 bits.",
         within=(1.0, 32.0),
     )
     near_weights: str = setting(
         IMPORTANCE,
-        "How the bits are divided among experts. importance: by quality losses weighted with "
+        "How --near-bits is divided among experts. importance: by quality losses weighted with "
         "expert usage. plain, as in the paper: by quality losses alone.",
         choices=(IMPORTANCE, PLAIN),
     )
     importance_mix: float = setting(
         0.5,
-        "Weight (alpha) of an expert's number of uses in its importance. The sum of the "
-        "expert's gate weights has the weight 1 - alpha.",
+        "Alpha in the importance of an expert, which is alpha times its share of all uses plus "
+        "1 - alpha times its share of all gate weights.",
         within=(0.0, 1.0),
     )
     prior_tokens: float = setting(
         64.0,
-        "Weight of the expert usage in earlier runs, as a number of prompt tokens. 0 ignores "
+        "Expert usage in earlier runs counts as much as this number of prompt tokens. 0 ignores "
         "earlier runs, as in the paper.",
         within=(0.0, 1e6),
     )
@@ -163,8 +163,9 @@ def near_tiers(tiers: Sequence[str], asked: str | None) -> list[int]:
     found = best_of_each_width([each for each in names if each in chosen])
     if len(found) > MAX_WIDTHS:
         raise PolicyError(
-            f"--near-tiers: the precisions have {len(found)} different numbers of bits per "
-            f"weight, and the maximum is {MAX_WIDTHS}: name fewer precisions"
+            f"--near-tiers has too many precisions: they differ in bits per weight, with "
+            f"{len(found)} different values. At most {MAX_WIDTHS} values are allowed. Name fewer "
+            f"precisions"
         )
     return [1 + names.index(each) for each in found]
 
@@ -223,8 +224,9 @@ def prefix_split(
     possible = (rest >= 0) & (reach <= n) & (begin <= end)
     if not possible.any():
         raise PolicyError(
-            f"{n} experts with {', '.join(map(str, bits))} bits per weight exceed the total of "
-            f"{budget_bits} bits: increase --near-bits"
+            f"--near-bits is too small for precisions of {', '.join(map(str, bits))} bits per "
+            f"weight: the sum over {n} experts must be at most {budget_bits} bits. Increase "
+            f"--near-bits"
         )
     i, j = np.nonzero(possible)
     reach, n_first = reach[i, j], i

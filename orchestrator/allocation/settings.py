@@ -27,7 +27,7 @@ class Background(Settings):
         "such as 64MiB; 0 for no limit.",
         within=(0, 2**48),
         unit=RATE,
-        shown=f"{format_size(USUAL_RATE)}; no limit with context",
+        shown=f"{format_size(USUAL_RATE)}; no limit with --policy context",
     )
 
 
@@ -46,8 +46,8 @@ class Shared(Settings):
     )
     losses: Path | None = setting(
         None,
-        "Loss table made by moe-edge calibrate, used to choose precisions. The policy context uses "
-        "it only if lower precisions share slots in memory (--near-slots shared).",
+        "Loss table made by moe-edge calibrate, for choosing the precisions of experts. With "
+        "--policy context, it has an effect only with --near-slots shared.",
         shown="FILE.calib.json",
         recorded=False,
     )

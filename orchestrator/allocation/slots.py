@@ -205,10 +205,7 @@ def falling(schedule: str, n_layers: int) -> list[float]:
     A model with one layer has c = 0. Raises ConfigError for an unknown schedule.
     """
     if schedule not in SCHEDULES:
-        raise ConfigError(
-            f"unknown schedule '{schedule}', by which a share falls from the first layer to the "
-            f"last: choose one of {', '.join(SCHEDULES)}"
-        )
+        raise ConfigError(f"unknown schedule '{schedule}': choose one of {', '.join(SCHEDULES)}")
     if schedule == FLAT or n_layers == 1:
         return [0.0] * n_layers
     places = [layer / (n_layers - 1) for layer in range(n_layers)]

@@ -157,7 +157,7 @@ def keep(path: Path, form: str, name: str, what: Mapping[str, Any]) -> None:
 
 ALL = "all"
 KINDS = {
-    "bench": "models that `moe-edge bench` made; it makes them again if they are missing",
+    "bench": "models that `moe-edge bench` generated, and generates again if they are deleted",
     "build": "object files of the last builds, so that `make build` compiles only changed files",
     "calibrating": "results of interrupted runs of `moe-edge calibrate`, from which it continues",
     "conversations": "the messages of the last chats on a terminal, for `moe-edge chat --resume`",

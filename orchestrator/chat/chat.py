@@ -306,7 +306,7 @@ class Chat:
             for heading, group in self._groups.items()
         }
         rows["Keys"] = [
-            (QUOTES, "begins and ends a message of several lines"),
+            (QUOTES, "type these before and after a message of several lines"),
             ("Ctrl-C", "stop the answer, keep the session"),
         ]
         self.console.explain(rows)
@@ -348,9 +348,8 @@ class Chat:
         parts = self.session.runtime.memory()
         if not parts:
             self.console.note(
-                "/memory cannot show the memory of each purpose, such as experts or context, "
-                "because the model is on a GPU. The GPU's memory was divided when the model was "
-                "loaded."
+                "/memory shows nothing, because this model is on a GPU. The command works only for "
+                "models in main memory."
             )
             return
         total = sum(parts.values())

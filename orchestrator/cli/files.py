@@ -211,7 +211,7 @@ def _refuse_several(
     if found.best is not None:
         more = f" --revision {shlex.quote(revision)}" if revision else ""
         command = f"moe-edge pull {shlex.quote(f'{repo}/{found.best}')}{more}"
-        best = f"The best for this machine: `{command}`"
+        best = f"The best of them for this machine is downloaded by `{command}`"
     raise HubError(
         f"{repo} contains {len(found.rows) + found.left_out} models: choose one as {repo}/FILE, or "
         f"several with --include PATTERN. {best}"

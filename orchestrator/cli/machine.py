@@ -62,7 +62,7 @@ def examine(
         if plans is not None and plans.why_not:
             notes.append(f"The quality loss (KL) is unknown: {plans.why_not}")
         on_disk = model.lookup_text and (
-            f"All plans except plain leave these tensors on disk: {model.lookup_text}"
+            f"These tensors stay on disk, except with --policy plain: {model.lookup_text}"
         )
         notes += filter(None, [planner.note, on_disk])
         try:
@@ -155,7 +155,7 @@ def render(found: dict[str, Any]) -> str:
     lines = [
         f"CPU       {found['threads']} threads; {found['system']}",
         f"Memory    {size} free, {usable} usable; read at {_speed(found['memory_bytes_per_s'])}",
-        f"Disk      experts are read at {_speed(disk['bytes_per_s'])}",
+        f"Disk      reads experts at {_speed(disk['bytes_per_s'])}",
     ]
     if gpu is None:
         lines.append(f"GPU       {found['gpu_note']}")
@@ -183,18 +183,18 @@ def misses_line(copies: Bandwidths, expert_bytes: int) -> str:
     if not copies.pinned:
         return "missing experts are copied to the GPU, because host memory cannot be pinned"
     waits_s = 2 * copies.round_trip_us / 1e6  # seconds: for gate and up together, and for down
-    ways = {"copied": copies.pinned, "computed on the CPU": copies.compute}
+    ways = {"copied to the GPU": copies.pinned, "computed on the CPU": copies.compute}
     took = {way: expert_bytes / speed for way, speed in ways.items() if speed}
-    times = ", ".join(f"{seconds * 1e3:.2f} ms if {way}" for way, seconds in took.items())
+    times = " or ".join(f"{way} in {seconds * 1e3:.2f} ms" for way, seconds in took.items())
     here = took.pop("computed on the CPU", float("inf")) + waits_s
     first = (
         "computed on the CPU" if here < min(took.values()) else min(took, key=lambda way: took[way])
     )
     return (
-        f"an expert of {format_size(expert_bytes)} that is not in GPU memory takes {times}, plus "
-        f"{waits_s * 1000.0:.2f} ms per layer for round trips. The first missing expert of a layer "
-        f"is {first}. Further missing experts are divided between copying to the GPU and computing "
-        f"on the CPU"
+        f"an expert of {format_size(expert_bytes)} that is not in GPU memory is {times}. Round "
+        f"trips add {waits_s * 1000.0:.2f} ms per layer. The first missing expert of a layer is "
+        f"{first}. Further missing experts are divided between copying to the GPU and computing on "
+        f"the CPU"
     )
 
 

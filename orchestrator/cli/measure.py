@@ -126,8 +126,8 @@ for _name, _place in BENCHMARKS.items():
 @option("--kl", "Also measure the KL divergence from the best precision of the file.")
 @option(
     "--kl-from TIER",
-    "With --kl: compare with this precision instead of the best precision of the file, for "
-    "example with the precision given as --high-tier.",
+    "Precision that --kl compares with, instead of the best precision of the file. An example is "
+    "the precision given as --high-tier.",
     group=MORE,
 )
 @option("--max-tokens tokens N", "Use at most N tokens of the text.")
@@ -155,8 +155,8 @@ for _name, _place in BENCHMARKS.items():
 )
 @option(
     "--bandwidth SIZE",
-    "Bytes per second that the simulated disk reads, such as 2GB. A disk is simulated if the "
-    "policy's decisions depend on which experts are in memory.  [default: measured]",
+    "Bytes per second that the simulated disk reads, such as 2GB. The disk is simulated only for "
+    "policies that check which experts are in memory.  [default: measured]",
     group=MORE,
 )
 @option(
@@ -168,8 +168,8 @@ for _name, _place in BENCHMARKS.items():
 )
 @option(
     "--compute-ms MS",
-    "Milliseconds that the simulation counts for computing a token, without waits. See "
-    "--bandwidth for the simulation.  [default: measured]",
+    "Compute time per token next to the simulated disk (see --bandwidth), in milliseconds. It "
+    "does not include waiting for reads.  [default: measured]",
     type=Number(0, 10**6),
     group=MORE,
 )

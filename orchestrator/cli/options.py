@@ -414,8 +414,7 @@ def chosen_method(options: dict[str, Any], has_text: bool = False) -> Method:
         )
     if options.get("ram") and not has_text:
         raise click.UsageError(
-            "--ram limits only the memory for a calibration: give its text with --calib TEXT, or "
-            "leave --ram out"
+            "--ram has no effect without a calibration text: give --calib TEXT, or leave --ram out"
         )
     renamed = {"name": "method", "tokens": "calib_tokens"}
     names = ("calib", "imatrix", "ram", "threads", *renamed)

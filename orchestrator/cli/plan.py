@@ -61,8 +61,8 @@ _UNKNOWN = (
 
 # The numbers of docs/policies.md, "Choosing one".
 _USUAL = (
-    "For comparison: the demo model loses 0.012 nats per token from Q8_0 with all experts in "
-    "Q4_K, and 0.14 with all experts in Q2_K."
+    "For comparison: the demo model with all experts in Q4_K has a loss of 0.012 nats per token "
+    "relative to Q8_0. With all experts in Q2_K, its loss is 0.14."
 )
 
 
@@ -194,7 +194,10 @@ def plan(named: str | None, as_json: bool, picture: Path | None, **options: Any)
     several = None if asked is None else _several(asked)
     if several is not None:
         if picture is not None:
-            raise click.UsageError(f"--plot draws the plans of one model: name a file of {asked}")
+            raise click.UsageError(
+                f"--plot draws the plans of one model, but {asked} contains several: choose one as "
+                f"{asked}/FILE"
+            )
         compared = compare_here(several, options)
         say_result(compared.as_dict(), lambda _: render_compared(compared), as_json)
     elif asked is not None:
@@ -259,7 +262,7 @@ def _print_plans(asked: str, as_json: bool, picture: Path | None, options: dict[
             read = format_size(headers.read_bytes)
             note(
                 f"{asked} has {format_size(headers.nbytes)}. Only its header ({read}) was "
-                f"downloaded for these predictions."
+                f"downloaded."
             )
         for sentence in found["notes"]:
             note(sentence)

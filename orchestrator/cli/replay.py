@@ -47,11 +47,11 @@ MOST_TOKENS = 1 << 17
     type=AT_LEAST_0,
     default=0,
 )
-@option("-p --prompt TEXT", "Prompt to answer, used instead of --text.")
+@option("-p --prompt TEXT", "Prompt that the model answers, instead of --text.")
 @option(
     "--tokens N",
-    "Number of tokens to evaluate from the text, or to generate.  [default: as many of the text "
-    "as fit the context, or 512]",
+    "Maximum number of tokens of the text, or of the answer.  [default: as the context allows; "
+    "512 for an answer]",
 )
 @option("--seed N", "Seed of the answer.", type=AT_LEAST_0)
 def trace(

@@ -248,13 +248,14 @@ class LossTable:
             low, high = (math.exp(side * 1.96 * self.fit.error) for side in (-1, 1))
             basis = self.fit.text.split(", sha")[0]
             lines.append(
-                f"KL is estimated by factors that were fitted to {basis}: the true mean KL is "
-                f"{low:.2f} to {high:.2f} times the mean by these factors (95 % confidence)"
+                f"The KL divergence is estimated from these errors. The estimate was fitted to "
+                f"{basis}: the true mean KL is {low:.2f} to {high:.2f} times the estimated mean "
+                f"(95 % confidence)"
             )
             low, high = self.fit.spread
             lines.append(
-                f"In a window (piece) of this text, the measured KL is {low:.2f} (10th percentile) "
-                f"to {high:.2f} (90th percentile) times the KL by these factors. Estimates are "
+                f"In most windows (pieces) of this text, the measured KL is {low:.2f} to "
+                f"{high:.2f} times the estimate (10th to 90th percentile). Estimates are "
                 f"multiplied by {high:.2f}, to be safe"
             )
         if not seen.all():
@@ -609,8 +610,8 @@ class LossModel:
             return ""
         if table.fit is None:
             return (
-                f"the loss table {self._path} cannot convert the errors of experts to KL "
-                f"divergence: {self._remedy}"
+                f"the loss table {self._path} cannot predict the quality loss (KL divergence): "
+                f"{self._remedy}"
             )
         return (
             f"the loss table {self._path} lacks one of the precisions {', '.join(tiers)}: "

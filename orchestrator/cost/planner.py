@@ -222,8 +222,8 @@ class Planner:
                 ]
             if max(found, default=0.0) >= _WORTH_SAYING:
                 return (
-                    f"Lossless. {declared.flag} {usual:g} would be about {max(found):.1f}x as fast "
-                    f"on this machine."
+                    f"Answers have no quality loss. {declared.flag} {usual:g} would be about "
+                    f"{max(found):.1f}x as fast on this machine."
                 )
         return None
 
@@ -412,7 +412,8 @@ class Planner:
         """
         if self.gpu:
             raise ConfigError(
-                "plans are predicted for the CPU alone: give --device cpu, or name a --policy"
+                "speeds are predicted only for the CPU, not for a GPU: give --device cpu or a "
+                "--policy"
             )
         config, model = self.request.config, self._model
         disk = self._disk or kept_bandwidth(model, config, measures)

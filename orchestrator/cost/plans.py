@@ -168,7 +168,7 @@ class Frontier:
             elif taken.kl != 0.0:
                 reason = "as the options request"
             else:
-                reason = "lossless, because no option allows a loss"
+                reason = "lossless, because --max-loss is not given"
                 first = min(_equals(taken, shown), key=lambda each: each.token_ms)
                 if may_switch and first.token_ms < taken.token_ms:
                     gain = _gain(first, taken)
@@ -209,10 +209,10 @@ def context_speeds_text(token_ms: Mapping[str, float]) -> str:
     token_ms: maps the number of context tokens in use to milliseconds per token. If it is empty,
     the sentence is empty.
     """
-    said = [f"{1e3 / took:.1f} after {n}" for n, took in token_ms.items()]
+    said = [f"{1e3 / took:.1f} tokens/s after {n} tokens" for n, took in token_ms.items()]
     if not said:
         return ""
-    return f"Tokens/s of the chosen plan as the context fills: {', '.join(said)} tokens."
+    return f"Speed of the chosen plan as the context fills: {', '.join(said)}."
 
 
 def choose(

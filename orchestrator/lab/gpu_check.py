@@ -404,6 +404,9 @@ def render(outcomes: Sequence[Outcome], machine: str) -> str:
         "",
         machine,
         "",
+        "The table has a row for each step, which is one test or one command. The option --part "
+        "of gpu-check runs the steps of one part.",
+        "",
         "| part | step | result | seconds | reason |",
         "|---|---|---|---|---|",
     ]

@@ -465,9 +465,8 @@ class _Layout:
                 return _TooSmall(text, needed, self._option, placement.policy, may_divide=False)
             limit = self._given(draft).rstrip(",")
             return Refusal(
-                f"--ctx {n_ctx} is too long for {limit}: the longest context that fits with the "
-                f"fewest experts that the policy {placement.name} needs in memory is {longest} "
-                f"tokens",
+                f"--ctx {n_ctx} is too long for {limit}: the maximum with the policy "
+                f"{placement.name} is {longest} tokens",
                 needed,
                 "--ctx",
             )
@@ -719,7 +718,7 @@ class _Layout:
             return _TooSmall(text, needed, self._option, placement.policy)
         least = place(policy_class(BASELINE), placement.shape).slots.total_bytes
         works = (
-            f"; --policy {BASELINE} needs at least {format_least(least)}" if least < slots else ""
+            f". With --policy {BASELINE}, {format_least(least)} is enough" if least < slots else ""
         )
         return Refusal(
             f"--expert-ram {format_size(expert_ram)} is too small: the smallest that works with "
@@ -745,21 +744,21 @@ class _Layout:
         name = plan.placement.name if plan.placement else found.policy.name
         fixed, experts = plan.fixed_bytes, plan.total_bytes - plan.fixed_bytes
         memory = (
-            f"{format_size(fixed)} for dense weights, KV cache and scratch, "
-            f"{format_size(experts)} for the fewest experts"
+            f"{format_size(fixed)} is for dense weights, KV cache and compute buffers, and "
+            f"{format_size(experts)} for experts"
         )
-        hint = "" if plan.shared else "; a smaller --ctx needs less memory"
+        hint = "" if plan.shared else ". A smaller --ctx needs less memory"
         other_policy = ""
         if name != BASELINE:
             other = self._asked_with(self.config.compared(policy=BASELINE)).least()
             if isinstance(other, Plan) and _differ(other.cap_bytes, plan.cap_bytes):
                 other_policy = (
-                    f"; --policy {BASELINE} needs at least {format_least(other.cap_bytes)}"
+                    f". With --policy {BASELINE}, {format_least(other.cap_bytes)} is enough"
                 )
         limit, option, least = self._given(self.room()), self._option, format_least(plan.cap_bytes)
         return Refusal(
-            f"{limit} is too little: the smallest {option} that works with the policy {name} is "
-            f"{least}, with a context of {plan.n_ctx} tokens ({memory}{hint}){other_policy}",
+            f"{limit} is too little: the smallest {option} that works with the policy {name} and a "
+            f"context of {plan.n_ctx} tokens is {least}. Of this, {memory}{hint}{other_policy}",
             plan.cap_bytes,
             option,
         )

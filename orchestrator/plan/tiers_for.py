@@ -75,16 +75,16 @@ def tiers_for(model: ExpertModel, ram_bytes: int) -> tuple[list[str], str]:
         f"{format_size(ram_bytes)} of memory allow {8 * budget / n_weights:.2f} bits per weight"
     )
     if best_bits * n_weights / 8 <= budget:
-        return [best], f"{allows}: everything fits in {best}."
+        return [best], f"{allows}. All experts fit in memory in {best}."
     lower = _shared(bits, best_bits, 8 * budget / n_weights)
     if not lower:
         names = [each.tier_name for each in _STREAMED if each in bits]
         return [
             best,
             *names,
-        ], f"{allows}, too few bits for every expert: experts not in memory are read from disk."
+        ], f"{allows}, which is too few for all experts. Missing experts are read from disk."
     names = [each.tier_name for each in lower]
-    return [best, *names], f"{allows}: every expert stays in memory, in one of these precisions."
+    return [best, *names], f"{allows}. All experts fit in memory, in these precisions."
 
 
 def _bits_of_types(model: ExpertModel) -> dict[GGMLType, float]:

@@ -341,8 +341,8 @@ class Policy:
             setattr(cls, each.name, getattr(about, each.name))
         if not about.wants.asked_in and cls.decide is not Policy.decide:
             raise TypeError(
-                f"{cls.__name__} defines decide, which is never called, because "
-                "about.wants.asked_in is empty: add Phase.PREFILL, Phase.DECODE or both"
+                f"{cls.__name__} defines decide, which is never called: add Phase.PREFILL, "
+                "Phase.DECODE or both to about.wants.asked_in"
             )
 
     @classmethod
@@ -475,12 +475,13 @@ def place(
     if precisions.keeps is not None and (too_few or rules.skip):
         raise TiersError(
             f"the policy {policy.name} needs {precisions.keeps} and cannot skip experts",
-            "give --low FILE or a file packed with several tiers, and leave out --low-tier skip",
+            "give --low FILE, or a file packed with several precisions, and leave out --low-tier "
+            "skip",
         )
     if too_few:
         raise TiersError(
             f"the policy {policy.name} needs at least {precisions.least} precisions",
-            f"give --low FILE, or a file packed with {precisions.least} tiers or more",
+            f"give --low FILE, or a file packed with {precisions.least} precisions or more",
         )
     settings = policy.Settings() if settings is None else settings
     try:

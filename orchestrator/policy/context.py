@@ -173,10 +173,9 @@ class ContextSettings(PlacementSettings, Background):
     )
     near_slots: str = setting(
         OWN,
-        "How expert slots for lower precisions are divided. own: each slot holds one precision, "
-        "and every layer has the same number of slots for it. shared: each slot holds any of these "
-        "precisions, and each prompt changes how many experts have each. A shared slot has the "
-        "size that the largest of these precisions needs.",
+        "Slots (memory) for experts in lower precisions. own: each slot fits one precision. "
+        "shared: each slot fits the largest of these precisions, so a prompt can change the number "
+        "of experts in each precision.",
         choices=(OWN, SHARED),
     )
     near_place: str = setting(
@@ -199,9 +198,8 @@ class ContextSettings(PlacementSettings, Background):
         if asked.get("losses") is None or asked.get("near_slots") == SHARED:
             return None
         return (
-            f"--losses has no effect with --near-slots {OWN}: each lower precision has the same "
-            "number of expert slots in every layer, however much quality the experts lose. Leave "
-            f"--losses out, or give --near-slots {SHARED}"
+            f"--losses has no effect with --near-slots {OWN}, because the number of experts in "
+            f"each precision is then fixed: leave --losses out, or give --near-slots {SHARED}"
         )
 
 
@@ -387,7 +385,7 @@ class ContextPlacement(Placement):
         counts = zip(self.near_counts, names, strict=True)
         lower = [f"{n} in {name}" for n, name in counts if n]
         if self.shares_slots:
-            bits = f"{self.settings.near_bits:g} bits per weight on average"
+            bits = f"mean of {self.settings.near_bits:g} bits per weight"
             n_lower, either = sum(self.near_counts), " or ".join(names)
             lower = [f"{n_lower} in {either} ({bits})"]
         best = f"{self.n_hot} of {self.shape.n_expert} experts per layer in {self.shape.tiers[0]}"
@@ -452,8 +450,8 @@ class ContextAware(Policy):
         places = _places_to_try(shape, settings, shares_slots)
         if shares_slots and not (shape.shares_slots or places[-1]):
             raise PolicyError(
-                f"--near-slots {SHARED} works only in host memory, not on the GPU: leave it out, "
-                f"or give --near-place {HOST}"
+                f"--near-slots {SHARED} works only in host memory: leave it out, or give "
+                f"--near-place {HOST} to keep experts in lower precisions in host memory"
             )
         n, asked = shape.n_expert, settings.hot_experts
         most = n if asked is None else min(n, asked)

@@ -177,23 +177,24 @@ class DyMoESettings(LookAhead):
 
     retention: float | None = setting(
         None,
-        "Average share of critical experts, which are computed in the high precision, 0 to 1.",
+        "Mean share of a token's experts that are critical, 0 to 1. Critical experts are computed "
+        "in the high precision.",
         metavar="R",
         within=(0.0, 1.0),
-        shown=f"1, or {_USUAL_RETENTION} with a low precision",
+        shown=f"{_USUAL_RETENTION} with a low precision, otherwise 1",
         live=True,
     )
     schedule: str = setting(
         COSINE,
-        f"How the share of critical experts (see --retention) falls from the first layer to the "
-        f"last: {', '.join(SCHEDULES)}.",
+        f"How the share of experts in the high precision (--retention) falls from the first to "
+        f"the last layer: {', '.join(SCHEDULES)} (flat: equal shares).",
         choices=SCHEDULES,
     )
     lower_which: str = setting(
         GATES,
         "Which experts of an answer get the low precision or are skipped. gates, as in the paper: "
-        "those with the lowest gate weights. missing: only experts that are not in memory, at most "
-        "as many as with gates.",
+        "those with the lowest routing weights. missing: at most the same number, and only experts "
+        "that are not in memory.",
         metavar="WHICH",
         choices=(GATES, MISSING),
     )
@@ -206,8 +207,8 @@ class DyMoESettings(LookAhead):
     )
     prefetch_low: bool = setting(
         True,
-        "Also prefetch experts that are predicted to be needed in the low precision. The paper "
-        "(eq. 8) prefetches only those for the high precision.",
+        "Prefetch predicted experts in the low precision, too. The paper (eq. 8) prefetches only "
+        "in the high precision.",
     )
     prompts_pass: bool = setting(
         True,
@@ -253,7 +254,7 @@ class Depth(NamedTuple):
         if one_precision and retention < 1.0:
             raise TiersError(
                 "the policy dymoe needs a second precision",
-                "give --low FILE, a file packed with several tiers, or --low-tier skip, which "
+                "give --low FILE, a file packed with several precisions, or --low-tier skip, which "
                 "skips experts",
             )
         n_layers, k, schedule = shape.n_layers, shape.n_expert_used, settings.schedule
@@ -296,8 +297,8 @@ class DyMoEPlacement(Placement):
         low, less = "skip" if skips else self.shape.tiers[1], ""
         if depth.retention < depth.least:
             schedule = self.settings.schedule
-            other = "" if schedule == FLAT else f"; --schedule {FLAT} does"
-            less = f": the schedule {schedule} has no smaller share of critical experts{other}"
+            other = "" if schedule == FLAT else f"; --schedule {FLAT} allows less"
+            less = f": the minimum with --schedule {schedule}{other}"
         achieved = f"realised {depth.realised:.3f}{less}"
         return f"dymoe {high}/{low} retention={depth.retention:g} ({achieved})"
 

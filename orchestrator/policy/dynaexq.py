@@ -189,8 +189,8 @@ class DynaExqSettings(Intervals):
 
     rank_slack: int = setting(
         0,
-        "How many ranks below the most used experts of its layer an expert may fall before it can "
-        "lose the high precision.",
+        "Rank an expert of a layer by usage. It loses the high precision only if it falls more "
+        "than this number of ranks below the most used experts.",
         within=(0, 65535),
     )
     hot_experts: int | None = inherit(Shared, "hot_experts")
@@ -301,21 +301,16 @@ class DynaExqPlacement(Placement):
     @property
     def text(self) -> str:
         high, low = self.shape.tiers[:2]
-        of = f"of {self.shape.n_expert} experts a layer"
-        if not self.caching:
-            return f"dynaexq {high}/{low}, {as_range(self.capacity)} {of} high"
-        least = resident_pools(self.shape, fewest_high(self.shape)).plan().total_bytes
-        needed = format_size(least)
-        why = f"copies of all experts in the low precision take {needed}, which does not fit"
-        if not self.capacity.any():
-            return (
-                f"dynaexq {low} as a cache with slots for {as_range(self.cached)} of "
-                f"{self.shape.n_expert} experts a layer: {why}"
-            )
+        of = f"of {self.shape.n_expert} experts per layer"
         n_high, n_low = as_range(self.capacity), as_range(self.cached)
+        if not self.caching:
+            return f"dynaexq {high}/{low}, {n_high} {of} in {high}"
+        least = resident_pools(self.shape, fewest_high(self.shape)).plan().total_bytes
+        why = f"all experts in {low} would need {format_size(least)}"
+        if not self.capacity.any():
+            return f"dynaexq {low}, a cache for {n_low} {of}: {why}"
         return (
-            f"dynaexq {high}/{low} as a cache with slots for {n_high} experts in {high} and "
-            f"{n_low} in {low}, of {self.shape.n_expert} experts a layer: {why}"
+            f"dynaexq {high}/{low}, a cache for {n_high} {of} in {high} and {n_low} in {low}: {why}"
         )
 
 

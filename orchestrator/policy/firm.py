@@ -506,55 +506,53 @@ class FIRMSettings(LookAhead):
     )
     agree: str = setting(
         RANK,
-        "Which predicted experts are prefetched. K and P: see --votes. rank: the first K that the "
-        "previous layer predicts. mol, as in the paper: those among the first K predictions of all "
-        "P layers before. margin: those whose score in the previous layer's prediction reaches a "
-        "threshold; a smaller K raises it.",
+        "Which predicted experts are prefetched. rank: the first K that the previous layer "
+        "predicts. mol, as in the paper: those among the first K of all P previous layers. margin: "
+        "those with a high score. K and P are explained at --votes.",
         metavar="HOW",
         choices=AGREE_WAYS,
     )
     votes: str | None = setting(
         None,
-        "K,P: number of experts taken from a layer's prediction, and number of earlier layers that "
-        "predict. P above 1 needs --agree mol. K,P/K,P/K,P sets them for shallow, middle and deep "
-        "layers.",
+        "K, the number of experts that a layer predicts, and P, the number of earlier layers that "
+        "predict. P above 1 needs --agree mol. Three pairs K,P/K,P/K,P are for shallow, middle and "
+        "deep layers.",
         metavar="K,P",
         shown="tuned",
     )
     tune: str | None = setting(
         None,
-        "How the numbers K and P of --votes are found: climb (the paper's hill climbing), all "
-        "(all pairs are compared on the same tokens), or off.",
+        "How the number of predicted experts and of predicting layers (--votes) is chosen while "
+        "running: climb (the paper's hill climbing), all (compare all), or off.",
         metavar="HOW",
         choices=TUNE_WAYS,
         shown=f"{ALL}, off with votes",
     )
     tune_steps: int = setting(
         32,
-        "Number of decode steps between two changes of the numbers K and P of --votes.",
+        "Number of decode steps between two updates by --tune.",
         within=(1, 2**24),
     )
     tune_patience: int = setting(
         2,
-        "With --tune climb: the number of changes of K and P (see --votes) without a smaller loss "
-        "after which the search reverses its direction.",
+        "With --tune climb: number of updates without improvement after which the search reverses "
+        "its direction.",
         within=(1, 2**16),
     )
     tune_tokens: int = setting(
         512,
-        "Number of decode steps after which the numbers K and P of --votes are no longer tuned.",
+        "Number of decode steps after which --tune stops.",
         within=(1, 2**24),
     )
     waste_weight: float = setting(
         0.5,
-        "Weight of an expert that is prefetched but not used, in the prediction loss that tunes "
-        "the numbers K and P of --votes.",
+        "Weight of an expert that is prefetched but not used, in the loss that --tune minimizes.",
         within=(0.0, 1e6),
     )
     miss_weight: float = setting(
         0.5,
-        "Weight of an expert that is read on demand, in the prediction loss that tunes the numbers "
-        "K and P of --votes.",
+        "Weight of an expert that was not predicted and must be read on demand, in the loss that "
+        "--tune minimizes.",
         within=(0.0, 1e6),
     )
 
@@ -572,41 +570,43 @@ class FIRMSettings(LookAhead):
         except ValueError:
             deepest = -1
         complaint = (
-            "must be two numbers K,P such as 4,1, or three pairs such as 4,1/8,3/8,3, not "
-            f"'{votes}'"
+            "must be two numbers such as 4,1 (predicted experts, and layers that predict), or "
+            f"three such pairs for shallow, middle and deep layers (4,1/8,3/8,3), not '{votes}'"
         )
         refuse(deepest < 0, "votes", complaint)
         off = "prefetch off" if self.prefetch == OFF else "n_ahead 0"
         for name, value in (("votes", votes), ("tune", self.tune)):
             useless = (self.prefetch == OFF or n_ahead == 0) and value not in (None, OFF)
             complaint = (
-                f"is {value}, which has no effect, because nothing is prefetched with {off}: "
-                "leave one of these settings out"
+                f"has no effect with the setting {off}, because nothing is prefetched: leave one "
+                "of these settings out"
             )
             refuse(useless, name, complaint)
         if self.agree != MOL:
             refuse(
                 deepest > 1,
                 "votes",
-                f"is '{votes}', so {deepest} layers predict, but with the setting agree "
-                f"{self.agree} only one layer predicts: write K,1, or choose agree {MOL}",
+                f"must have 1 as the number of layers that predict, not {deepest} ('{votes}'), "
+                f"with the setting agree {self.agree}: write 1 after the comma, or choose agree "
+                f"{MOL}",
             )
             refuse(
                 (n_ahead or 0) > 1,
                 "n_ahead",
-                f"is {n_ahead}, which has no effect, because with the setting agree {self.agree} "
+                f"must be at most 1 with the setting agree {self.agree}, not {n_ahead}, because "
                 f"only the previous layer predicts: leave n_ahead out, or choose agree {MOL}",
             )
         if votes is not None and most is not None:
             complaint = (
-                f"is '{votes}', so {deepest} layers predict, but the maximum is {most[1]:g} layers"
+                f"must have at most {most[1]:g} as the number of layers that predict (after the "
+                f"comma), not {deepest} ('{votes}')"
             )
             refuse(deepest > most[1], "votes", complaint)
-            complaint = f"is {n_ahead}, but the setting votes '{votes}' needs {deepest}"
+            complaint = f"must be {deepest} with the setting votes '{votes}', not {n_ahead}"
             refuse(n_ahead not in (None, deepest), "n_ahead", f"{complaint}: leave n_ahead out")
             complaint = (
-                f"is {self.tune}, which has no effect with the setting votes, because votes fixes "
-                "the values that would be tuned: leave one of these settings out"
+                "has no effect with the setting votes, which fixes the numbers that tune would "
+                "choose: leave one of these settings out"
             )
             refuse(self.tune not in (None, OFF), "tune", complaint)
 
@@ -655,8 +655,8 @@ class FIRMSettings(LookAhead):
             return super().limited(depth, asked)
         if "votes" in asked:
             raise ConfigError(
-                f"the trace predicts experts {depth} layers ahead, and --votes {self.votes} needs "
-                f"{self.deepest} layers: record the trace again with --agree {MOL} --n-ahead "
+                f"--votes {self.votes} needs predictions by {self.deepest} earlier layers, and the "
+                f"trace has those by {depth}: record the trace again with --agree {MOL} --n-ahead "
                 f"{self.deepest}"
             )
         return replace(self, votes=None, n_ahead=None).limited(depth, asked)
@@ -779,9 +779,9 @@ class FIRM(Policy):
         most = max(k for k, _ in read_votes(settings.votes or "1,1"))
         if most > shape.n_expert_used:
             raise PolicyError(
-                f"--votes {settings.votes} takes {most} experts from each prediction (K), but this "
-                f"model uses only {shape.n_expert_used} experts per token: give K,P with K from 1 "
-                f"to {shape.n_expert_used}"
+                f"--votes {settings.votes} asks for {most} experts per prediction, but the maximum "
+                f"is {shape.n_expert_used}, the number of experts per token: give at most "
+                f"{shape.n_expert_used} before the comma"
             )
         counts = even_slots(shape, budget_bytes)
         tuned = history.tuned(cls.name)

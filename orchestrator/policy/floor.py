@@ -297,9 +297,9 @@ class FloorSettings(LookAhead):
 
     max_loss: float = setting(
         0.01,
-        "Allowed quality loss, in nats per token. It is the mean KL divergence of an answer's "
-        "token probabilities from those of the best precision in use, as moe-edge calibrate "
-        "estimates it. Q4_K loses about 0.01. Default with --policy floor: 0.01.",
+        "Allowed quality loss, in nats per token. The loss is the mean KL divergence from the best "
+        "precision (--high-tier), as estimated by moe-edge calibrate. Q4_K loses about 0.01. "
+        "Default with --policy floor: 0.01.",
         metavar="NATS",
         within=(0.0, 100.0),
         live=True,
@@ -325,9 +325,9 @@ class FloorSettings(LookAhead):
     )
     skip_present: float = setting(
         0.002,
-        "Value of skipping an expert that is in memory, relative to skipping a missing expert. "
-        "A small value means that missing experts are skipped first. With 0, experts in memory "
-        "are never skipped.",
+        "How readily experts in memory are skipped, relative to missing experts. With 1, both are "
+        "skipped equally readily. With 0, experts in memory are never skipped. Skipping them saves "
+        "compute time.",
         within=(0.0, 1.0),
     )
     read_behind: bool = setting(
@@ -392,9 +392,9 @@ class Floor(Policy):
     about = About(
         name="floor",
         summary=(
-            "The user sets the allowed quality loss. Within it, missing experts are skipped or "
-            "computed in the low precision, by the estimated loss for each byte that is not read. "
-            "Resident experts are skipped last."
+            "The user sets the allowed quality loss. Within this loss, missing experts are skipped "
+            "or computed in the low precision. Experts with the least estimated loss per saved "
+            "byte come first. Resident experts are skipped last, to save compute time."
         ),
         Settings=FloorSettings,
         reason="skips missing experts within an allowed quality loss",

@@ -26,13 +26,14 @@ class Intervals(Background):
     update_steps: int = setting(
         32,
         "Number of decode steps between two updates of the list of most used experts; 0 for "
-        "never. A prefill step also ends this interval.",
+        "never. The list decides which experts get a better precision. Each prefill step also "
+        "updates the list.",
         within=(0, 2**24),
     )
     update_ms: int | None = setting(
         None,
-        "Milliseconds of compute between two updates of the list of most used experts, instead of "
-        "--update-steps; 0 for never. The DynaExq paper also counts time.",
+        "Milliseconds of compute time between two updates of the list of most used experts; 0 for "
+        "never. Replaces --update-steps. The DynaExq paper also sets this interval as a time.",
         within=(0, 2**31),
     )
     hotness_decay: float = setting(
@@ -42,8 +43,8 @@ class Intervals(Background):
     )
     hysteresis: float = setting(
         0.25,
-        "How much more an expert must be used than the expert that it replaces, as a multiple of "
-        "the mean usage in its layer.",
+        "Minimum difference in usage between an expert and the expert that it replaces, as a "
+        "multiple of the mean usage in the layer.",
         within=(0.0, 1e6),
     )
 

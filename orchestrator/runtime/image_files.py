@@ -331,7 +331,8 @@ def _chunks(data: bytes, name: str) -> Iterator[_Chunk]:
         length, kind = struct.unpack_from(">I4s", data, at)
         start, n_chunks = at + 8, n_chunks + 1
         if not kind.isalpha() or n_chunks > _MOST_SECTIONS:
-            why = "the type of a chunk is wrong" if n_chunks <= _MOST_SECTIONS else "too many parts"
+            too_many = n_chunks > _MOST_SECTIONS
+            why = "the file has too many chunks" if too_many else "a PNG chunk has an invalid type"
             _damaged(name, "PNG file", why)
         at = start + length + 4
         if at > len(data):
@@ -340,7 +341,7 @@ def _chunks(data: bytes, name: str) -> Iterator[_Chunk]:
         if chunk.is_critical or kind == b"tRNS":
             (crc,) = struct.unpack_from(">I", data, chunk.end)
             if zlib.crc32(view[start - 4 : chunk.end]) != crc:
-                _damaged(name, "PNG file", f"the checksum of a chunk {kind.decode()} is wrong")
+                _damaged(name, "PNG file", f"a PNG chunk {kind.decode()} has a wrong checksum")
         yield chunk
 
 
@@ -376,7 +377,7 @@ def _png(data: bytes, limits: ImageLimits, name: str) -> Image:
     if color == _PALETTE and not n_colors:
         _damaged(name, what, "it has no palette")
     if not pixels:
-        _cut(name, what, "it has no pixels")
+        _cut(name, what, "the file has no pixels")
     n_raw = _raw_bytes(width, height, depth * _CHANNELS[color], interlace)
     n_compressed = sum(chunk.end - chunk.start for chunk in pixels)
     rows_bytes = 2 * n_raw if interlace else n_raw
@@ -469,17 +470,17 @@ def _markers(data: bytes, name: str) -> Iterator[tuple[int, int, int]]:
             _cut(name, what, "it has no end marker")
         marker, at, n_markers = data[at], at + 1, n_markers + 1
         if n_markers > _MOST_SECTIONS:
-            _damaged(name, what, "too many parts")
+            _damaged(name, what, "the file has too many segments")
         if marker == _EOI:
             return
         if marker in (0x00, 0x01, _SOI) or marker in _RESTARTS:
-            _damaged(name, what, f"the file has a misplaced marker {marker:02X}")
+            _damaged(name, what, f"the JPEG marker {marker:02X} is misplaced")
         length = int.from_bytes(data[at : at + 2], "big") if at + 2 <= len(data) else 0
         if at + max(length, 2) > len(data):
             part = "pixels" if marker == _SOS else "header"
             _cut(name, what, f"it ends in its {part}")
         if length < 2:
-            _damaged(name, what, "the length of a segment is wrong")
+            _damaged(name, what, "a JPEG segment has an invalid length")
         yield marker, at + 2, at + length
         at += length
         if marker == _SOS:
@@ -505,7 +506,7 @@ def _jpeg(data: bytes, limits: ImageLimits, name: str) -> Image:
         elif marker == _SOS:
             n_scans += 1
             if frame is None:
-                _damaged(name, what, "its pixels come before its header")
+                _damaged(name, what, "the file has pixels before the header")
             if n_scans > _MOST_SCANS:
                 _damaged(name, what, f"the file has more than {_MOST_SCANS} scans")
             missing -= _begun(segment, is_progressive, name)
@@ -517,9 +518,7 @@ def _jpeg(data: bytes, limits: ImageLimits, name: str) -> Image:
         _damaged(name, what, "it has no header")
     if missing:
         # stb_image would show what was in memory before.
-        _cut(
-            name, what, "the pixels of some colours are missing" if n_scans else "it has no pixels"
-        )
+        _cut(name, what, "a colour channel has no pixels" if n_scans else "the file has no pixels")
     width, height, stb_bytes = frame
     return Image(JPEG, width, height, len(data), stb_bytes)
 
@@ -528,7 +527,7 @@ def _begun(header: bytes, is_progressive: bool, name: str) -> set[int]:
     """Return the components whose pixels begin in the scan of a JPEG with this header (SOS)."""
     n_components = header[0] if header else 0
     if not 1 <= n_components <= 4 or len(header) != 4 + 2 * n_components:
-        _damaged(name, "JPEG file", "the header of a scan is wrong")
+        _damaged(name, "JPEG file", "a JPEG scan has an invalid header")
     first, _, bits = header[-3:]
     if is_progressive and (first or bits >> 4):  # it refines earlier scans
         return set()

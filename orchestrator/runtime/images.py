@@ -119,8 +119,8 @@ def settle_images(messages: Sequence[Any], limits: ImageLimits | None, field: st
         if n_bytes > limits.file_bytes:
             total, most = format_size(n_bytes, up=True), format_size(limits.file_bytes)
             raise ConfigError(
-                f"the images of the conversation have {total}, and the limit is {most}: make them "
-                f"smaller, or leave some of them out"
+                f"the image files of the conversation have {total} in all, and the limit is "
+                f"{most}: make them smaller, or leave some of them out"
             )
     limits.check_images(images, f"{field}: {len(images)} images")
     return texts
@@ -191,11 +191,11 @@ def _decoded(text: str, limits: ImageLimits, where: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except ValueError:
-        why = "its text is cut off" if len(text) % 4 else "its text has other characters"
+        why = "is cut off" if len(text) % 4 else "has invalid characters"
         if any(each in text for each in " \r\n\t"):
-            why = "its text has spaces or line breaks"
+            why = "has spaces or line breaks"
         raise ConfigError(
-            f"{where}: the image is not valid base64 ({why}): encode the file again"
+            f"{where}: the image is not valid base64 (the text {why}): encode the file again"
         ) from None
 
 

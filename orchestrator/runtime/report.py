@@ -34,12 +34,12 @@ def status_line(loader: Loader, loaded: Loaded) -> str:
         context += f" in {request.config.kv}"
     if driver.store is None or driver.policy is None:
         return f"llama.cpp's own path: {plan.reason}{context}"
-    slots = format_size(plan.slots.total_bytes) if plan.slots else "no"
+    slots = format_size(plan.slots.total_bytes) if plan.slots else "no memory"
     stats = driver.store.stats()
     direct = "direct I/O" if stats.direct_io else "buffered I/O"
     pinned = stats.host_pinned or not loader.on_gpu
     pageable = "" if pinned else ", host memory not pinned"
-    text = f"managed: {driver.policy.describe()}, {slots} of expert slots, {direct}{pageable}"
+    text = f"managed: {driver.policy.describe()}, {slots} for experts, {direct}{pageable}"
     # If all experts are in memory, the policy may have learned since the plan was made. Settings of
     # other policies can change while they run.
     loses = loaded.runs.loses

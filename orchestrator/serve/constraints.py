@@ -419,7 +419,7 @@ class Rewriter:
             if value > MOST_REPEATED:
                 self._lose(
                     f"{where}.{name}",
-                    f"a {name} above {MOST_REPEATED} is not enforced",
+                    f"this server enforces {name} only up to {MOST_REPEATED}",
                 )
             else:
                 made[name] = value
@@ -514,8 +514,8 @@ def rewritten_arguments(schema: Schema, where: str) -> tuple[Schema, list[str]]:
     if made.keys() - _ANNOTATIONS:
         lost = [
             *lost,
-            f"{where}: the alternatives of anyOf or oneOf are enforced only as one object with "
-            f"the properties of all of them",
+            f"{where}: this server merges the alternatives of anyOf or oneOf into one object, "
+            f"which may have the properties of all alternatives",
         ]
     flat: Schema = {"type": "object"}
     if choices:

@@ -31,7 +31,7 @@ def app(args: dict[str, Any]) -> serve.Application:
     """
     for name in ("host", "port"):
         if name in args:
-            raise ConfigError(f"leave out {name}: Ray listens at the address in its http_options")
+            raise ConfigError(f"leave out {name}: set it in the http_options of Ray instead")
     args = {**args, **_place()}
     config, settings = options_of(args)
     if settings.allow_model_change:

@@ -93,7 +93,7 @@ def _branches(words: list[str], at: int, depth: int) -> str:
     All words are equal before that character. Raises PatternError at a `depth` above the limit.
     """
     if depth > _MOST_DEPTH:
-        raise PatternError("the allowed texts share beginnings at too many places")
+        raise PatternError(f"groups of allowed texts are nested more than {_MOST_DEPTH} deep")
     if len(words) == 1:
         return _literal(words[0][at:])
     end = at
@@ -196,7 +196,10 @@ class _Reader:
             least = int(first)
             most = least if not comma else int(last) if last else None
             if most is not None and most < least:
-                raise PatternError("a repetition's minimum is larger than its maximum")
+                raise PatternError(
+                    f"the pattern has the repetition {{{least},{most}}}, whose minimum is larger "
+                    "than its maximum"
+                )
         else:
             return item
         self._skip("?")  # a lazy repetition matches the same texts
@@ -374,8 +377,8 @@ def _written_one(node: One) -> str:
     safe = _complement([*_complement(node.ranges), *_UNSAFE])
     if not safe:
         raise PatternError(
-            "the pattern has a character class of only such characters as JSON texts must escape, "
-            "which is not enforced"
+            "this server cannot enforce a character class with only characters that JSON must "
+            "escape"
         )
     parts = [
         _code(first) if first == last else f"{_code(first)}-{_code(last)}" for first, last in safe

@@ -104,7 +104,8 @@ _FIELDS = {
     RESPONSES: {
         "echo": _ECHO,
         "conversation": "this server stores nothing, so give the whole conversation as input",
-        "background": "this server stores no answers, so wait for the answer",
+        "background": "this server stores no answers, so leave background out and read the "
+        "answer from the response",
         "prompt": "this server stores no prompts, so give the text of the prompt as input",
     },
     ANTHROPIC: {
@@ -830,8 +831,8 @@ def _bound(name: str, data: dict[str, Any], most_tokens: int) -> None:
             remedy = f"request at most {n_allowed} tokens, lower {name}, or request a stream"
         raise Refusal(
             400,
-            f"there is not enough memory for {answer} of {limit} tokens with {n_probs} "
-            f"alternatives for each token ({name}): {remedy}",
+            f"there is not enough memory for {answer} of {limit} tokens, because {name} requests "
+            f"{n_probs} alternatives for each token: {remedy}",
         )
 
 

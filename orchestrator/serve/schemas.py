@@ -273,7 +273,10 @@ REQUESTS: dict[str, Schema] = {
         dict.fromkeys(LIMITS, LIMIT),
         logprobs=FLAG,
         top_logprobs=integer(0, 20),
-        echo=flag("Return the continued assistant message at the start of the answer."),
+        echo=flag(
+            "Start the answer with the text of the last message. Only for an assistant message, "
+            "which the model then continues."
+        ),
         overflow=OVERFLOW,
     ),
     "CompletionRequest": record(
@@ -400,14 +403,14 @@ COSTS: dict[str, Schema] = {
     "prefill_hit_rate": SHARE_OR_NULL,
     "kl_estimate": {
         **SHARE_OR_NULL,
-        "description": "Upper estimate of the quality loss, for texts that lose much: mean KL "
-        "divergence from the best precision in use, in nats per token.",
+        "description": "Upper estimate of the quality loss, in nats per token. The loss is the "
+        "mean KL divergence from the best precision (--high-tier). It depends on the text.",
     },
     "kl_low": {
         **SHARE_OR_NULL,
         "description": (
-            "Lower estimate of the quality loss, for texts that lose little, in the unit of "
-            "kl_estimate."
+            "Lower estimate of the same quality loss, in nats per token. The loss depends on the "
+            "text."
         ),
     },
     "limit_halved": flag(
@@ -447,8 +450,8 @@ SCHEMAS: dict[str, Schema] = {
         },
         compared={
             "type": ["object", "null"],
-            "description": "The latest comparison, in the format of `moe-edge plan hf:OWNER/NAME "
-            "--json`.",
+            "description": "Result of the latest task compare, which compares the files of a "
+            "repository. It has the format of `moe-edge plan hf:OWNER/NAME --json`.",
         },
     ),
     "OllamaModels": record("models", models=listed(record("model", model=STRING))),
@@ -608,13 +611,13 @@ GENERATING: dict[str, Schema] = {
 }
 QUICK: dict[str, Schema] = {
     f"{CHAT}/input_tokens": operation(
-        "Number of tokens of a chat's prompt.", _TOKENS, "ChatRequest"
+        f"Number of prompt tokens of a request to {CHAT}.", _TOKENS, "ChatRequest"
     ),
     f"{RESPONSES}/input_tokens": operation(
-        "Number of tokens of a response's prompt.", _TOKENS, "ResponsesRequest"
+        f"Number of prompt tokens of a request to {RESPONSES}.", _TOKENS, "ResponsesRequest"
     ),
     f"{ANTHROPIC}/count_tokens": operation(
-        "Number of tokens of a message's prompt.", _TOKENS, "MessagesRequest"
+        f"Number of prompt tokens of a request to {ANTHROPIC}.", _TOKENS, "MessagesRequest"
     ),
     "/tokenize": operation(
         "Tokens of a text.", record("tokens", tokens={"type": "array"}), "TokenizeRequest"
@@ -648,7 +651,8 @@ OURS: dict[str, Schema] = {
         named("Experts"),
     ),
     MODELS: operation(
-        "The models on this machine, and the latest task. Requires --allow-model-change.",
+        "The models on this machine, and the latest task on them, such as a download. "
+        "Requires --allow-model-change.",
         named("LocalModels"),
     ),
     "/openapi.json": operation("This description.", OBJECT),

@@ -80,15 +80,16 @@ def wants_scores(route: str, data: dict[str, Any]) -> bool:
     if route != COMPLETIONS or not data.get("echo"):
         return False
     if "logprobs" not in data:
-        raise Refusal(
-            400, "the field echo scores a prompt and needs the field logprobs: add logprobs"
-        )
+        raise Refusal(400, "the field echo requires the field logprobs: add logprobs")
     if data.get("max_tokens") not in (0, 1):
-        raise Refusal(400, "the field echo scores a prompt, so max_tokens must be 0 or 1")
+        raise Refusal(
+            400,
+            "with the field echo, max_tokens must be 0 or 1: give 0 to score only the prompt",
+        )
     for name in LIMITS:
         if name != "max_tokens" and name in data:
             raise Refusal(
-                400, f"the field echo allows max_tokens as the only limit: leave out {name}"
+                400, f"the field echo does not support {name}: leave out {name} and use max_tokens"
             )
     if data.get("stream"):
         raise Refusal(400, "the field echo does not support streams: leave out the field stream")
@@ -100,14 +101,11 @@ def wants_scores(route: str, data: dict[str, Any]) -> bool:
     if data["max_tokens"] and data.get("temperature") != 0:
         raise Refusal(
             400,
-            "the field echo with max_tokens 1 returns the most likely token, so temperature "
-            "must be 0",
+            "with the field echo and max_tokens 1, temperature must be 0: set temperature to 0",
         )
     for name in _NOT_WITH:
         if data.get(name):
-            raise Refusal(
-                400, f"the field echo scores a prompt and does not support {name}: leave it out"
-            )
+            raise Refusal(400, f"the field echo does not support {name}: leave {name} out")
     return True
 
 

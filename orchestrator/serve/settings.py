@@ -98,7 +98,7 @@ class ServeSettings(Settings):
         None,
         "Maximum size of a request.",
         unit=SIZE,
-        shown="the larger of 128KiB and 16 bytes per token of --ctx, plus 16MiB for images",
+        shown="16 bytes per token of --ctx, but at least 128KiB; plus 16MiB for images",
         group=MORE,
     )
     allow_model_change: bool = setting(
@@ -111,7 +111,7 @@ class ServeSettings(Settings):
         "Treatment of a conversation that outgrows the context: drop (its oldest exchanges leave "
         "the prompt) or refuse (status 400).",
         choices=(DROP, REFUSE),
-        shown="as each request asks; the web page and Ollama's API ask for drop",
+        shown="each request chooses; the web page and Ollama's API choose drop",
         group=MORE,
     )
     patience: int = setting(

@@ -54,13 +54,14 @@ bool moe_edge_take_runs(const Cells & cells, const Layers & layers, const Batch 
     return true;
 }
 
-// An object that exists while KV cells are added or removed. Its destructor counts the used cells. If many cells were
-// removed, it also releases the memory pages that hold only free cells. cells: the cells of each stream. layers: the
-// layers with their K and V tensors of each stream.
+// Created before KV cells are added or removed, and destroyed afterwards. If many cells were removed in between, the
+// destructor releases the memory pages that hold only free cells. It also reports the used cells to
+// moe_edge_count_cells(). cells: the cells of each stream of the KV cache. layers: the layers, with their K and V
+// tensors of each stream.
 template <typename Cells, typename Layers> class moe_edge_cells_change {
   public:
-    // Counts the used cells. The destructor compares this number with the new one. transposed: whether a row of the V
-    // tensor holds one dimension of all cells, instead of all dimensions of one cell.
+    // Stores how many cells are used now, so that the destructor can tell how many were removed. transposed: whether a
+    // row of the V tensor holds one dimension of all cells, instead of all dimensions of one cell.
     moe_edge_cells_change(const Cells & cells, const Layers & layers, bool transposed)
         : cells(cells), layers(layers), transposed(transposed), used_before(used()) {}
     moe_edge_cells_change(const moe_edge_cells_change &) = delete;

@@ -220,9 +220,11 @@ std::string moe_edge_cell::check(bool staged) const {
     if (resident() && bringing->tier() == of_tier) {
         return "a resident version is loaded again";
     }
-    // A load that has arrived is published or discarded immediately, except in three cases. It belongs to a transition,
-    // which is published at the next step boundary. Or an op computes with its bytes in the host tier. Or an op of this
-    // step still uses the resident tier, which the load will replace.
+    // A load that has arrived must have become the resident version, or must have been discarded. Three loads may still
+    // exist:
+    // - A transition (a background change of tier). It waits for the next step boundary.
+    // - A load with serves(). Host threads compute with its bytes.
+    // - A good load into a slot, while an op of this step needs the resident tier that the load would replace.
     if (bringing->arrived() && !in_transition() && !serves() && !(pinned() && satisfied() && bringing->has_slot() && bringing->good())) {
         return "a load that has arrived is not acted upon";
     }

@@ -19,7 +19,7 @@
 enum class moe_edge_purpose : uint8_t {
     DEMAND,      // requested by a step or a warm start, or a revoked transition
     AHEAD,       // a prefetch: its slot counts as prefetched, unless a step requests it before it arrives
-    AFTER_USE,   // a copy to a slot, for later steps, after host threads have computed it in the host tier
+    AFTER_USE,   // a copy to a slot, for later steps, after host threads have computed with it in the host tier
     TRANSITION,  // a background change of tier: published at a step boundary, with the expert's other matrices
     COMPUTE,     // in place: host threads compute with its bytes in the host tier
 };
@@ -96,14 +96,14 @@ class moe_edge_load {
 
     // ---- state changes
     void take_slot(int32_t slot);
-    void touch(uint64_t now);  // requires slotless(): requested or predicted by a request that is not streaming
+    void touch(uint64_t now);  // requires slotless(); a request that is not streaming has used it at `now`
     void ask();                             // a step waits for the load from now on; no effect on a load in place
     void reserve(int32_t in_host_slot);     // sets the slot of the host tier that it is read into
     int32_t let_host_go();                  // gives up its slot of the host tier and returns it, or -1
     int32_t start_part(int32_t parts);      // a thread starts the next of `parts` parts; returns its index
     void finish_part(uint32_t crc);         // adds the part's share of the checksum
     void fetched();                         // the bytes stay in the host tier until the copy's turn
-    void leave_copies();                    // the copy's turn has come
+    void leave_copies();                    // removes it from the queue of copies, because its turn has come
     void copy_enqueued();
     // Cancels the load. Parts that no thread has started are not read. If all bytes are complete, they stay in the host
     // tier.
@@ -157,8 +157,8 @@ class moe_edge_cell {
     bool lacks() const { return pinned() && !satisfied(); }
     bool in_transition() const { return bringing && bringing->in_transition(); }
     bool arrived() const { return bringing && bringing->arrived(); }
-    // Whether an op may compute with the loaded bytes directly in the host tier. They are valid until release() is
-    // called.
+    // Whether host threads can compute this entry for its op now, because a load in place has brought all bytes into
+    // the host tier. The bytes stay there until the op calls release().
     bool serves() const {
         return bringing && bringing->in_place() && bringing->arrived() && bringing->good() && pinned() && bringing->tier() <= asked_tier;
     }

@@ -32,9 +32,9 @@ std::string moe_edge_store::check() {
             if (complete == loading || complete != (s.is == moe_edge_pool::state::COMPLETE)) {
                 return format("group %zu, slot %d: its cell does not own it", g, i);
             }
-            // `after` is the ticket of the last copy to the slot. `behind` is the ticket of the earlier copy or reader
-            // for which that copy had to wait, so it must pass first. Test `after` first. In the other order, both
-            // tickets could pass between the two tests, and a correct copy would be reported.
+            // The last copy to the slot (ticket `after`) had to wait for earlier work on the slot (ticket `behind`).
+            // Report an error if the copy is done and the earlier work is not. Test `after` first. Otherwise both
+            // tickets could pass between the two tests, and this function would report an error for a correct copy.
             if (host && loading && load->copied() && device->passed(s.after) && !device->passed(s.behind)) {
                 return format("group %zu, slot %d: a copy overtook the copy that it had to wait for", g, i);
             }

@@ -45,7 +45,7 @@ struct routed_row {
 struct shared_state {
     std::atomic<int64_t> next_unit;
     std::atomic<int32_t> threads_done;
-    int32_t              n_ready;    // experts of this wave; -1 after a failure
+    int32_t              n_ready;    // experts that are computed together now (a wave); -1 after a failure
     int32_t              last_wave;
     int32_t              unwatched;  // all experts are available and none needs to be released
 };
@@ -278,8 +278,9 @@ class mul_mat_id {
         }
     }
 
-    // Returns the activations converted to this vec_dot type. slot_stride and token_stride receive the distances in
-    // bytes between two slots of a token and between two tokens.
+    // Returns the activations converted to this vec_dot type. A token has x->ne[1] rows of activations: one row for all
+    // its selected experts, or one row for each of them. slot_stride and token_stride receive the distance in bytes
+    // between two rows of a token, and between two tokens.
     const char * activations(ggml_type vec_type, size_t * slot_stride, size_t * token_stride) const {
         const int i = at.act_index(vec_type);
         if (i < 0) {  // no conversion needed
@@ -527,8 +528,8 @@ class expert_traits : public ggml::cpu::tensor_traits {
 
 class expert_buffer_type : public ggml::cpu::extra_buffer_type {
     bool supports_op(ggml_backend_dev_t, const ggml_tensor * op) override {
-        // Return false for weights without a store. The model loader tries all buffer types of the CPU for each tensor,
-        // and must not choose this type by itself.
+        // Do not support tensors without a store, for which matrix_of() returns null. The model loader tries all buffer
+        // types of the CPU for each tensor. It would otherwise choose this type by itself.
         return matrix_of(op) && op->src[1]->type == GGML_TYPE_F32 && op->src[2]->type == GGML_TYPE_I32;
     }
 

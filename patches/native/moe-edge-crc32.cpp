@@ -99,9 +99,10 @@ uint32_t by_tables(uint32_t crc, const uint8_t * data, uint64_t n) {
 
 constexpr uint64_t LANES_BYTES = 64;
 
-// Returns the constant with which fold() multiplies one half of a 16-byte lane, so that the lane can be added to the
-// data that comes this many bits later. first: whether the half is the lane's first 8 bytes. They are 64 bits farther
-// from that data than the last 8 bytes, so their power of x is higher by 64.
+// Returns the constant with which fold() multiplies one half of a 16-byte lane, to move the half by this many bits. It
+// stands for x^(bits + 64) for the first 8 bytes, and for x^bits for the last 8 bytes. The exponents in the code are
+// lower by 32: a polynomial in the low half of a 64-bit word stands for itself times x^32. The shift by one bit is
+// needed because carry-less products of reversed bits are one bit too low.
 constexpr uint64_t forward(uint64_t bits, bool first) { return (uint64_t) power_of_x(first ? bits + 32 : bits - 32) << 1; }
 
 __attribute__((target("pclmul,sse4.1"))) __m128i fold(__m128i lane, __m128i by, __m128i next) {

@@ -13,7 +13,7 @@
 
 namespace {
 
-constexpr size_t   RING         = 512;  // tickets of a lane that may be in flight
+constexpr size_t   RING         = 512;  // tickets of a CUDA stream that may be pending at the same time
 constexpr uint64_t PINNED_PIECE = 1ull << 30;  // bytes that are pinned with one call of the driver
 
 // Returns the most bytes of host memory that may be pinned: a fraction of the machine's memory, because pinned memory
@@ -47,8 +47,8 @@ __global__ void take_counts(uint32_t * counts, uint32_t * out, const int32_t n) 
     }
 }
 
-// Returns the number of a ticket within its lane. A ticket marks a point in the work of a CUDA stream, the lane. The
-// top byte of a ticket is the number of the lane.
+// Returns the number of a ticket within its lane, which is one CUDA stream. The top byte of a ticket is the number of
+// the lane.
 static uint64_t number_of(moe_edge_ticket ticket) { return ticket << 8 >> 8; }
 
 // Returns whether every expert has the same tier in the device tables of both matrices.
@@ -402,8 +402,8 @@ moe_edge_ticket moe_edge_cuda_device::record(cudaStream_t stream) {
         }
     }
     if (at == lanes.size()) {
-        // Each lane numbers the tickets (marks in the work) of one stream, and all lanes belong to other streams. Wait
-        // for this stream's work now, and return ticket 0, which has always passed.
+        // No lane is free, and a stream without a lane can get no ticket (a point in its work). Wait for the stream's
+        // work here instead. Ticket 0 then tells the caller that the work is done.
         check(cudaStreamSynchronize(stream), "its work failed");
         return 0;
     }
@@ -424,8 +424,8 @@ void moe_edge_cuda_device::order(cudaStream_t stream, moe_edge_ticket ticket) {
     }
     std::unique_lock<std::mutex> lock(l.mutex);
     l.changed.wait(lock, [&] { return lost || l.recorded >= number; });
-    // Hold the lane's mutex until the stream's wait for the event is enqueued. Otherwise another thread could first
-    // record the event again, for a later ticket.
+    // Keep the mutex locked until the stream's wait for the event is enqueued. Otherwise another thread could reuse the
+    // event for later work.
     if (!has_passed(l, number)) {
         check(cudaStreamWaitEvent(stream, l.events[number % RING], 0), "an event cannot be waited for");
     }
@@ -455,8 +455,8 @@ void moe_edge_cuda_device::wait(moe_edge_ticket ticket) {
         }
         event = l.events[number % RING];
     }
-    // Another thread may have recorded the event again by now, for a later ticket of the same lane. Waiting for the
-    // later ticket is also correct, because the tickets of a lane pass in order.
+    // Another thread may have reused this event for later work of the same CUDA stream. Waiting for the later work is
+    // also correct, because it ends after the work of `ticket`.
     check(cudaEventSynchronize(event), "its work failed");
 }
 
@@ -529,8 +529,8 @@ void moe_edge_cuda_device::add_ticket(std::vector<moe_edge_ticket> & list, moe_e
     }
 }
 
-// Frees the state of a backend. Each lane numbers the tickets (marks in the work) of one CUDA stream. The lanes of the
-// backend's streams become free for other streams. They do not restart their numbers, so that no ticket is used twice.
+// Frees the state of a backend. Also frees the lanes of its CUDA streams, so that other streams can use them. A freed
+// lane continues to count its tickets upwards, so that no ticket is used twice.
 void moe_edge_cuda_device::forget(const ggml_backend_cuda_context & ctx) {
     char *    routed    = backend_of(ctx).routed;
     int32_t * table_ids = backend_of(ctx).table_ids;

@@ -23,8 +23,8 @@ struct ggml_backend_cuda_context;
 
 class moe_edge_cuda_device;
 
-// The expert tables of a store in device memory, and a copy of the tables in host memory. Changed entries are written
-// to the copy and then transferred together.
+// The expert tables of a store in device memory, and a copy of them in host memory. A table contains the tier and the
+// location of each expert of a matrix. Changed entries are written to the copy and then transferred together.
 struct moe_edge_cuda_tables {
     moe_edge_cuda_device & device;
     int32_t *              memory = nullptr;
@@ -60,15 +60,15 @@ struct moe_edge_cuda_exchange {
     moe_edge_ticket last   = 0;  // the device's last operation that reads this memory
 };
 
-// The planned kernel launches for the expert products (up, gate, down) of one layer, in a step with few tokens. The ids
-// that these launches read are written by one kernel in advance. The layer's route node, which follows the router,
-// makes the plan. In a step with fixed expert tables there is no route node, and the layer's first product plans the
-// down product.
+// The planned kernel launches for the expert products (up, gate, down) of one layer, in a step with few tokens. The
+// layer's route node, which follows the router, makes the plan. There is no route node in a step in which the expert
+// tables do not change. In such a step, the layer's first product plans the down product, and the other products have
+// no plan.
 struct moe_edge_cuda_plan {
     struct launch {
         int32_t         type;
-        const char *    base;      // the address from which the positions in ids are counted
-        const int32_t * ids;       // [n_slots, n_tokens]: the position of each row's expert, or a negative number
+        const char *    base;      // the base address of the experts
+        const int32_t * ids;       // [n_slots, n_tokens]: each expert's distance from base in blocks, or negative
         const char *    gate;      // the same for the gate matrices; null if up and gate have different types
         const int32_t * gate_ids;
         std::vector<moe_edge_ticket> after;  // the launch waits for these copies
@@ -122,9 +122,9 @@ class moe_edge_cuda_device : public moe_edge_device {
 
     // Makes the memory pool of a backend reserve the scratch memory that expect_scratch announced.
     void fill_pool(ggml_backend_cuda_context & ctx);
-    // Called before each graph of a backend. Discards the backend's moe_edge_cuda_plan. Returns whether a memory pool
-    // of this device has freed memory since the last call for this backend. CUDA graphs that were captured before may
-    // then use freed memory.
+    // Called before each graph of a backend. Discards the plan that was made for the backend's last graph. Returns
+    // whether the backend's captured CUDA graphs must also be discarded. They must if a memory pool of this device has
+    // freed memory since the last call for this backend, because they may use that memory.
     bool begin_graph(const ggml_backend_cuda_context & ctx);
     // Returns the executor's state for a backend, and creates it if needed. The reference stays valid until forget().
     moe_edge_cuda_backend & backend_of(const ggml_backend_cuda_context & ctx);

@@ -1,7 +1,7 @@
 // Implements the route node on a CUDA device. A route node is the graph node between a layer's router and its experts.
-// One kernel copies the node's inputs to host memory, where the store decides about the experts. Another kernel then
-// writes the routing weights, and the ids for all matrix kernels of the layer. The products of the layer (up, gate,
-// down) can then launch upstream's matrix kernels immediately.
+// One kernel copies the node's inputs to host memory. There, the store chooses a precision for each selected expert, or
+// skips the expert. Another kernel then writes the routing weights, and the ids for all matrix kernels of the layer.
+// The products of the layer (up, gate, down) can then launch upstream's matrix kernels immediately.
 
 #include "moe-edge-cuda.h"
 #include "moe-edge-cuda-device.h"
@@ -47,13 +47,13 @@ __global__ void pack_inputs(const packed_inputs inputs, int32_t * to, int32_t * 
     }
 }
 
-// For each row (slot, token): its routing weight, and for each product (up, gate, down) the kernel launch that computes
-// the row. A slot is the position of an expert among the token's selected experts.
+// The plan of one layer. A row is one selected expert of one token. Each row has a routing weight, and for each product
+// (up, gate, down) the kernel launch that computes the row.
 struct planned_rows {
     int32_t n = 0;
     int32_t n_launches[PRODUCTS] = {};
     float   weight[MOE_EDGE_PLAN_ROWS];
-    int32_t unit[PRODUCTS][MOE_EDGE_PLAN_ROWS];    // position of the row's expert, counted from the base of the launch
+    int32_t unit[PRODUCTS][MOE_EDGE_PLAN_ROWS];    // distance of the row's expert from the launch's base, in blocks
     int8_t  launch[PRODUCTS][MOE_EDGE_PLAN_ROWS];  // SKIPPED, or the index of the launch
 };
 
@@ -67,9 +67,9 @@ __host__ __device__ inline int64_t ids_at(int product, int launch, int64_t n_row
     return (product*MOE_EDGE_PLAN_LAUNCHES + launch)*n_rows;
 }
 
-// Writes the routing weight of each row, and the ids of all rows for each launch of each product. An id is the position
-// of the row's expert, or -1 if another launch computes the row. The first launch gets MOE_EDGE_CUDA_SKIPPED for a row
-// whose expert is skipped.
+// Writes the routing weight of each row (one selected expert of one token). Also writes an id for each kernel launch
+// and row: the distance of the row's expert from the base address of the launch, in blocks. The id is -1 if another
+// launch computes the row. If the expert is skipped, the id for the first launch is MOE_EDGE_CUDA_SKIPPED.
 __global__ void write_plan(const planned_rows rows, float * weights, int32_t * ids) {
     for (int row = threadIdx.x; row < rows.n; row += blockDim.x) {
         weights[row] = rows.weight[row];
@@ -92,8 +92,8 @@ class planner {
     }
 
     // Plans the kernel launches of product p (0 up or gate_up, 1 gate, 2 down) for the experts in `ready`. gate, gates:
-    // the gate matrix and its experts, which are planned in the same launches, so that a kernel can fuse both products.
-    // Returns false if the product needs more than MOE_EDGE_PLAN_LAUNCHES launches.
+    // null, or the gate matrix and its experts. They are planned in the same launches, so that a kernel can fuse both
+    // products. Returns false if the product needs more than MOE_EDGE_PLAN_LAUNCHES launches.
     bool add(int p, moe_edge_matrix * m, std::vector<moe_edge_ready> ready, moe_edge_matrix * gate = nullptr,
              std::vector<moe_edge_ready> gates = {}) {
         std::vector<moe_edge_launch_item> items;
@@ -178,9 +178,10 @@ static bool same_types(const std::vector<moe_edge_ready> & a, const std::vector<
     });
 }
 
-// Begins all products of the layer in the store, and plans their kernel launches. Returns false if there is no plan,
-// for example because a selected expert is neither on the device nor being copied to it. Each product then requests its
-// experts from the store itself. selected, weights: the route node's inputs in host memory.
+// Requests the experts of all products of the layer from the store, and plans the kernel launches of these products.
+// Returns false if no plan is possible, for example because a selected expert is neither on the device nor being copied
+// to it. Without a plan, each product requests its experts itself when it runs. selected, weights: the route node's
+// inputs in host memory.
 static bool plan_layer(ggml_backend_cuda_context & ctx, const moe_edge_route & route, ggml_tensor * node, const int32_t * selected,
                        const float * weights) {
     auto & device = *moe_edge_cuda_device::get(ctx.device);
@@ -230,9 +231,9 @@ static bool plan_layer(ggml_backend_cuda_context & ctx, const moe_edge_route & r
     return true;
 }
 
-// Returns the end of the part of a graph that begins at this node. A part that contains a layer's route node and
-// experts ends after their last product, because the host must synchronize in it. The nodes between such parts are
-// parts of their own, which a CUDA graph can contain.
+// Divides a graph into parts. Returns the end of the part that begins at node `first`. A part with a wait reaches from
+// a route node to the last expert product of its layer: the host must wait for the device in it. The nodes between two
+// such parts are a part without a wait, which a CUDA graph can contain.
 static int part_end(const ggml_cgraph & graph, int first) {
     int end = graph.n_nodes;
     bool seen = false;

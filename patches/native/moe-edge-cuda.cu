@@ -24,7 +24,7 @@ namespace {
 constexpr int      REMAP_THREADS = 128;
 constexpr int64_t  VEC_TOKENS    = 8;         // float types: the most tokens for the kernel float_vec
 constexpr uint64_t WAVE_BYTES    = 16 << 20;  // size of the portions in which experts are computed as they arrive
-constexpr size_t   PLACEHOLDER   = 128;       // bytes that a managed tensor takes
+constexpr size_t   PLACEHOLDER   = 128;       // size in bytes of a placeholder (an expert tensor without data)
 
 // ---- kernels
 
@@ -42,9 +42,9 @@ struct result_rows {
     int64_t token_stride;
 };
 
-// Writes the ids of the block's row (slot, token) to `out`, one for each class. A class is the experts of one type that
-// one kernel launch computes. The class `own` gets `value`, the class `skipped_in` gets MOE_EDGE_CUDA_SKIPPED, and all
-// other classes get -1.
+// Writes an id for each kernel launch, for the row that this block handles. A row is one selected expert of one token.
+// A class is the experts of one launch. own: the class that gets the id `value`. skipped_in: the class that gets the id
+// MOE_EDGE_CUDA_SKIPPED. Both may be -1, for no class. All other classes get the id -1.
 static __device__ __forceinline__ void write_ids(const routed_ids routed, const int n_classes, const int own, const int32_t value,
                           int32_t * out, const int skipped_in = -1) {
     for (int c = threadIdx.x; c < n_classes; c += blockDim.x) {
@@ -60,20 +60,21 @@ static __device__ __forceinline__ void clear_row(const routed_ids routed, const 
     }
 }
 
-// The distance of each expert's gate matrix from the base address of the gate matrices, in blocks, in the order of a
-// moe_edge_launch_list. The list and this struct together fit the 4 KiB that every driver accepts as arguments of a
-// kernel.
+// The distance of each expert's gate matrix from the base address of the gate matrices, in blocks. The experts have the
+// order of a moe_edge_launch_list. A kernel receives the list and this struct by value. Both together must fit into 4
+// KiB, because every driver accepts arguments of this size.
 struct gate_units {
     int32_t unit[MOE_EDGE_LAUNCH_EXPERTS];
 };
 
 static_assert(sizeof(moe_edge_launch_list) + sizeof(gate_units) < 4000, "the arguments of a kernel have 4 KiB");
 
-// Translates the router's ids for the matrix kernels of a list's classes. Writes to `out`, for each class and each row
-// (slot, token), the position of the row's expert, or -1 if the expert is not in the class. A position is a distance
-// from the class's base in blocks, or an index in the class if the class's bit in list.indexed is set.
+// Writes ids for the kernel launches of a list to `out`: an id for each launch and each row. A row is one selected
+// expert of one token. A class is the experts of one launch. The id is the distance of the row's expert from the base
+// address of the class, in blocks. It is -1 if the expert is not in the class. If the bit of the class in list.indexed
+// is set, the id is the index of the expert in the class instead of the distance.
 //
-// gate_out: null, or receives the same for the gate matrices. units: receives the distance of every expert in the list,
+// gate_out: null, or receives the ids for the gate matrices. units: receives the distance of every expert in the list,
 // for kernels that use indices. dst: the result, in which the rows of skipped experts are set to zero. counts: null, or
 // the number of rows of each expert [n_expert], which this kernel increases.
 __global__ void remap_list(const moe_edge_launch_list list, const gate_units gate, const routed_ids routed, int32_t * out,
@@ -111,18 +112,22 @@ __global__ void remap_list(const moe_edge_launch_list list, const gate_units gat
     }
 }
 
-// The arguments with which remap_table also writes the ids of the layer's down product, after those of up or gate.
+// The arguments for the ids of the layer's down product. The up or gate product launches remap_table, which then writes
+// the ids of both products.
 struct down_ids {
     const int32_t * table;    // null: the down product writes its own ids
     int             n_tiers;
-    int             first;    // the first tier that is launched
+    int             first;    // the tier of the first kernel launch, which sets the results of skipped experts to zero
     int32_t *       out;
     uint32_t *      counts;
 };
 
-// Translates the router's ids for the matrix kernels of all tiers, with a table in device memory (moe_edge_plan_table).
-// Writes to `out`, for each tier and each row (slot, token), the position of the row's expert, or -1 if the expert has
-// another tier. gate_table: null, or the table of the gate matrices, in which each expert must have the same tier.
+// Writes ids for the kernel launches of a product to `out`, with its expert table in device memory
+// (moe_edge_plan_table). There is one launch for each tier (stored precision), and one id for each launch and row. A
+// row is one selected expert of one token. The id is the distance of the row's expert from the base address of the
+// tier, in blocks. It is -1 if the expert has another tier. If the bit of the tier in `indexed` is set, the id is the
+// number of the expert instead of the distance. gate_table: null, or the table of the gate matrices, in which each
+// expert must have the same tier.
 __global__ void remap_table(const int32_t * table, const int32_t * gate_table, const down_ids down, const int n_expert, const int n_tiers,
                             const uint32_t indexed, const routed_ids routed, int32_t * out, int32_t * gate_out,
                             const result_rows dst, uint32_t * counts) {
@@ -170,7 +175,8 @@ struct float_product {
     int64_t       dst_token;
 };
 
-// Multiplies float weights with few tokens. Each warp computes one value of the result: one (weight row, slot, token).
+// Multiplies float weights with few tokens. Each warp computes one value of the result: one (weight row, selected
+// expert, token).
 template <typename T>
 __global__ void float_vec(const float_product p, const int32_t * ids) {
     const int64_t row   = (int64_t) blockIdx.x*blockDim.y + threadIdx.y;
@@ -282,7 +288,8 @@ class launch_time {
     const uint64_t          began;
 };
 
-// The arguments of one kernel launch for a class: experts of one type that are close enough together in memory.
+// The arguments of one kernel launch. It computes a class: experts of one type whose distance from `base`, in blocks,
+// fits into 32 bits.
 struct class_launch {
     path            how;
     int32_t         type;
@@ -321,8 +328,8 @@ class product {
         if (n_tokens <= get_mmvq_mmid_max_batch(type, cc)) {
             return path::vec_q;
         }
-        // Ask upstream about a batch of one token. For larger batches, upstream may prefer cuBLAS, for which the host
-        // would have to know the ids.
+        // Ask upstream whether MMQ is suitable as if there were only one token. For many tokens, upstream may prefer
+        // cuBLAS. The host would have to know the ids to call cuBLAS.
         return ggml_cuda_should_use_mmq(type, cc, 1, w->ne[2]) ? path::mat_q : path::vec_q;
     }
 
@@ -347,8 +354,8 @@ class product {
     // Computes the product with the expert table on the device. The host need not know which experts are selected.
     void run_table(const moe_edge_cuda_table & t) { run_table(t, nullptr); }
 
-    // Computes this up product, the gate product and their activation (GLU) together, with the expert tables on the
-    // device. Each expert must have the same tier (stored precision) in both tables.
+    // Like run_table(), but also computes the gate product and the activation (GLU) of both. This product is the up
+    // product. The tables of both products must have the same tier (stored precision) for each expert.
     void run_table_fused(const moe_edge_cuda_table & t, const product & gate, ggml_tensor * glu) {
         dst = glu;
         run_table(t, &gate);
@@ -362,7 +369,7 @@ class product {
         return plan.ids && plan.ids == ids->data && own.matrix == m ? &own : nullptr;
     }
 
-    // Computes the product as planned.
+    // Computes the product with its planned kernel launches.
     void run_planned(moe_edge_cuda_plan::product & plan) {
         run_launches(plan, false);
         if (plan.ready.empty()) {  // planned with a fixed table: no expert must be released
@@ -372,8 +379,9 @@ class product {
         }
     }
 
-    // Computes the up product, the gate product and their activation (GLU) together, as planned. Returns false without
-    // any effect if the plan does not have the experts of both products in the same launches.
+    // Computes the up product, the gate product and their activation (GLU) together, with the kernel launches of the
+    // layer's moe_edge_cuda_plan. Returns false, and does nothing, if the layer has no plan. Also returns false if the
+    // plan has separate launches for up and gate.
     static bool run_planned_fused(product & up, product & gate, ggml_tensor * glu) {
         moe_edge_cuda_plan::product * plan = up.planned(), * of_gate = gate.planned();
         if (!plan || !of_gate || !std::all_of(plan->launches.begin(), plan->launches.end(), [](const auto & l) { return l.gate; })) {
@@ -443,7 +451,7 @@ class product {
         }
         dst = glu;
         quantize();
-        for (const bool there : { true, false }) {  // experts whose copies have passed go first
+        for (const bool there : { true, false }) {  // experts whose copies are complete go first
             std::vector<moe_edge_launch_item> items;
             std::vector<moe_edge_ready> ups, gates;
             for (size_t i = 0; i < ready.size(); i++) {
@@ -549,9 +557,9 @@ class product {
         }
     }
 
-    // Plans the kernel launches of the layer's down product. Returns the arguments with which remap_table then writes
-    // the ids of the down product too. Returns empty arguments if the down product must write its own ids, or if an
-    // earlier product has already planned it.
+    // Plans the kernel launches of the layer's down product, and returns the arguments with which remap_table writes
+    // the ids for these launches. Returns empty arguments if the down product already has a plan. Also returns empty
+    // arguments if a plan is not possible; the down product then writes its ids when it runs.
     down_ids plan_down(const moe_edge_cuda_table & t) const {
         moe_edge_cuda_backend & backend = device->backend_of(ctx);
         moe_edge_matrix * down = t.down;
@@ -803,9 +811,9 @@ class product {
         }
     }
 
-    // Returns a tensor that describes the weights of a class as upstream's host functions expect it. The tensor's
-    // stride from one expert to the next (nb[2]) is one block. An expert's distance from `base` in blocks then serves
-    // as its id.
+    // Returns a tensor that describes the weights of one kernel launch to upstream's host functions. Upstream
+    // multiplies an expert's id with the stride nb[2] to find the expert. Here, nb[2] is only one block. The id of an
+    // expert can thus be its distance from `base` in blocks.
     ggml_tensor weights_of(const class_launch & c, const char * base) const {
         ggml_tensor t = *w;
         t.type  = static_cast<ggml_type>(c.type);

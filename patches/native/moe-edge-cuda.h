@@ -10,8 +10,9 @@
 
 struct ggml_backend_cuda_context;
 
-// The id of a row whose expert is skipped. Upstream's vector kernel (MMVQ) fills the result of this row with zeros. It
-// does not write rows with id -1, because another kernel launch computes them.
+// The id of a row whose expert is skipped. A row is one selected expert of one token. Upstream's vector kernel (MMVQ)
+// fills the result of this row with zeros. It does not write rows with id -1, because another kernel launch computes
+// them.
 constexpr int32_t MOE_EDGE_CUDA_SKIPPED = -2;
 
 // Arguments for our launches of upstream's matrix kernels, through which the kernels find the experts. The field
@@ -32,21 +33,22 @@ bool moe_edge_cuda_needs_sync(const ggml_tensor * dst);
 
 void moe_edge_cuda_mul_mat_id(ggml_backend_cuda_context & ctx, ggml_tensor * dst);
 
-// Returns whether `node` is a route node, and this device holds the experts of its layer. A route node follows a
-// layer's router and lets the store decide about the selected experts.
+// Returns whether `node` is a route node, and this device holds the experts of its layer. A route node reports the
+// experts that a layer's router has selected to the store. The store then chooses the precision of each expert, or
+// skips it.
 bool moe_edge_cuda_routes(int device, const ggml_tensor * node);
 
-// Runs a route node: waits for the router, lets the store decide, and writes the routing weights. Returns false for
-// other nodes.
+// Runs a route node. Waits for the router, reports the selected experts to the store, and writes the routing weights (0
+// for skipped experts). Returns false for other nodes.
 bool moe_edge_cuda_route(ggml_backend_cuda_context & ctx, ggml_tensor * node);
 
 // Computes the gate and up products of experts, and their activation (GLU) if it can be fused with them. Returns how
 // many of these three nodes were computed: 3, 2 without the activation, or 0 if nothing was computed.
 int moe_edge_cuda_gate_up(ggml_backend_cuda_context & ctx, ggml_tensor * gate, ggml_tensor * up, ggml_tensor * glu);
 
-// Computes a graph with few tokens and with route nodes in several parts. A route node follows a layer's router and
-// waits for the host. The nodes from a layer's last expert product to the next route node are a part without such a
-// wait, which a CUDA graph can contain. Returns false without any effect for other graphs.
+// Computes a graph in parts, so that a CUDA graph can contain some of them. In one kind of part, the host must wait for
+// the device: from a layer's route node to its last expert product. The nodes between these parts need no wait. Returns
+// false, and does nothing, for graphs without route nodes, for many tokens, and for graphs with only one part.
 bool moe_edge_cuda_run_parts(ggml_backend_t backend, ggml_cgraph * graph, ggml_status (*compute)(ggml_backend_t, ggml_cgraph *));
 
 // Records that a memory pool of this device has freed memory. CUDA graphs that were captured before may still use that

@@ -52,7 +52,8 @@ void measure(compute_thread & thread) {
     }
 }
 
-// A thread-local object. When its thread ends, the destructor removes the thread from `known` and closes its file.
+// A thread-local object of a registered thread. When the thread ends, the destructor removes the thread from `known`
+// and closes the file with its kernel statistics (schedstat).
 struct registration {
     int file = -1;
 

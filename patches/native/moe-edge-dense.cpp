@@ -1,5 +1,6 @@
-// Multiplies prompts with dense matrices that upstream stores in the CPU's own layout (interleaved rows). For many rows
-// of activations, this file uses upstream's tiled kernel, which is then faster than upstream's kernel for that layout.
+// Multiplies dense matrices with the tokens of a prompt. Upstream stores these matrices in the CPU's own layout
+// (interleaved rows) and has kernels for that layout. For many tokens, upstream's tiled kernel is faster. This file
+// makes such products use the tiled kernel.
 
 #include "moe-edge-cpu.h"
 #include "moe-edge-layout.h"
@@ -107,8 +108,8 @@ void moe_edge_tiles_for_prompts(ggml_tensor * tensor) {
     if (!kernels || moe_edge_tiles_from(*kernels) == INT64_MAX) {
         return;
     }
-    // Upstream has one traits object for each type and layout. Create one of ours for each of them, and keep it until
-    // the process ends.
+    // Upstream computes all matrices of one type and layout with one traits object. Create an object of our own for
+    // each of upstream's objects, and keep it until the process ends.
     static std::mutex mutex;
     static std::map<void *, std::unique_ptr<dense_traits>> traits;
     std::lock_guard<std::mutex> lock(mutex);

@@ -41,8 +41,9 @@ struct moe_edge_device {
     virtual char * alloc_host(uint64_t bytes, bool * pinned) = 0;
     virtual void   release_host(char * memory) = 0;
 
-    // Enqueues a copy from host memory to device memory, and returns immediately. The copy starts after the ticket
-    // `after` has passed. The source must not change until the returned ticket has passed. Returns 0 on failure.
+    // Enqueues a copy from host memory to device memory, and returns immediately. lane: enum moe_edge_lane. after: a
+    // ticket that must pass before the copy starts. The source must not change until the returned ticket has passed.
+    // Returns 0 on failure.
     virtual moe_edge_ticket copy(int32_t lane, void * to, const void * from, uint64_t bytes, moe_edge_ticket after) = 0;
 
     virtual bool passed(moe_edge_ticket ticket) = 0;
@@ -53,13 +54,15 @@ struct moe_edge_device {
     virtual std::string error() = 0;
 
     // Called at the start of each step of a store on this device, while the host runs no op. Must not call the store.
+    // An executor that keeps copies of the expert tables (moe_edge_matrix::table) on the device updates the copies
+    // here.
     //
-    // matrices: all expert matrices of the store. An executor that keeps copies of their tables
-    // (moe_edge_matrix::table) on the device updates the copies here. fixed: the tables do not change before the next
-    // step, so ops may read the copies without calling the store.
+    // matrices: all expert matrices of the store. fixed: the tables do not change before the next step. The ops of this
+    // step may then read the copies without calling the store.
     //
-    // Ops that read the copies do not call release(). If a table has changed or may change in this step, this function
-    // must wait for these ops of the previous step, because their slots may be reused.
+    // The store does not know when an op that reads the copies has ended. If a table has changed or `fixed` is not set,
+    // this function must therefore wait for such ops of the previous step. Otherwise the store could overwrite experts
+    // that they still read.
     virtual void step_boundary(moe_edge_matrix * const * matrices, int32_t n, bool fixed) {
         (void) matrices;
         (void) n;

@@ -147,8 +147,8 @@ std::string moe_edge_host_device::error() {
     return lost;
 }
 
-// Simulates the loss of the device: waits until the running jobs have ended, and then makes all tickets count as
-// passed.
+// Simulates the loss of the device, after all running jobs have ended. Then all tickets (points in the device's work)
+// count as passed, so that no thread waits for the lost device.
 void moe_edge_host_device::lose(const std::string & why) {
     std::unique_lock<std::mutex> lock(mutex);
     losing = true;

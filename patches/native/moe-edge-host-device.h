@@ -34,7 +34,8 @@ struct moe_edge_host_device : moe_edge_device {
     void wait(moe_edge_ticket ticket) override;
     std::string error() override;
 
-    // Enqueues work that starts after all earlier submitted work, and after all tickets in `after` have passed.
+    // Enqueues work, and returns its ticket. A ticket is a point in the device's work, here the end of this work. The
+    // work starts after all earlier submitted work has ended, and after all tickets in `after` have passed.
     moe_edge_ticket submit(std::function<void()> work, std::vector<moe_edge_ticket> after);
     // Simulates that the device is lost from now on. error() then returns this reason.
     void lose(const std::string & why);

@@ -11,8 +11,8 @@ uint64_t moe_edge_host_tier::least_bytes(const std::vector<size_class> & classes
     return bytes;
 }
 
-// Divides the budget into slots, and returns the number of slots of each size class (slots of one size). All size
-// classes get slots for the same fraction of their slices (expert matrices), but at least their minimum.
+// Divides the budget into slots. Returns the number of slots of each size class. Each size class gets slots for the
+// same fraction of its slices (expert matrices). If that is less than size_class::least, it gets `least` slots.
 std::vector<int32_t> moe_edge_host_tier::divide(uint64_t budget_bytes, const std::vector<size_class> & classes) {
     const auto slots_at = [&](double share) {
         std::vector<int32_t> n;

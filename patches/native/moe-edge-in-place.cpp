@@ -26,9 +26,9 @@ void moe_edge_store::open_in_place(const moe_edge_config & config) {
     stats.misses = misses;
 }
 
-// Returns whether a matrix of an expert is requested and missing, no load for it has been started, and its bytes would
-// go through the host tier. of_kind: the kind of this matrix (up, gate, gate_up or down). kind: the only kind that the
-// caller handles, or MOE_EDGE_N_KINDS for all.
+// Returns whether the matrix of_kind (up, gate, gate_up or down) of an expert is a cache miss that is not served yet.
+// Only matrices whose bytes go through the host tier count. kind: the only kind for which the result can be true, or
+// MOE_EDGE_N_KINDS for all kinds.
 bool moe_edge_store::is_missing(int32_t layer, int32_t kind, int32_t of_kind, int32_t expert) const {
     const int32_t cell = cell_index(layer, of_kind, expert);
     const auto & c = cells[cell];
@@ -134,8 +134,8 @@ void moe_edge_store::count_in_place(const moe_edge_slices & s) {
 // Starts to copy an expert to slots on the device, for later steps, after the host has computed it. Does nothing while
 // another copy waits.
 void moe_edge_store::keep_used(int32_t layer, int32_t expert) {
-    // Copy nothing with exact tiers. A step may request the expert in a worse tier before the copy ends. Its op would
-    // then use the better tier, which exact tiers forbid.
+    // Copy nothing if each expert must be computed in exactly the requested tier (exact_tiers). A later step may
+    // request a worse tier while the copy is running, and would then compute with the better tier.
     if (misses == MOE_EDGE_MISS_COPY || !copies.empty() || exact_tiers) {
         return;
     }

@@ -1,6 +1,6 @@
-// Groups experts into kernel launches for the CUDA executor. Each launch computes a class: experts of one type that are
-// close to the same base address. A kernel finds an expert by its distance from the base, counted in blocks. This file
-// contains no CUDA code.
+// Groups experts into kernel launches for the CUDA executor. The experts of one launch (a class) have the same type,
+// and are near the same address in memory, the base. A kernel finds an expert by its distance from the base, counted in
+// blocks. This file contains no CUDA code.
 
 #pragma once
 
@@ -17,13 +17,12 @@
 constexpr int32_t MOE_EDGE_LAUNCH_EXPERTS = 256;
 constexpr int32_t MOE_EDGE_LAUNCH_CLASSES = 8;
 
-// The largest distance between an expert and the base address of its class, in blocks. A class is the experts that one
-// kernel launch computes, and the kernel finds each of them by its distance from the base. Kernels count blocks in 32
-// bits, so the limit leaves a margin for the blocks within the expert.
+// The largest distance between an expert and the base address of its kernel launch, in blocks. Kernels count blocks in
+// 32 bits, so the limit leaves a margin for the blocks within the expert.
 constexpr uint64_t MOE_EDGE_REACH_UNITS = INT32_MAX - (1 << 26);
 
-// Returns the unit, in bytes, of an expert's distance from the base address of its launch. Kernels find an expert by
-// this distance. For quantized types the unit is the size of a block, and for float types the alignment of experts.
+// Returns the number of bytes of a block, for experts of this type. Kernels find an expert by its distance from a base
+// address, counted in such blocks. For float types, the result is the alignment of experts instead.
 inline int64_t moe_edge_unit_bytes(int32_t type) {
     return ggml_is_quantized((ggml_type) type) ? (int64_t) ggml_type_size((ggml_type) type) : MOE_EDGE_DEVICE_ALIGN;
 }
@@ -44,13 +43,13 @@ struct moe_edge_launch_class {
     const char * gate  = nullptr;
 };
 
-// The experts of up to MOE_EDGE_LAUNCH_CLASSES classes. A class is experts of one type near the same base address,
-// which one kernel launch computes. The kernel that translates the router's ids receives this struct by value, so that
-// no table must be copied to the device first.
+// The experts of up to MOE_EDGE_LAUNCH_CLASSES kernel launches. A class is the experts of one launch. With this list,
+// the kernel remap_list finds the launch of each expert that the router has selected. It receives the list by value, so
+// that no table must be copied to the device first.
 struct moe_edge_launch_list {
     int32_t  n_classes = 0;
     int32_t  n         = 0;
-    uint32_t indexed   = 0;  // bit c: the ids of class c are indices in the class instead of units
+    uint32_t indexed   = 0;  // bit c: kernels find the experts of class c by their indices in the class
     int32_t  first[MOE_EDGE_LAUNCH_CLASSES + 1] = {};  // the last entry is the start of the skipped experts
     int32_t  expert[MOE_EDGE_LAUNCH_EXPERTS];
     int32_t  unit[MOE_EDGE_LAUNCH_EXPERTS];            // distance from the base of the class, in units
@@ -108,8 +107,8 @@ inline std::vector<moe_edge_launch> moe_edge_plan_launches(std::vector<moe_edge_
         l->list.n++;
     }
 
-    // Compute each expert's distance from the base address of its class only now, because the base of the gate matrices
-    // may change while experts are added to a class.
+    // Compute the distance of each expert from its base address after all classes are complete. Adding an expert to a
+    // class can change the base address of the gate matrices.
     size_t at = 0;
     for (moe_edge_launch & l : launches) {
         for (int32_t c = 0; c < l.list.n_classes; c++) {
@@ -137,10 +136,10 @@ inline std::vector<moe_edge_launch> moe_edge_plan_launches(std::vector<moe_edge_
     return launches;
 }
 
-// Groups the experts of a product with few tokens into launches. The experts of one type share a launch, unless they
-// are too far apart in memory for one base address. A launch waits until the bytes of all its experts have arrived, so
-// launches without late experts come first. The type with the most arrived experts has a separate launch for its late
-// experts. Skipped experts are in no launch.
+// Groups the experts of a product with few tokens into kernel launches. A launch must wait until the bytes of all its
+// experts have arrived. Launches without late experts therefore come first. All experts of a type share a launch if
+// they are close enough in memory. One type is an exception: its late experts have a separate launch. It is the type
+// with the most arrived experts among those that also have late experts. Skipped experts are in no launch.
 inline std::vector<moe_edge_launch> moe_edge_plan_few(const std::vector<moe_edge_launch_item> & items) {
     std::map<int32_t, std::array<int, 2>> n_of_type;  // arrived and late experts
     for (const moe_edge_launch_item & e : items) {
@@ -170,9 +169,10 @@ inline std::vector<moe_edge_launch> moe_edge_plan_few(const std::vector<moe_edge
     return launches;
 }
 
-// Writes the device table of one matrix to `out`: first the tier of each expert, or -1 for an expert without data, and
-// then each expert's distance from the base address of its tier, in blocks. types and base: for each tier. Returns
-// false if an expert is too far from the base.
+// Writes the device table of one matrix to `out`, [2, n_expert]. The first row contains the tier of each expert, or -1
+// if the expert has no data. The second row contains the distance of each expert from the base address of its tier, in
+// blocks. types, base: the type and the base address of each tier. Returns false if an expert is too far from the base
+// address.
 template <typename Entry>
 bool moe_edge_plan_table(const std::vector<Entry> & entries, const std::vector<int32_t> & types,
                          const std::vector<const char *> & base, std::vector<int32_t> & out) {
@@ -183,7 +183,8 @@ bool moe_edge_plan_table(const std::vector<Entry> & entries, const std::vector<i
         if (!data) {
             continue;
         }
-        // Find the tier of this entry by its type. If two tiers have the same type, the address decides.
+        // Find the tier of this entry. Two tiers may have the same type. The entry then belongs to the first of them
+        // from whose base address it can be reached.
         bool found = false;
         for (size_t t = 0; t < types.size() && !found; t++) {
             const uint64_t unit = moe_edge_unit_bytes(types[t]);

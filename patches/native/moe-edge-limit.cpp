@@ -39,7 +39,7 @@ uint64_t moe_edge_store::limit(uint64_t bytes) {
     }
     collect_counts();  // before the tables can change
     if (n_decided == 0) {
-        // Publish complete transitions (background changes of tier) now, so that they release the slots of the old
+        // End the transitions (background changes of tier) whose loads are complete. This releases the slots of the old
         // tiers.
         conclude_transitions();
     }

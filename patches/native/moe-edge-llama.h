@@ -110,21 +110,21 @@ void moe_edge_attention_weights(ggml_tensor * weights);
 // Called for each MoE layer of a graph, between its router and its experts. Adds a node that reports the selected
 // experts to the store. Returns the routing weights to use: `weights`, but 0 for experts that are skipped.
 //
-// experts: the layer's down matrices. logits: F32 [n_expert, T], or null. selected: I32 [k, T]. weights: F32 [1, k, T].
-// gating_op: enum llama_expert_gating_func_type.
+// experts: the layer's down matrices. logits: F32 [n_expert, T], or null. selected: I32 [k, T], k experts for each of T
+// tokens. weights: F32 [1, k, T]. gating_op: enum llama_expert_gating_func_type.
 ggml_tensor * moe_edge_route_hook(const llm_graph_context & graph, const ggml_tensor * experts, ggml_tensor * logits,
                                   ggml_tensor * selected, ggml_tensor * weights, int gating_op);
 
 // Created by llama_context before it builds a graph only to reserve memory, and destroyed afterwards. Records which
-// routers' selections were passed to moe_edge_route_hook while the graph was built.
+// tensors of selected experts are passed to moe_edge_route_hook, so that built() can check the graph.
 class moe_edge_reserve_hook {
   public:
     moe_edge_reserve_hook();
     moe_edge_reserve_hook(const moe_edge_reserve_hook &) = delete;
     ~moe_edge_reserve_hook();
 
-    // Checks the complete graph. Throws an exception if a node reads experts of a store, but is not a ggml_mul_mat_id
-    // whose ids were passed to moe_edge_route_hook. The store cannot serve such a node.
+    // Checks the complete graph, and throws an exception if the store cannot serve it. Only ggml_mul_mat_id may read
+    // the experts of a store. Its ids must have been passed to moe_edge_route_hook as selected experts.
     void built(ggml_cgraph * graph) const;
 
     void announce(const ggml_tensor * selected) { choices.push_back(selected); }

@@ -59,8 +59,8 @@ int32_t moe_edge_store::take_slot(moe_edge_pool & pool, int32_t cell, const moe_
         if (slot < 0 && request && revoke(pool)) {
             continue;
         }
-        // As a last resort, evict an entry whose resident tier is worse than the tier that this step needs. No op can
-        // use the resident tier.
+        // As a last resort, evict an entry that waits for a better tier than its resident tier. The resident tier is of
+        // no use to this step.
         if (slot < 0 && request && pool.mixed) {
             slot = pool.oldest([&](const moe_edge_pool::slot & s) { return cells[s.cell].lacks() && !in_transition(s.cell); });
         }

@@ -46,8 +46,8 @@ cells_in_use & in_use = *new cells_in_use;
 
 const size_t PAGE = sysconf(_SC_PAGESIZE);
 
-// A step with at least LEAST_PROMPT tokens counts as a prompt and may make a lot of scratch memory resident. The first
-// later step with at most 1/FEWER as many tokens releases that memory.
+// A step with at least LEAST_PROMPT tokens counts as a prompt, which may make a lot of scratch memory resident. The
+// next step with few tokens releases that memory. Few means: the prompt has at least FEWER times as many tokens.
 constexpr int32_t LEAST_PROMPT = 32;
 constexpr int32_t FEWER        = 8;
 
@@ -66,7 +66,7 @@ struct whole_pages {
     bool drop() const { return begin == end || madvise(begin, end - begin, MADV_DONTNEED) == 0; }
 };
 
-// Returns null if the system refuses.
+// Maps memory and records the mapping. Returns null if the system refuses.
 char * map_pages(size_t size, use kind, const void * owner) {
     void * data = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (data == MAP_FAILED) {

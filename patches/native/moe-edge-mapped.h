@@ -16,18 +16,18 @@ struct moe_edge_touched;
 ggml_backend_buffer_type_t moe_edge_cache_type(ggml_backend_buffer_type_t type);
 
 // Releases the whole pages within `size` bytes of a tensor, starting at `offset`. They read as zeros afterwards. Does
-// nothing if the tensor is not in a buffer of moe_edge_cache_type().
+// nothing if moe_edge_in_cache(tensor) is false.
 void moe_edge_drop(const ggml_tensor * tensor, size_t offset, size_t size);
 
-// Returns whether a tensor is in a buffer of moe_edge_cache_type().
+// Returns whether a tensor is part of a KV cache whose buffer has our type (see moe_edge_cache_type).
 bool moe_edge_in_cache(const ggml_tensor * tensor);
 
 // Records the used KV cells of the cache that contains this tensor, for moe_edge_get_touched. used: their bytes.
 // cells_end: the index after the last used cell.
 void moe_edge_count_cells(const ggml_tensor * tensor, uint64_t used, uint64_t cells_end);
 
-// Sets a part of a tensor to zero without making pages resident. Returns false, and changes nothing, if the tensor is
-// not in a buffer of moe_edge_cache_type().
+// Sets a part of a tensor to zero without making pages resident. Returns false, and changes nothing, if
+// moe_edge_in_cache(tensor) is false.
 bool moe_edge_zero(const ggml_tensor * tensor, size_t offset, size_t size);
 
 // Manages the scratch memory of one context. A long prompt makes a lot of it resident. The next step with few tokens

@@ -12,8 +12,8 @@
 namespace {
 
 // The file offsets for reading one part of a slice (an expert matrix). [first, last): the slice. [begin, end): this
-// part, as whole blocks of 4096 bytes. block0: the start of the block that contains `first`. The block at block0 is
-// read to the start of the memory slot.
+// part, in whole blocks of 4096 bytes. block0: the start of the block that contains `first`. A memory slot contains the
+// file's bytes from block0 on, so the part goes to the slot's byte begin - block0.
 struct slice_span {
     uint64_t first, last, block0, begin, end;
 
@@ -243,8 +243,8 @@ void moe_edge_reads::set_speed(uint64_t bandwidth, uint64_t latency_us) {
 void moe_edge_reads::simulate_until(uint64_t ns) {
     for (;;) {
         user.wake();
-        // Determine when the next transition (a background change of tier) may start, if it waits only for its rate
-        // limit.
+        // held: a transition (a background change of tier) is queued, and only its rate limit delays it. next: the time
+        // from which the limit allows it, in nanoseconds.
         const bool held = !queue.empty() && !urgent() && !transiting && simulation->has_idle_thread();
         const uint64_t next = held ? transition_at * 1000 : UINT64_MAX;
         if (simulation->busy() && simulation->next_done() <= std::min(next, ns)) {

@@ -86,9 +86,9 @@ class moe_edge_checksums {
 // tier).
 enum moe_edge_urgency : int32_t { MOE_EDGE_DEMANDED = 0, MOE_EDGE_AHEAD = 1, MOE_EDGE_TRANSITING = 2 };
 
-// The sort key of a read in the queue. Its last element is the cache entry. The queue is sorted by urgency first.
-// Demand reads then follow the order in which a layer computes its matrices, and the file offset. Other reads follow
-// the order in which the policy listed the experts.
+// The sort key of a queued read: urgency, order, file offset, cache entry. order: for a demand read, the position of
+// its matrix in the order in which a layer computes its matrices. For other reads, a sequence number, so that they keep
+// the order of the policy's list. Their file offset is 0.
 using moe_edge_read_key = std::tuple<int32_t, int32_t, uint64_t, int32_t>;
 
 class moe_edge_queue {
@@ -131,7 +131,8 @@ class moe_edge_reads {
         // to the checksum of its expert matrix, if read.checks is set.
         virtual void end_read(std::unique_lock<std::mutex> * lock, const moe_edge_read & read, const std::string & why,
                               uint64_t took_us, uint32_t crc) = 0;
-        // Called after end_read(), and when another queued read may be able to start.
+        // Called after end_read(), and before a simulation advances its clock. The owner must start the reads and
+        // copies that are possible now, or wake the threads that do so.
         virtual void wake() = 0;
 
       protected:
@@ -145,7 +146,7 @@ class moe_edge_reads {
 
     void start(int32_t n_threads, bool simulated);  // without threads, the owner calls read_one()
     bool read_one(std::unique_lock<std::mutex> & lock);  // reads the most urgent part; false if none could begin
-    void stop();  // without the mutex
+    void stop();  // must be called without holding the mutex
 
     moe_edge_files files;
     moe_edge_queue queue;  // reads with parts that were not started

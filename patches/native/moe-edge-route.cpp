@@ -117,8 +117,7 @@ void predict(const hook_layer & target, const float * logits, int32_t * ids_out,
 constexpr int AHEAD_AT = MOE_EDGE_ROUTE_MARK_AT + 1;
 
 // Returns for how many of the following layers the experts can be predicted from this layer's router input. The count
-// stops before the first layer whose router is null: that router's weights and biases alone do not determine the
-// experts.
+// ends before the first layer that cannot be predicted (its `router` is null).
 int32_t ahead_layers(const hook_layer & layer) {
     const auto & layers = layer.model->layers;
     const int32_t most = std::min<int32_t>(layer.model->store->n_ahead, layers.size() - 1 - layer.layer);
@@ -188,10 +187,14 @@ void importance_node(ggml_tensor * dst, int ith, int nth, void *) {
 }
 
 // Implements moe_edge_route::decide. Reports the experts that a router has selected to the store, and sets the routing
-// weights of skipped experts to 0. The sources of the route node are the routing weights, the selected experts, and the
-// predicted router logits of each following layer for which the experts are predicted. Two more sources are optional:
-// token importance, and the indices of the tokens if the layer computes only the tokens for which the caller requested
-// an output.
+// weights of skipped experts to 0.
+//
+// The sources of the route node, in this order:
+// - the routing weights
+// - the selected experts
+// - the predicted router logits of following layers, one source for each of them
+// - token importance, F32; optional
+// - the indices of the tokens, I32; present if the layer computes only the tokens that have an output
 int decide(moe_edge_route * route, const ggml_tensor * node, const moe_edge_routed & routed) {
     const auto & layer = *static_cast<const hook_layer *>(route);
     moe_edge_store & store = *layer.model->store;
@@ -311,16 +314,17 @@ int64_t most_heads(const llm_graph_context & graph) {
     return most;
 }
 
-// Returns the graph input with the indices of the tokens whose attention queries are used for token importance (the
-// attention that each token receives). All layers of a graph share this input. Its shape is I32 [queries, heads]:
-// ggml_get_rows needs the indices for each head. While a graph is built only to reserve memory, the input has the
-// largest possible number of queries.
+// Returns the graph input with the indices of the tokens whose attention queries are used for token importance. Adds it
+// to the graph if it does not exist, so that all layers of a graph share it. Its shape is I32 [queries, heads]. It
+// repeats the indices for each head, because ggml_get_rows requires this.
 ggml_tensor * window_rows(const llm_graph_context & graph, const moe_edge_store & store) {
     for (auto & input : graph.res->inputs) {
         if (auto * window = dynamic_cast<window_input *>(input.get())) {
             return window->rows;
         }
     }
+    // While no step is running, the graph is built only to reserve memory. Then use the largest possible number of
+    // queries.
     const int64_t most = std::min<int64_t>((int64_t) store.importance_window * graph.cparams.n_seq_max, graph.n_tokens);
     const int64_t n = store.step_batch().phases.empty() ? most : store.step_batch().window.size();
     ggml_tensor * rows = ggml_new_tensor_2d(graph.ctx0, GGML_TYPE_I32, n, most_heads(graph));
@@ -365,7 +369,7 @@ ggml_tensor * importance(const llm_graph_context & graph, const moe_edge_store &
     }
     ggml_tensor * weights = a.weights;
     if (window > 0) {
-        // each stream numbers its KV cells separately, so only one stream is supported
+        // Support only one stream of the KV cache (k->ne[3]), because each stream numbers its cells separately.
         weights = a.q && a.mask && a.k->ne[3] == 1 ? weights_of(graph, a, window_rows(graph, store)) : nullptr;
     }
     if (!weights || weights->ne[3] != 1) {
@@ -442,7 +446,7 @@ ggml_tensor * moe_edge_route_hook(const llm_graph_context & graph, const ggml_te
     layer.gating_op = gating_op;
     ggml_tensor * x = router_input(layer, logits);
     if (!x || !layer.by_token.empty()) {
-        layer.router = nullptr;  // in time: such a graph is built to reserve memory before a graph is computed
+        layer.router = nullptr;  // happens while memory is reserved, before a graph is computed
     }
     if (graph.cparams.warmup || layer.model->store->runs_unwatched()) {
         return weights;

@@ -17,11 +17,11 @@
 // prefetch list.
 constexpr uint64_t MOE_EDGE_NO_LIST = UINT64_MAX;
 
-// The arguments with which a load asks its pool for a slot.
+// A load's request for a slot of a pool (moe_edge_pool).
 struct moe_edge_claim {
-    uint64_t asked_at;  // position of the slot in the LRU order
-    uint64_t list;      // number of the prefetch list: experts in this list or a later one are not evicted
-    bool     passing;   // for streaming requests only
+    uint64_t asked_at;  // time of the request: position of the slot in the LRU order
+    uint64_t list;      // number of the load's prefetch list: experts of this or a later list are not evicted
+    bool     passing;   // only streaming requests (of long prompts) need the load
 };
 
 class moe_edge_pool {
@@ -36,8 +36,8 @@ class moe_edge_pool {
         int32_t  newer      = -1;     // neighbours in the list of complete slots
         int32_t  older      = -1;
         uint64_t used_at    = 0;      // time of the last request for its bytes; orders the list
-        moe_edge_ticket after  = 0;   // the last copy to this slot, or its last reader since then
-        moe_edge_ticket behind = 0;   // the ticket that this copy had to wait for
+        moe_edge_ticket after  = 0;   // ticket of the last copy to this slot, or of its last reader since then
+        moe_edge_ticket behind = 0;   // ticket for which the last copy to this slot had to wait
     };
 
     // Properties that all slots of the pool have in common. They are constant after the store is created.

@@ -163,9 +163,9 @@ bool moe_edge_store::landed(int32_t cell) const {
     return load.arrived() && (!load.copied() || device->passed(pools[slice_of(cell, load.tier()).group][load.slot()].after));
 }
 
-// Returns the cache entry of a queued read that can continue. A read for the device needs a slot of the host tier, the
-// cache in host memory from which experts are copied to the device. If no such slot is available, waits until one may
-// be free, and returns -1. The caller then tries again.
+// Returns the cache entry whose queued read a thread should do next. A read for the device first reserves a slot of the
+// host tier, a cache in host memory. If no slot is free, waits until one may be free, and returns -1. The caller then
+// tries again.
 int32_t moe_edge_store::reserve_host(std::unique_lock<std::mutex> & lock) {
     const int32_t cell = reads.queue.first();
     auto & load = *cells[cell].load();
@@ -217,9 +217,9 @@ void moe_edge_store::check_device() {
     }
 }
 
-// Decides at a step boundary whether the expert tables are static: they do not change during the step. They are static
-// if every expert is resident in the default tier or a better one. In addition, neither the route callback nor a front
-// end may choose tiers in this step.
+// Decides whether the expert tables are static, which means that they do not change during the new step. They are
+// static only if every expert is resident in the default tier or a better one. They are not static if the route
+// callback is called in this step, or if a caller of moe_edge_apply has chosen tiers.
 void moe_edge_store::fix_tables() {
     const bool same = tables_fixed && fixed_changes == table_changes;
     bool fixed = !asks(phase) && !directed && !exact_tiers && !failed && !split;

@@ -207,7 +207,8 @@ void moe_edge_store::prefetch_locked(int32_t layer, const moe_edge_prefetch_item
     if (tables_fixed) {
         return;  // all experts are resident
     }
-    // Mark all listed experts first, so that a resident expert of the list is not evicted for an absent one.
+    // Number the list, and store the number in the cache entries of its experts. A prefetch of this list then does not
+    // evict these experts.
     n_lists++;
     for (int32_t i = n; i-- > 0;) {
         each_cell(list[i], [&](int32_t cell) {
@@ -267,15 +268,15 @@ void moe_edge_store::begin(moe_edge_matrix & m, const int32_t * experts, int32_t
         }
     }
     if (!undecided.empty()) {
-        // Request only this matrix kind. The experts of the layer's other kinds are requested when the graph reaches
-        // their ops.
+        // Request these experts in the default tier, but only their matrices of this kind. The ops of the other kinds
+        // request the other matrices.
         const std::vector<uint8_t> tiers(undecided.size(), default_tier);
         apply_locked(m.layer, m.kind, undecided.data(), tiers.data(), nullptr, undecided.size(), INT32_MAX);
     }
 }
 
-// Hands all experts of an op to its executor at once, if the expert tables do not change during the step. Otherwise
-// returns false. Needs no lock, because the calling thread is the one that begins steps.
+// Writes all experts of an op to `out`. Returns false, and writes nothing, if the expert tables may change during the
+// step, or if the store is on a device. Needs no lock, because tables_fixed does not change during a step.
 bool moe_edge_store::serve_unwatched(const moe_edge_matrix & m, const int32_t * experts, const int32_t * first, int32_t n,
                                      moe_edge_ready * out) {
     if (device || !tables_fixed) {
@@ -319,7 +320,7 @@ bool moe_edge_store::whole(int32_t cell) const {
     return true;
 }
 
-// Returns whether a matrix of this entry's expert is missing and being loaded.
+// Returns whether at least one missing matrix of this entry's expert is being loaded.
 bool moe_edge_store::whole_comes(int32_t cell) const {
     for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
         const auto & c = cells[cell_index(layer_of(cell), k, expert_of(cell))];

@@ -102,9 +102,8 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     void    multiply(const std::vector<moe_edge_product> & products, uint64_t began_us);
     bool    fixed() const { return tables_fixed; }
     bool    in_prefill() const { return phase == MOE_EDGE_PREFILL; }
-    // Whether the step's graph needs no route node between a router and its experts. This is the case if the expert
-    // tables do not change during the step. In addition, a device must count by itself how many tokens are routed to
-    // each expert.
+    // Whether the step runs without route nodes, which report the selected experts to the store. This is possible if
+    // the expert tables do not change during the step. A device must then count the tokens of each expert itself.
     bool    runs_unwatched() const { return tables_fixed && (!device || device->counts_routing()); }
     void    waited(int32_t cause, uint64_t ns);  // any thread
     bool    serve_unwatched(const moe_edge_matrix & m, const int32_t * experts, const int32_t * first, int32_t n,
@@ -152,8 +151,8 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     moe_edge_room_cb  room_callback = nullptr;
     void *            room_user     = nullptr;
 
-    // The result of the latest room callback. tokens: how many tokens may still be computed without calling it again.
-    // at_once: the most tokens per micro-batch.
+    // The limits that the latest call of room_callback has set. The callback makes memory available for batches.
+    // tokens: how many tokens may be computed before the next call. at_once: the most tokens per micro-batch.
     struct { uint32_t tokens, at_once; } given = {};
     uint32_t laid_out = 0;  // micro-batch size that scratch is laid out for; 0: the context's own
 
@@ -251,7 +250,7 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     void    fix_tables();
     void    collect_counts();
 
-    // misses that are used in place (moe-edge-in-place.cpp)
+    // cache misses that the host computes (moe-edge-in-place.cpp)
     void    open_in_place(const moe_edge_config & config);
     void    choose_places(int32_t layer, int32_t kind, const int32_t * experts, int32_t n, int32_t n_tokens);
     double  compute_seconds(int32_t layer, int32_t kind, int32_t expert) const;
@@ -310,7 +309,7 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     // Waits until a read completes, or for at most `ms` milliseconds. Returns how many microseconds it waited.
     uint64_t wait_done(std::unique_lock<std::mutex> & lock, int ms);
     // Requests experts of a layer for the running step. kind: one matrix kind, or MOE_EDGE_N_KINDS for all kinds.
-    // passing: 1 for each streaming request; may be null.
+    // passing: 1 for each expert that should be evicted first, because a long prompt requests it; null for none.
     void    apply_locked(int32_t layer, int32_t kind, const int32_t * experts, const uint8_t * tiers,
                          const uint8_t * passing, int32_t n, int32_t n_tokens);
     bool    check_layer(int32_t layer, int32_t kind, const int32_t * experts, int32_t n);
@@ -346,11 +345,11 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     std::vector<int32_t>        size_classes;          // of the host tier: [layer, kind, tier]
     double                      copy_s_per_byte = 0.0;  // for copying a missing expert; infinite if unknown
     double                      round_trip_s = 0.0;
-    // hosted_expected_s, hosted_took_s: two sums, in seconds, of the estimated and the measured time that the host
-    // threads needed for missing experts. Their ratio corrects later estimates. Both begin with HOSTED_PRIOR_S. In each
-    // step, the excess of each sum over HOSTED_PRIOR_S is multiplied by HOSTED_KEPT, so that old measurements lose
-    // weight.
+    // HOSTED_PRIOR_S: the initial value, in seconds, of the two sums below. HOSTED_KEPT: at each step, the part of a
+    // sum above that value is multiplied by this factor. Old measurements thus lose weight.
     static constexpr double     HOSTED_PRIOR_S = 1e-3, HOSTED_KEPT = 0.98;
+    // The time in seconds that the host threads needed for missing experts: as estimated, and as measured. The ratio of
+    // the two sums corrects later estimates.
     double                      hosted_expected_s = HOSTED_PRIOR_S;
     double                      hosted_took_s     = HOSTED_PRIOR_S;
     int32_t                     misses = MOE_EDGE_MISS_COPY;
@@ -361,7 +360,7 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     std::condition_variable     copy_cv;               // the copy thread waits for copies
     std::thread                 copy_thread;
     std::vector<moe_edge_matrix *> all_matrices, down_matrices;
-    bool                        directed = false;      // a front end passes tiers to apply()
+    bool                        directed = false;      // a caller has passed tiers to apply()
     std::vector<moe_edge_prefetch_item> transitions;  // the transitions in progress
     std::vector<moe_edge_pool *> unserved;            // pools to which revoked transitions returned slots
     int32_t                     transition_seq = 0;

@@ -60,7 +60,7 @@ struct moe_edge_ops {
     // Blocks until at least one more of the op's experts is complete. Writes all complete experts that were not
     // returned before, and returns their number. Returns -1 if the step failed.
     int32_t (*next)(moe_edge_matrix * m, moe_edge_ready * out);
-    // Releases experts. Their bytes must not be read after the ticket `after` has passed. 0: no work on a device reads
+    // Releases experts. after: a ticket that passes when the device has finished reading them; 0 if no device reads
     // them.
     void (*release)(moe_edge_matrix * m, const moe_edge_ready * ready, int32_t n, moe_edge_ticket after);
     // Blocks until the tickets of these experts have passed. Needed by executors that read experts on the host.
@@ -68,9 +68,9 @@ struct moe_edge_ops {
     // Returns whether every expert of the matrix is in memory and the matrix's table of experts does not change before
     // the next step boundary.
     bool (*fixed)(moe_edge_matrix * m);
-    // A single call instead of begin, next and release, for a table that does not change during the step. Writes all
-    // experts of an op to `out` and returns true. Returns false if the table may change, or if the store is on a
-    // device. first: expert e has the rows first[e] to first[e + 1] of the op, which the store counts.
+    // Replaces begin, next and release if the matrix's table does not change during the step. Writes all experts of an
+    // op to `out` and returns true. Returns false if the table may change, or if the store is on a device. first:
+    // expert e gets the op's rows from first[e] to first[e + 1] - 1. The store counts them as tokens of the expert.
     bool (*unwatched)(moe_edge_matrix * m, const int32_t * experts, const int32_t * first, int32_t n, moe_edge_ready * out);
     // Writes to out [n_expert] the distinct experts that the router has selected for the next op, and returns their
     // number. Returns -1 if the store does not know them; the executor must then read the ids from the device.
@@ -105,9 +105,9 @@ struct moe_edge_matrix {
     std::shared_ptr<void>       executor;  // state that an executor keeps for this matrix; destroyed with the store
 };
 
-// A route node on a device can plan the expert products of its layer: it chooses the kernel launches of each product,
-// and the experts of each launch, before the products run. It does so only within these limits: rows (tokens times
-// selected experts) and tokens of the step, and kernel launches of one product.
+// A route node on a device can plan the expert products of its layer: it assigns the experts of each product to kernel
+// launches. A plan has these limits: rows (tokens times selected experts) and tokens of the step, and kernel launches
+// of each product.
 constexpr int32_t MOE_EDGE_PLAN_ROWS = 128, MOE_EDGE_PLAN_TOKENS = 8, MOE_EDGE_PLAN_LAUNCHES = 6;
 
 // Returns the size of a plan in 32-bit words, or 0 if the step is too large for a plan. A route node on a device writes
@@ -118,7 +118,8 @@ inline int64_t moe_edge_plan_words(int64_t n_used, int64_t n_tokens) {
     return few ? 3 * MOE_EDGE_PLAN_LAUNCHES * n_used * n_tokens : 0;
 }
 
-// The inputs of a route node (moe_edge_route) in host memory.
+// The inputs of a route node, copied to host memory. A route node is a node of the graph that reports the experts that
+// a router has selected (moe_edge_route).
 struct moe_edge_routed {
     const void * inputs[GGML_MAX_SRC] = {};  // the data of the node's sources, without gaps between their rows
     size_t       selected_stride = 0;        // bytes between the tokens of the selected experts, inputs[1]
@@ -130,8 +131,8 @@ struct moe_edge_routed {
 struct moe_edge_route {
     moe_edge_device * device = nullptr;  // null: the CPU runs the node
     moe_edge_matrix * matrices[MOE_EDGE_N_KINDS] = {};  // null for kinds that the layer does not have
-    // Lets the store and its policy decide about the selected experts. Returns 0, 1 if it changed the weights, or -1 if
-    // the step failed.
+    // Reports the selected experts to the store, which then decides in which tier (precision) each expert is computed.
+    // Returns 0, 1 if the routing weights were changed, or -1 if the step failed.
     int (*decide)(moe_edge_route * route, const ggml_tensor * node, const moe_edge_routed & routed) = nullptr;
 };
 

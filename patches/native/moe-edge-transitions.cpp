@@ -21,8 +21,8 @@ bool moe_edge_store::in_transition(int32_t cell) const {
     return false;
 }
 
-// Starts a transition (a background change of an expert's tier) if there is a free slot for every matrix that changes
-// its tier. Returns whether it was started.
+// Starts a transition: expert t.expert changes to tier t.tier in the background. Each matrix that changes needs a free
+// slot, because the old version keeps its slot until the transition ends. Returns whether the transition was started.
 bool moe_edge_store::admit(const moe_edge_prefetch_item & t) {
     if (exact_tiers || transits(t)) {
         return false;
@@ -126,8 +126,8 @@ bool moe_edge_store::revoke(const moe_edge_pool & pool) {
         auto & load = *cells[cell].load();
         load.revoke();
         if (load.arrived()) {
-            // Remember the pool, which now has a free slot. wake() later gives free slots to the cache entries that
-            // wait for one. This must not happen here, because the caller may be doing it now.
+            // The slot of this load becomes free. Record its pool, so that wake() gives the slot to a waiting cache
+            // entry. Do not call serve_waiting() here, because serve_waiting() itself may have called revoke().
             unserved.push_back(&pool_of(cell, load.tier()));
             free_load(cell);
         }

@@ -105,8 +105,8 @@ struct moe_edge_slices {
     // The CRC-32 of each expert, [n_expert], or NULL. If the first complete read of an expert has another checksum, the
     // read fails.
     const uint32_t * checksums;
-    // The time in microseconds that the host threads need to multiply one of the experts that this struct locates with
-    // one token, measured with moe_edge_measure_product(). Used for MOE_EDGE_MISS_AUTO. 0: the host must not compute
+    // The time in microseconds that the host threads need for the product of one of these experts and one token. The
+    // caller measures it with moe_edge_measure_product(). Used for MOE_EDGE_MISS_AUTO. 0: the host must not compute
     // these experts.
     double   compute_us;
 };
@@ -119,7 +119,7 @@ struct moe_edge_group {
     uint64_t slot_bytes;
     int32_t  n_slots;
     int32_t  n_passing;  // most slots that streaming requests (moe_edge_decision) may hold; 0 means 1
-    // The memory of this group's slots. MOE_EDGE_MISS_COPY: the memory of the store's device, or host memory if the
+    // The memory that contains the slots. MOE_EDGE_MISS_COPY: the memory of the store's device, or host memory if the
     // store has no device. MOE_EDGE_MISS_COMPUTE: host memory although the store has a device. Host threads then always
     // compute the experts in these slots.
     int32_t  place;
@@ -203,15 +203,17 @@ struct moe_edge_prefetch_item {
     int16_t passing;           // 1: a streaming request, see moe_edge_decision
 };
 
-// The decision of the route callback about the experts of a route event. Before each call, the store sets tier[] to 0
-// (the best tier) and passing[] to 0 (no streaming request). After the call, it reads only the entries of selected
-// experts.
+// The output of the route callback: the tiers of the experts that a router has selected, and the experts to prefetch.
+// Before each call, the store sets tier[] to 0 (the best tier) and passing[] to 0. After the call, it reads only the
+// entries of selected experts.
 struct moe_edge_decision {
     uint8_t * tier;                       // [n_expert] tier index, or MOE_EDGE_SKIP
-    // 1: the request is a streaming one, of a long prompt, and does not count as a use of the expert. Streamed experts
-    // are evicted first. They evict others only while fewer than n_passing slots of their group hold streamed experts.
+    // 1: a streaming request, from a long prompt that needs nearly all experts. It does not count as a use of the
+    // expert, and the expert is evicted first. Streamed experts evict other experts only while they hold fewer than
+    // moe_edge_group.n_passing slots.
     uint8_t * passing;                    // [n_expert] 0 or 1
-    // Experts to prefetch if they are absent. A resident expert of the list is not evicted for others of the list.
+    // Experts to prefetch if they are absent. Prefetching an expert of the list does not evict another expert of the
+    // list.
     struct moe_edge_prefetch_item * prefetch;  // [MOE_EDGE_MAX_PREFETCH] most urgent first
     int32_t n_prefetch;
     int32_t renormalize;                  // 1: scale a token's remaining weights so that their sum is as before skipping
@@ -285,7 +287,7 @@ struct moe_edge_stats {
     uint64_t experts_promoted;     // published transitions, by direction
     uint64_t experts_demoted;
     uint64_t transitions_begun;
-    uint64_t transitions_rejected; // no free slot, or the expert is not resident or under way already
+    uint64_t transitions_rejected; // no free slot, or the expert is not resident or already in transition
     uint64_t transitions_failed;   // the read failed, or a token needed the slot; the old version stayed
     uint64_t transition_bytes;     // read in the background
     uint64_t table_writes;         // changes of an entry of an expert table
@@ -520,15 +522,15 @@ MOE_EDGE_API int32_t moe_edge_warm(
 // Verifies all invariants of the store, for tests. Returns 0, or -1 with one sentence in err.
 MOE_EDGE_API int moe_edge_check(struct moe_edge_store * store, char * err, size_t err_size);
 
-// Prefetches the listed experts, the most urgent first. Needs no route event. Experts that get no slot are dropped.
+// Prefetches the listed experts, the most urgent first. May be called at any time, also outside the route callback.
+// Experts that get no slot are dropped.
 MOE_EDGE_API void moe_edge_prefetch(
         struct moe_edge_store * store, const struct moe_edge_prefetch_item * list, int32_t n);
 
-// Starts transitions: changes the tier of the listed experts, which are resident, in the background. A transition
-// starts only if there is a free slot for each matrix of the expert. The expert keeps its old tier until a step
-// boundary at which all its matrices are complete. It also keeps its old tier if a read fails or a token needs the
-// slots. Returns the number of started transitions, or -1 if an index is out of range. The fields kinds and passing are
-// ignored.
+// Starts to change the tiers of the listed resident experts in the background (transitions). Each matrix of an expert
+// needs a free slot for its new tier. The expert changes its tier at a step boundary, after all its matrices are
+// complete. It keeps its old tier if a read fails or a token needs the slots. Returns the number of started
+// transitions, or -1 if an index is out of range. The fields kinds and passing of the list's items are ignored.
 MOE_EDGE_API int32_t moe_edge_transition(
         struct moe_edge_store * store, const struct moe_edge_prefetch_item * list, int32_t n);
 
@@ -576,9 +578,9 @@ MOE_EDGE_API void moe_edge_sim_speed(struct moe_edge_store * store, uint64_t byt
 // nanoseconds, or 0 if the store is not simulated.
 MOE_EDGE_API uint64_t moe_edge_sim_advance(struct moe_edge_store * store, uint64_t ns);
 
-// Does the work of a layer's router in a simulated store: calls the route callback, and requests the selected experts.
-// Before, the caller must fill the arrays of moe_edge_store_event(): for n_tokens tokens, for the experts predicted for
-// the next n_ahead layers, and `importance` if has_importance is set. Returns 0, or -1 if the step failed.
+// Simulates a layer's router: calls the route callback, and requests the selected experts. The caller must first fill
+// the arrays of moe_edge_store_event() with the selected experts of n_tokens tokens. It must also fill in the predicted
+// experts of the next n_ahead layers, and `importance` if has_importance is not 0. Returns 0, or -1 if the step failed.
 MOE_EDGE_API int moe_edge_sim_route(struct moe_edge_store * store, int32_t layer, int32_t n_tokens, int32_t n_ahead,
         int32_t has_importance);
 

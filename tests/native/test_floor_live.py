@@ -56,7 +56,7 @@ TABLES = [
         "not a loss table, or is damaged: run `moe-edge calibrate",
     ),
     (infinite, "not a loss table, or is damaged: run `moe-edge calibrate"),
-    (unfitted, "cannot convert the errors of experts to KL.*run `moe-edge calibrate"),
+    (unfitted, "cannot predict the quality loss.*run `moe-edge calibrate"),
 ]
 
 

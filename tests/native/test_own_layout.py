@@ -63,10 +63,10 @@ def managed(path, read=one_by_one, share=0, **options):
 def test_decoding_equals_upstream_with_repacked_weights(shape, tier, tiny_model):
     path = tiny_model(shape, tier)
     found, mode = managed(path, use_extra_bufts=True)
-    assert f"{tier} in this CPU's own layout" in mode
+    assert f"{tier} experts repacked for this CPU" in mode
     np.testing.assert_array_equal(found, upstream(path, repack=True))
     as_in_file, mode = managed(path, use_extra_bufts=False)
-    assert "own layout" not in mode
+    assert "repacked for this CPU" not in mode
     np.testing.assert_array_equal(as_in_file, upstream(path, repack=False))
 
 
@@ -79,7 +79,7 @@ def test_exact_equals_upstream_without_repacked_weights(tier, tiny_model):
     path = tiny_model("olmoe", tier)
     for read in (one_by_one, prompt):
         found, mode = managed(path, read, exact=True)
-        assert "own layout" not in mode
+        assert "repacked for this CPU" not in mode
         np.testing.assert_array_equal(found, upstream(path, False, read))
 
 
@@ -90,10 +90,10 @@ def test_layout_with_evictions(tiny_model):
     """
     path = tiny_model("qwen3moe", "q4_0")
     _, mode = managed(path, share=0.5)
-    assert "own layout" not in mode
+    assert "repacked for this CPU" not in mode
     whole, _ = managed(path)
     found, mode = managed(path, share=0.5, layout="cpu")
-    assert "q4_0 in this CPU's own layout" in mode
+    assert "q4_0 experts repacked for this CPU" in mode
     np.testing.assert_array_equal(found, whole)
 
 
@@ -103,13 +103,13 @@ def test_auto_converts_resident_experts_only(tiny_model):
     It does not convert if slots hold only 95 % of the experts.
     """
     path = tiny_model("qwen3moe", "q4_0")
-    assert "own layout" not in managed(path, share=0.95)[1]
+    assert "repacked for this CPU" not in managed(path, share=0.95)[1]
     low = tiny_model("qwen3moe", "q2_k")
     asked = SETTINGS | {"low": low, "policy": "dynaexq"}
     for rate, changed in ((1 << 20, True), (0, False)):
         with opened(path, 0.95, transition_rate=rate, **asked) as runtime, runtime.evaluator() as e:
             assert e.inside.policy.wants.all_resident
-            assert ("q4_0 in this CPU's own layout" in runtime.mode) == changed
+            assert ("q4_0 experts repacked for this CPU" in runtime.mode) == changed
             one_by_one(e.eval)
             e.inside.store.check()
 
@@ -119,7 +119,7 @@ def test_types_without_an_own_layout_stay_as_in_the_file(tiny_model):
     for tier in ("q8_0", "q6_k"):
         path = tiny_model("olmoe", tier)
         found, mode = managed(path, layout="cpu", use_extra_bufts=False)
-        assert "own layout" not in mode
+        assert "repacked for this CPU" not in mode
         np.testing.assert_array_equal(found, upstream(path, repack=False))
 
 

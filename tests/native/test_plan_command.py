@@ -94,7 +94,7 @@ def test_the_frontier_is_printed_and_drawn(model, tmp_path, monkeypatch):
     monkeypatch.setattr(ExpertModel, "lookup_text", "rows (4 GiB)")
     shown = run(model, *LITTLE)
     assert shown.exit_code == 0, shown.output
-    assert "All plans except plain leave these tensors on disk: rows (4 GiB)" in shown.stderr
+    assert "These tensors stay on disk, except with --policy plain: rows (4 GiB)" in shown.stderr
     assert "`chat` and `serve` use dymoe" in shown.stdout
     assert "quality loss (KL) is unknown" in shown.stderr and "calibrate" in shown.stderr
     assert "Other programs used the processor" in shown.stdout
@@ -232,7 +232,7 @@ def test_max_loss_chooses_the_plan(fitted):
     shown = run(fitted, *LITTLE, "--max-loss", "0.05")
     assert shown.exit_code == 0 and f"use {ran[0.05][0]} (" in shown.stdout
     assert shown.stderr.splitlines() == [
-        f"All plans except plain leave these tensors on disk: {LOOKUP}"
+        f"These tensors stay on disk, except with --policy plain: {LOOKUP}"
     ]
     assert sum(line.startswith("*") for line in shown.stdout.splitlines()) == 1
     found = candidates(fitted, *LITTLE, "--max-loss", "0.05")["candidates"]
@@ -252,7 +252,7 @@ def test_a_named_table_chooses_a_plan(fitted, tmp_path):
         shown = run(fitted, *LITTLE, "--losses", str(named), *more)
         assert shown.exit_code == 0
         assert shown.stderr.splitlines() == [
-            f"All plans except plain leave these tensors on disk: {LOOKUP}"
+            f"These tensors stay on disk, except with --policy plain: {LOOKUP}"
         ]
     with Runtime.open(build(fitted, losses=named, max_loss=0.05)) as runtime:
         assert "estimated quality loss" in runtime.mode

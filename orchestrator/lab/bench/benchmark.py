@@ -122,8 +122,8 @@ class Benchmark(ABC):
         made = f"{self.model.n_layers} layers, {runs_text}"
         if not on.trained:
             made += (
-                f"; random weights, scaled so that each layer adds {RESIDUAL_POWER:.1f} times the "
-                f"variance of the embeddings to the residual stream"
+                f"; the model has random weights, and each layer adds {RESIDUAL_POWER:.1f} times "
+                f"the variance of the embeddings to the residual stream"
             )
         for same in caps_of(rows):
             cap, limit = same[0]["cap"], same[0]["limit_bytes"]
@@ -150,7 +150,7 @@ class Benchmark(ABC):
             f"the disk reads {statistics.median(speeds):.2f} GB/s with {io_kind} reads of "
             f"{disks[0].slice_bytes / 1000000.0:.2f} MB by {on.io_threads} threads ({all_speeds} "
             f"in the single runs)",
-            f"{routing} routing",
+            f"routing: {routing}",
         ]
 
     def measure_all(self, listed: Sequence[Case]) -> list[list[Result]]:
@@ -254,13 +254,13 @@ class Benchmark(ABC):
     def cap_words(self) -> str:
         """A title for tables of measurements under a memory cap, with a placeholder for the cap.
 
-        An example is "expert slots for {:.0%} of the experts". The caller fills in the cap, which
-        is a fraction. The option `caps_process` decides whether the cap limits the memory of the
-        process or only the expert slots.
+        An example is "expert cache with space for {:.0%} of the experts". The caller fills in the
+        cap, which is a fraction. The option `caps_process` decides whether the cap limits the
+        memory of the process or only the expert slots.
         """
         if self.on.caps_process:
-            return "process memory limited to {:.0%} of the file"
-        return "expert slots for {:.0%} of the experts"
+            return "process memory limited to {:.0%} of the model file"
+        return "expert cache with space for {:.0%} of the experts"
 
     def cap_settings(self, case: Case) -> dict[str, Any]:
         """Return the settings of our engine that apply the memory cap of a case.

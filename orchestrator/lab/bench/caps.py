@@ -204,8 +204,8 @@ class Caps(Benchmark):
             tier = self.largest_whole(cap)
             if tier is None:
                 self.skip(
-                    f'no row "all TYPE" for the memory cap of {cap:.0%}: no quantization type of '
-                    "the experts is small enough"
+                    f"upstream llama.cpp with smaller experts is not measured under the memory cap "
+                    f"of {cap:.0%}: no quantization type of the experts is small enough"
                 )
             else:
                 listed.append(uniform(cap, tier))
@@ -245,25 +245,27 @@ class Caps(Benchmark):
     def intro(self) -> list[str]:
         options = self.on
         rows = (
-            f"All rows decode {options.tokens} steps after the same {options.prompt_tokens} "
-            f"{options.words} tokens. They are measured in {options.runs} rounds, each row once "
-            f"per round. Speeds are those of the median step. The policy dymoe has --retention "
-            f"{options.retention}, the average share of experts in the high precision."
+            f"Each row of a table is one system. All systems decode {options.tokens} steps after "
+            f"the same {options.prompt_tokens} {options.words} tokens. The systems take turns. "
+            f"Number of measurements of each: {options.runs}. Speeds are those of the median step. "
+            f"The policy dymoe keeps the fraction {options.retention} of the experts in the high "
+            f"precision on average (--retention)."
         )
         if options.together > 1:
             return [f"{rows} Each step decodes one token for each of {options.together} sequences."]
         return [
             rows,
-            "bound: the highest possible speed. A step takes at least its compute time, and at "
-            "least the time to read the missed bytes from disk. The bound is the median over the "
-            "steps of the larger of both times. The compute time is measured in the faster "
-            "upstream row with everything in memory. Experts that are skipped or in low precision "
-            "reduce it. The disk speed is the highest that was measured before, during or after "
-            'the row. The row "fewer experts" uses '
-            f"{self.fewer_experts[1]} of {self.model.n_expert_used} experts per token",
-            'rows "all TYPE": all experts have the largest type with which the whole model '
-            "fits in memory. This is the fastest alternative. Quality cannot be measured with "
-            "random weights: see docs/quality.md",
+            'The column "x mmap" is the speed-up over the row "upstream mmap". The column "of '
+            'bound" is the measured speed as a share of the highest possible speed. At that speed, '
+            "a step takes only its compute time, or only the time to read its missing experts from "
+            "disk, whichever is longer. The compute time is that of upstream llama.cpp with "
+            "everything in memory, less the time that skipped and low-precision experts save. The "
+            "disk speed is the highest that was measured before, during or after the row.",
+            f'The rows "fewer experts" use {self.fewer_experts[1]} instead of '
+            f"{self.model.n_expert_used} experts per token.",
+            'The rows "all TYPE" are upstream llama.cpp with all experts in the quantization type '
+            "TYPE. With a memory cap, this is the largest type with which the whole model fits in "
+            "memory. Quality cannot be measured with random weights: see docs/quality.md",
         ]
 
     def notes(self, rows: Sequence[Result]) -> list[str]:

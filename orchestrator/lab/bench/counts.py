@@ -71,7 +71,7 @@ def cases(model: ExpertModel, retention: float) -> list[Case]:
         replace(REFERENCE, name=f"{MANAGED}, static tables"),
         *(
             Case(
-                f"all experts on the GPU, policy decides, look-ahead {ahead}",
+                f"all experts on the GPU, dymoe with prefetch {ahead}",
                 "engine",
                 settings={"policy": "dymoe", "retention": 1.0, "prefetch": ahead},
             )
@@ -238,10 +238,11 @@ def count(retention: float, note: Note) -> Report:
         f"The model has {SHAPE.n_layer} layers of {SHAPE.n_expert} experts, of which a token "
         f"uses {SHAPE.n_expert_used}, with matrices of 256 x 256. The operations of {STEPS} decode "
         f"steps are counted on the emulated GPU, after {PROMPT_TOKENS + SETTLE_STEPS} tokens.",
-        f"The rows that are named 1 to 6 are those of DyMoE's Table 3, with {SHARE:.0%} of the "
-        f"experts on the GPU. The policy dymoe has --retention {retention}, the average share of "
-        f"experts in the high precision. Before the first step, host memory has all experts in "
-        f"{HIGH} and in {LOW}.",
+        f"The rows that are named 1 to 6 are those of Table 3 of the DyMoE paper, with "
+        f"{SHARE:.0%} of the experts on the GPU. 4/2 means that experts have 4 or 2 bits per "
+        f"weight. 4/0 means that they have 4 bits or are skipped. The policy dymoe keeps the "
+        f"fraction {retention} of the experts in the high precision on average (--retention). "
+        f"Before the first step, host memory has all experts in {HIGH} and in {LOW}.",
         "The numbers of operations include those of the embedding and the output, divided among "
         "the layers. Missing experts are copied to the GPU.",
     ]

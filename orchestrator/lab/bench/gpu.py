@@ -104,19 +104,17 @@ class GpuOptions(BenchOptions):
     link: int | None = setting(
         None,
         "Imitate a slow link to the GPU, such as 12GB/s, by copying each expert several times. "
-        "Rows of upstream llama.cpp are left out, because it copies each expert once.",
+        "Upstream llama.cpp is left out, because it copies each expert only once.",
         notation=BANDWIDTH,
         metavar="SPEED",
         shown="its own",
     )
     table3: bool = setting(
         False,
-        "Measure DyMoE's Table 3 on all layers of qwen3-30b. The 27 GB of the model are written to "
-        "memory. The policies dynaexq and floor are measured too.",
+        "Measure Table 3 of the DyMoE paper. The model is qwen3-30b with all layers, whose 27 GB "
+        "are written to memory. The policies dynaexq and floor are measured too.",
     )
-    predict: bool = setting(
-        False, "Predict --table3 for the speed of --link. This is a simulation without a GPU."
-    )
+    predict: bool = setting(False, "Predict --table3 by simulation, without a GPU. Needs --link.")
     models: Path | None = setting(None, "Folder of the generated models.", option=False)
     keep: Path | None = setting(
         None,
@@ -276,7 +274,7 @@ class Gpu(Benchmark):
     on: GpuOptions = GpuOptions()
     times = 1
     fixed_memory: FixedMemory
-    cap_words = "space for {:.0%} of the experts on the GPU"
+    cap_words = "GPU memory for {:.0%} of the experts"
 
     def run(self, on: Any, note: Note = lambda text: None) -> Report:
         """Run the benchmark that the options `on` select, and return its report.
@@ -455,7 +453,8 @@ class Gpu(Benchmark):
             found = self.measure(case, 0)
             if "error" in found:
                 raise MoeEdgeError(
-                    f"{self.high}: {found['error']}. Smaller memory limits (--caps) may also help"
+                    f"the GPU memory that {self.high} needs cannot be measured: "
+                    f"{found['error']}. Smaller limits of the GPU memory (--caps) may also help"
                 )
             memory.append(found["memory"])
         layers = tuple(
@@ -593,29 +592,34 @@ class Gpu(Benchmark):
             f"{gpu['name']}, {format_size(gpu['total_bytes'])}; copies to the GPU reach "
             f"{pinned} from pinned memory and {pageable} from pageable memory; the CPU computes "
             f"experts at {compute}",
-            f"All rows decode {options.tokens} steps with the same {options.words} tokens, after "
-            f"a prompt of {options.prompt_tokens} tokens. They are measured in {options.runs} "
-            f"rounds, each row once per round. The policy dymoe has --retention "
-            f"{options.retention}, the average share of experts in the high precision.",
-            "The rows that are named 1 to 6 are those of DyMoE's Table 3. They copy missing "
-            "experts to the GPU.",
+            f"Each row of a table is one system. All systems decode {options.tokens} steps with "
+            f"the same {options.words} tokens, after a prompt of {options.prompt_tokens} tokens. "
+            f"The systems take turns. Number of measurements of each: {options.runs}. The policy "
+            f"dymoe keeps the fraction {options.retention} of the experts in the high precision on "
+            f"average (--retention).",
+            "The rows that are named 1 to 6 are those of Table 3 of the DyMoE paper. They copy "
+            "missing experts to the GPU. 4/2 means that experts have 4 or 2 bits per weight. 4/0 "
+            "means that they have 4 bits or are skipped.",
         ]
         if self.times > 1:
             lines.insert(
                 0,
-                f"--link: each expert is copied {self.times} times, so copies reach "
-                f"{link_speed(self.copies[0]) / 1e9:.1f} GB/s instead of "
-                f"{link_speed(gpu['copies']) / 1e9:.1f}. Nothing else is slower. Rows of upstream "
-                "llama.cpp are left out, because it copies each expert once.",
+                f"To imitate a slow link to the GPU (--link), each expert is copied {self.times} "
+                f"times. Copies therefore reach {link_speed(self.copies[0]) / 1e9:.1f} GB/s "
+                f"instead of {link_speed(gpu['copies']) / 1e9:.1f}. Nothing else is slower. "
+                "Upstream llama.cpp is left out, because it copies each expert only once.",
             )
         if options.table3:
             return [*lines, table3.INTRO.format(options.prompt_tokens, options.n_ubatch)]
         return [
             *lines,
-            'The columns "x TPOT" and "x TTFT" are speed-ups relative to the best upstream row. '
-            'The column "x row 1" is the speed-up of TPOT relative to the row that is named 1.',
-            "bound: the shortest possible time, which is max(compute time with all experts on "
-            "the GPU, missed bytes / bandwidth)",
+            "TPOT is the time per output token, and TTFT is the time to the first token. The "
+            'columns "x TPOT" and "x TTFT" are speed-ups over the fastest row of upstream '
+            'llama.cpp in the same table. The column "x row 1" is the speed-up in TPOT over the '
+            f'row "{ON_DEMAND}".',
+            'The column "of bound" is the measured speed as a share of the highest possible speed. '
+            "At that speed, a token takes only the compute time with all experts on the GPU, or "
+            "only the time to load its missing experts, whichever is longer.",
         ]
 
 

@@ -113,21 +113,23 @@ class PairedOptions(BenchOptions):
     tier: str = setting(HIGH, "Quantization type of the experts of a random-weight model.")
     ours: tuple[str, ...] = setting(
         ("policy=lru", "force_managed=true"),
-        "Settings of the first of the two compared engines (ours), as NAME=VALUE.",
+        "Settings of the first of the two compared configurations, as NAME=VALUE.",
         notation=WORDS,
     )
     theirs: tuple[str, ...] = setting(
         (UPSTREAM,),
-        "Settings of the second of the two compared engines (theirs), as NAME=VALUE. The word "
+        "Settings of the second of the two compared configurations, as NAME=VALUE. The word "
         "upstream selects llama.cpp with its fastest flags.",
         notation=WORDS,
     )
     other: Path | None = setting(
-        None, "Source checkout whose code runs the second engine (theirs).", metavar="DIR"
+        None,
+        "Source checkout of moe-edge that runs the second configuration (--theirs).",
+        metavar="DIR",
     )
     python: str = setting(
         sys.executable,
-        "Python interpreter that runs the second engine (theirs).",
+        "Python interpreter that runs the second configuration (--theirs).",
         metavar="FILE",
         shown="this one",
     )
@@ -138,7 +140,7 @@ class PairedOptions(BenchOptions):
         BenchOptions,
         "runs",
         12,
-        help=("Number of measured pairs. For each pair, both engines are started and timed."),
+        help="Number of times that both configurations are started and timed.",
     )
     caps: tuple[float, ...] = inherit(BenchOptions, "caps", option=False)
     tokens: int = inherit(BenchOptions, "tokens", option=False)
@@ -231,7 +233,7 @@ class Side:
             self._errors.seek(0)
             said = self._errors.read().strip().splitlines()[-1:]
             raise MoeEdgeError(
-                f"the process of one of the compared engines failed: {' '.join(said)}"
+                f"the process of one of the compared configurations failed: {' '.join(said)}"
             )
         return line
 
@@ -317,18 +319,18 @@ class Paired:
                 row[f"{name}_callback_us"] = side.callback_us
             rows.append(row | {"ratio": row["theirs_ms"] / row["ours_ms"]})
             note(
-                f"pair {number + 1} of {on.runs}: the second engine (theirs) takes "
-                f"{rows[-1]['ratio']:.4f} times as long as the first (ours)"
+                f"measurement {number + 1} of {on.runs}: the second configuration (--theirs) takes "
+                f"{rows[-1]['ratio']:.4f} times as long as the first (--ours)"
             )
         median, low, high = median_interval([row["ratio"] for row in rows])
         footnote = (
-            f"ratio: time of theirs / time of ours; median ratio {median:.4f}, 95 % interval "
-            f"{low:.4f} to {high:.4f}. Above 1, the first engine (ours) is faster"
+            f"ratio: time of theirs / time of ours; above 1, ours is faster. The median ratio is "
+            f"{median:.4f}, with a 95 % confidence interval from {low:.4f} to {high:.4f}"
         )
         what = f"a prompt of {on.prompt} tokens" if on.prompt else "a decoded token"
         table = Table(f"{what}, medians of each start", COLUMNS, rows, [footnote])
         compared = (
-            f"settings of the first engine (ours): {', '.join(on.ours)}; of the second (theirs): "
-            f"{', '.join(on.theirs)}"
+            f"the first configuration (ours) has the settings {', '.join(on.ours)}; the second "
+            f"(theirs) has {', '.join(on.theirs)}"
         )
         return Report([f"{model.name}; {compared}"], [table], [])

@@ -332,20 +332,24 @@ def predict(on: Any, note: Note) -> Report:
         tables.append(Table(f"{cap:.0%} of the experts on the GPU", columns, same))
     notes = ", ".join(f"{name} {ms:.3f}" for name, ms in lacking.items())
     heading = [
-        f"A prediction by replay, not a measurement: {on.model_name}'s shape, {layers} layers, and "
-        f"a link of {on.link / 1e9:g} GB/s, which makes one copy at a time. Missing experts are "
-        "copied before prefetched experts.",
-        f"Assumptions: computing takes {DECODE_US:g} us per layer and decoded token and "
-        f"{PREFILL_US:g} us per layer and token of a prompt, as on one H200 with every expert on "
-        "the GPU. Half of this time is outside the experts. A copy has no latency. Both precisions "
-        "compute equally fast. Host memory holds every expert.",
-        f"The column as H200 is p50 plus {layers} times the difference per layer between a run on "
-        f"that H200 ({MEASURED_LAYERS} layers, {MEASURED_LINK / 1e9:g} GB/s) and a replay of the "
-        f"run. Differences in ms per token and layer: {notes}. Their cause is not known. The run "
-        "read its low-precision experts from the disk.",
+        "These speeds are simulated, not measured. The simulated model has the shape of "
+        f"{on.model_name} and {layers} layers. Each of its tokens uses randomly drawn experts. The "
+        f"simulated link to the GPU reaches {on.link / 1e9:g} GB/s and makes one copy at a time. "
+        "Missing experts are copied before prefetched experts.",
+        f"Assumptions: computing takes {DECODE_US:g} us per layer for a decoded token, and "
+        f"{PREFILL_US:g} us per layer for each token of a prompt. These are the times of an H200 "
+        "with every expert on the GPU. Half of this time is outside the experts. A copy has no "
+        "latency. Experts in the high and the low precision compute equally fast. Host memory "
+        "holds every expert.",
+        'The column "as H200" is the column "p50" plus a correction. The correction comes from a '
+        f"run that was measured on that H200, with {MEASURED_LAYERS} layers and a link of "
+        f"{MEASURED_LINK / 1e9:g} GB/s. The same run was also simulated. The difference between "
+        f"both times per layer is added for each of the {layers} layers. Differences (measured "
+        f"minus simulated) in ms per token and layer: {notes}. Their cause is not known. The "
+        "measured run read its low-precision experts from the disk.",
     ]
     note_of_upstream = (
-        "The upstream row has no prediction, because upstream llama.cpp computes experts on the "
-        "CPU, and a replay simulates no CPU."
+        "Upstream llama.cpp has no prediction, because it computes experts on the CPU, which is "
+        "not simulated."
     )
     return Report(heading, tables, [note_of_upstream])

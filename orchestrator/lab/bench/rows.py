@@ -231,14 +231,14 @@ def row_notes(rows: Sequence[Result]) -> list[str]:
 def _bound_note(row: Result) -> str:
     line = (
         f"{row['name']}: at most {1e3 / row['bound_tpot_ms']:.1f} tok/s are possible, limited "
-        f"by {row['bound_by']} (computing takes {row['bound_compute_ms']:.1f} ms, misses take "
-        f"{row['bound_wait_ms']:.1f} ms)"
+        f"by {row['bound_by']} (per token, computing takes {row['bound_compute_ms']:.1f} ms and "
+        f"loading missing experts takes {row['bound_wait_ms']:.1f} ms)"
     )
     if "probe_bytes_per_s" in row:
         probes = row["probe_bytes_per_s"]
         line += (
-            f"; the disk reads of this row reached "
-            f"{row['read_bytes_per_s'] / 1000000000.0:.2f} GB/s, and test reads "
-            f"{min(probes) / 1000000000.0:.2f} to {max(probes) / 1000000000.0:.2f} GB/s"
+            f". Decoding read {row['read_bytes_per_s'] / 1000000000.0:.2f} GB/s from the disk. A "
+            f"test of the disk alone read {min(probes) / 1000000000.0:.2f} to "
+            f"{max(probes) / 1000000000.0:.2f} GB/s"
         )
     return line

@@ -53,10 +53,11 @@ FEW = (CACHE, CACHE_AHEAD, MIXED_AHEAD, SKIP_AHEAD)
 FLOOR = "floor 4/0"
 ASKED_ON_GPU = "policy asked, all on GPU"
 INTRO = (
-    "The columns {} and {} are the times to read prompts of these lengths, in tokens. x TPOT and "
-    "x TTFT (of the shorter prompt) are speed-ups over row 1. The columns paper have the speed-ups "
-    "of the DyMoE paper with 16 and 24 GB of an RTX 3090, PCIe 3.0 and Mixtral-8x7B. All layers of "
-    "our model have the same random experts."
+    'The columns "{}" and "{}" show the time to read a prompt with this number of tokens. The '
+    'column "x TPOT" shows the speed-up of decoding over row 1. The column "x TTFT" shows the '
+    "speed-up over row 1 for the shorter prompt. After each of these two columns, the column "
+    '"paper" shows the DyMoE paper\'s speed-ups with 16 and with 24 GB of GPU memory '
+    "(Mixtral-8x7B, RTX 3090, PCIe 3.0). All layers of our model have the same random experts."
 )
 # Time limit for loading the model of a row.
 START_SECONDS = 120.0
@@ -214,7 +215,8 @@ def line(case: Case, row: Row, prompt_tokens: int) -> str:
     )
     if row.get("hit_rate") is not None:
         found += (
-            f", hit rate {row['hit_rate']:.1%}, {row['copied_bytes_per_token'] / 1e6:.0f} MB per "
-            f"token copied to the GPU; waits in us per layer and token: {waits_text(row)}"
+            f". Of the requested experts, {row['hit_rate']:.1%} were on the GPU. Per token, "
+            f"{row['copied_bytes_per_token'] / 1e6:.0f} MB were copied to the GPU. Waiting times "
+            f"of decoding by cause, in us per layer and token: {waits_text(row)}"
         )
     return found

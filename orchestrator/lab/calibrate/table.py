@@ -440,8 +440,8 @@ def measure_losses(
             table = replace(table, fit=run.fit(table, tiers))
         except (BudgetError, ConfigError, NativeError) as error:
             note(
-                f"The loss table cannot estimate the KL divergence of the model from the errors of "
-                f"its experts: {error}"
+                f"The loss table is saved without estimates of the KL divergence, so --max-loss "
+                f"cannot use it: {error}"
             )
         # The table is written last, so that an interrupted run leaves no incomplete table.
         save(out, model, table)

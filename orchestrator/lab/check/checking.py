@@ -369,7 +369,7 @@ class _Check:
         needed = needed_bytes + own
         return (
             f"--ram {format_size(asked)} is too small. The minimum is {format_least(needed)} "
-            f"({format_size(needed_bytes)} for the model, {format_size(own)} for the check itself)"
+            f"({format_size(needed_bytes)} for the model, {format_size(own)} for moe-edge check)"
         )
 
     def _problem(self, sentence: str) -> None:
@@ -441,25 +441,26 @@ def describe_difference(found: Result, layer: tuple[int, float | None] | None) -
     """
 
     def amount(error: float | None) -> str:
-        return "a value that is not finite" if error is None else f"{error:.3g}"
+        return "NaN or infinite" if error is None else f"{error:.3g}"
 
     row = found["first"]
-    where = "after the prompt" if row == 0 else f"after token {row} of the answer"
+    where = "after the prompt" if row == 0 else f"after answer token {row}"
     first, most = amount(found["first_error"]), amount(found["most"])
     text = (
-        f"the logits first differ from llama.cpp's {where}. The largest difference of a logit is "
-        f"{first} there and {most} overall. The most likely token differs at {found['choices']} of "
+        f"the logits differ from llama.cpp's. The first difference is {where}. The largest "
+        f"difference of a logit at this position is {first}. The largest difference at any "
+        f"position is {most}. The most likely token differs at {found['choices']} of "
         f"{found['rows']} positions"
     )
     if layer is None:
         return (
-            f"{text}. If the tokens are computed in one batch, the experts of all layers give the "
-            f"same results as in llama.cpp"
+            f"{text}. For comparison, these tokens were also computed in one batch instead of one "
+            f"by one. In the batch, the experts of all layers give the same results as in llama.cpp"
         )
     number, error = layer[0], amount(layer[1])
     return (
         f"{text}. The first layer whose experts give other results than in llama.cpp is layer "
-        f"{number}. The largest difference is {error}"
+        f"{number}. The largest difference of these results is {error}"
     )
 
 

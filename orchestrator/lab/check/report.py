@@ -31,7 +31,7 @@ def render(report: dict[str, Any]) -> str:
         lines += ["", f"as asked: {asked['mode']}", f"  {speeds}; {_memory(asked)}"]
     if report["own_bytes"]:
         own = format_size(report["own_bytes"], up=True)
-        lines.append(f"The process of the check itself uses {own} of --ram during each run.")
+        lines.append(f"The process of moe-edge check uses {own} of --ram during each run.")
     lines.append("")
     lines += [f"Note: {each}" for each in report["notes"]]
     lines += [f"Problem: {each}" for each in report["problems"]]
@@ -108,10 +108,10 @@ def _words(words: dict[str, Any] | None) -> list[str]:
     kept = words["samples"] - len(words["lost"])
     own = "the file's own" if words["template"] else "ChatML (the file has none)"
     rendered = words["rendered"]
-    does = "fails" if rendered is None else f"turns a sample conversation into {rendered} tokens"
+    result = "an error" if rendered is None else f"{rendered} tokens"
     return [
         f"tokenizer: encodes and decodes {kept} of {words['samples']} texts without a change",
-        f"chat template: {own}, {does}",
+        f"chat template: {own}. Result for a sample conversation: {result}",
     ]
 
 

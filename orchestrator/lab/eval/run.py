@@ -318,13 +318,11 @@ def render(result: dict[str, Any]) -> str:
 
     if (text := result.get("text")) is not None:
         prompt = result["prompt_tokens"]
-        after = f" after prompts of at least {prompt} tokens" if prompt else ""
+        start = f", which begin with a prompt of at least {prompt} tokens" if prompt else ""
         how = "decoded one at a time" if decode else "computed in batches"
         if "kl" in text:
             add(f"KL from {text['best_tier']}", with_error(text["kl"], 5), "nats")
-        note = (
-            f"{text['tokens']} scored tokens, {how}{after}, in windows of {result['window']} tokens"
-        )
+        note = f"{text['tokens']} scored tokens, {how}; windows of {result['window']} tokens{start}"
         add("perplexity", with_error(text["perplexity"]), note)
         for name, value in text["domains"].items():
             add(f"  {name}", with_error(value))
@@ -337,7 +335,7 @@ def render(result: dict[str, Any]) -> str:
         if (lost := usage["kl_estimate"]) is not None:
             add("KL estimated", f"{usage['kl_low']:.5f} to {lost:.5f}", "from the loss table")
         if usage["limit_halved"]:
-            note = "there, the text differs from the calibration text of the loss table"
+            note = "this text uses other experts than the calibration text of the loss table"
             percent = 100 * usage["limit_halved"]
             add("limit halved", f"{percent:.0f} % of the tokens", note)
         asked = {key: usage[key] for key in ("high", "low", "skip") if usage[key] is not None}
@@ -348,14 +346,14 @@ def render(result: dict[str, Any]) -> str:
                 f"latency of {virtual['latency_us']} us, and computing takes "
                 f"{virtual['compute_ms']:.2f} ms"
             )
-            add("time a token", f"{virtual['tpot_ms_mean']:.2f} ms", note)
+            add("time per token", f"{virtual['tpot_ms_mean']:.2f} ms", note)
         if usage["computed_low"] is not None:
             how = (
-                "exact tiers"
+                "each expert in the precision that the policy chose"
                 if result["exact_tiers"]
-                else ("a high-precision copy in memory replaces a low one")
+                else "an expert that is in memory in a higher precision is computed in it"
             )
-            add("computed low", f"{100 * usage['computed_low']:.1f} %", how)
+            add("computed low", f"{100 * usage['computed_low']:.1f} % of the expert matrices", how)
         reads = format_size(usage["bytes_read"])
         if usage["hit_rate"] is not None:
             reads += f"; {100 * usage['hit_rate']:.1f} % of the requested experts were in memory"

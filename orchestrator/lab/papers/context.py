@@ -58,8 +58,8 @@ def table_3(on: Measured) -> Made:
     averages = {3.0: ("69.71", "69.90"), 2.0: ("63.48", "66.68")}
     why = (
         "We use another model and measure KL divergence instead of accuracy, because the weights "
-        "of Mixtral-8x7B were not available. Our loss table has one loss per expert and bit "
-        "width. The paper chooses bits by losses alone. Our choice weights them with expert usage"
+        "of Mixtral-8x7B were not available. The paper chooses the bits of an expert by its "
+        "quality loss alone. Our choice also depends on how often the expert is used"
     )
     names = {
         UNIFORM: "equal bits",
@@ -74,13 +74,15 @@ def table_3(on: Measured) -> Made:
             for way, name in names.items()
             if (found_kl := [row["kl"][0] for row in rows if _is(row, way, bits, half)])
         }
-        here = "KL: " + ", ".join(f"{name} {value:.4f}" for name, value in kl.items())
+        here = "KL divergence by the choice of bits: " + ", ".join(
+            f"{name} {value:.4f}" for name, value in kl.items()
+        )
         if names[UNIFORM] not in kl:
             here += (
-                f". The same bits for all these experts are not measured, because the file has no "
-                f"precision of {bits:g} bits"
+                f". '{names[UNIFORM]}' is not measured, because the file has no precision of "
+                f"{bits:g} bits"
             )
-        title = f"{bits:g} bits per weight for the half of the experts that is not hot"
+        title = f"quality if the less used half of the experts has {bits:g} bits per weight"
         compared.append(
             Compared(
                 title,
@@ -200,19 +202,22 @@ def figure_3(on: Measured) -> Made:
     ]
     compared = [
         Compared(
-            "share of a step's experts that the next step also uses",
-            "The paper shows two inputs. In the first, adjacent decode steps do not use similar "
-            "experts. The second has more structure. The paper states no number",
-            f"The share is {kept}. If steps were independent, it would be {by_use} with the expert "
-            f"frequencies of the sequence, and {by_chance} with uniform frequencies",
-            "We use another model, and all sequences of our text instead of two inputs",
+            "share of a decode step's experts that the next step also uses",
+            "The paper shows two texts. In the first, adjacent decode steps do not use similar "
+            "experts. In the second, expert usage shows more of a pattern. The paper states no "
+            "number",
+            f"The next step uses {kept} of a step's experts. If steps chose experts "
+            f"independently, it would use {by_use}. If all experts were also used equally often, "
+            f"it would use {by_chance}",
+            "We use another model. The paper shows two texts, and we average over all sequences of "
+            "our text",
         ),
         Compared(
-            "similarity of the expert usage of different inputs",
-            "Expert usage differs between the paper's two inputs. The paper states no number",
-            f"mean cosine {np.mean(similarities):.2f}, least {min(similarities):.2f}"
+            "cosine similarity of the expert usage of different texts",
+            "Expert usage differs between the paper's two texts. The paper states no number",
+            f"mean {np.mean(similarities):.2f}, least {min(similarities):.2f}"
             if similarities
-            else "one input",
+            else "not measured, because the text has only one sequence",
             "the same",
         ),
     ]
@@ -238,17 +243,17 @@ def figure_4(on: Measured) -> Made:
         Compared(
             "cosine similarity of the expert usage of a prompt and of its answer",
             "0.89 (Mixtral-8x7B on TruthfulQA)",
-            f"The cosine similarity with the answer's usage is {counted:.2f} for the prompt's "
-            f"usage, and {guessed:.2f} for equal usage of all experts",
-            "We use another model and text. The similarity of the prompt's usage says little "
-            "without that of equal usage, which the paper does not show",
+            f"The expert usage of a prompt and of its answer have a similarity of {counted:.2f}. "
+            f"For comparison, a prompt that used all experts equally often would have a similarity "
+            f"of {guessed:.2f}",
+            "We use another model and text. The paper has no such comparison with a prompt that "
+            "uses all experts equally often",
         ),
         Compared(
-            "share of an answer's expert uses that belong to the prompt's most used quarter of "
-            "the experts",
+            "whether an answer uses the experts that its prompt uses most",
             NOT_IN_TEXT,
-            f"The prompt's most used quarter of the experts gets {mass} of the answer's uses, and "
-            f"a random quarter gets {at_random}",
+            f"Of the experts chosen for the answer's tokens, {mass} are in the quarter of the "
+            f"experts that the prompt uses most. A random quarter would have {at_random} of them",
         ),
     ]
     return Made(compared, found.tables, found.panels)
@@ -273,22 +278,31 @@ def near_data(on: Measured) -> list[dict[str, Any]]:
                 found.append({"bits": bits, **replay_near_data(asked, trace)})
             except ConfigError as reason:
                 on.note(
-                    f"Figures 5 and 6 are simulated with generated (random) routing only, not with "
-                    f"this model's routing: {reason}"
+                    f"Figures 5 and 6 are simulated with random routing only, not with this "
+                    f"model's routing: {reason}"
                 )
     return found
 
 
-GENERATED = "generated"
-_FITTED = (
-    "fitted: we model MoNDE as near-only (all experts in the near-data memory) plus migrations of "
-    "experts to the GPU. The paper does not state the rate of migrations, so we chose the rate "
-    "that matches its speed-ups. Our ratio therefore does not confirm the paper's"
-)
+GENERATED = "random routing"
+# The compared systems of Figures 5 and 6.
+_NEAR = "a system with all experts in the near-data memory (near-only)"
+_MONDE = "MoNDE (fitted)"
+# The reasons why a speed-up over near-only, or over MoNDE, differs from the paper's.
 _FREE = (
-    "This ratio contains no fitted constant. The speeds of the HBM and of the link, and the "
-    "packed arithmetic (16 / b products at once for weights of b bits), are our choices"
+    "No constant is fitted to the paper's speed-ups. The paper does not state the bandwidths of "
+    "the GPU's memory and of the link, so we chose them. We also chose that the near-data memory "
+    "multiplies 16 / b weights of b bits at once"
 )
+
+
+def _fitted(results: Sequence[dict[str, Any]]) -> str:
+    return (
+        f"We simulate MoNDE as a system with all experts in the near-data memory, which also moves "
+        f"{results[0]['fitted_migrations']:g} experts per token to the GPU. The paper does not "
+        f"state how many. This number is fitted to the paper's speed-ups, so our speed-ups do not "
+        f"confirm them"
+    )
 
 
 def figure_5(on: Measured) -> Made:
@@ -304,12 +318,11 @@ def figure_5(on: Measured) -> Made:
     results = near_data(on)
     compared = [
         Compared(
-            "speed of the near-data memory, which computes the experts in it, with weights of 3 "
-            "bits and of 2 bits, relative to 16 bits",
+            "speed-up of the near-data memory if its experts have 3 and 2 instead of 16 bits per "
+            "weight",
             "about 5 and about 8",
             _near_times(results),
-            f"{_FREE}. Without packed arithmetic, the ratios for 3 and for 2 bits would both be "
-            f"4.0",
+            f"{_FREE}. If it multiplied one weight at a time, both speed-ups would be 4.0",
         )
     ]
     paper = {
@@ -318,16 +331,12 @@ def figure_5(on: Measured) -> Made:
         ("mixtral-8x22b", 3.0): "7.6 to 8.7",
         ("mixtral-8x22b", 2.0): "9.5 to 11.2",
     }
+    lengths = ", ".join(f"{prompt} + {answer}" for prompt, answer in LENGTHS)
     for (shape, bits), said in paper.items():
         mine = [each for each in results if each["shape"] == shape and each["bits"] == bits]
         for what, key, stated, why in (
-            ("near-only", "over_near_only", NOT_IN_TEXT, _FREE),
-            (
-                "MoNDE (fitted)",
-                "over_monde",
-                said,
-                f"{_FITTED} ({_rate(mine)} migrations per token)",
-            ),
+            (_NEAR, "over_near_only", NOT_IN_TEXT, _FREE),
+            (_MONDE, "over_monde", said, _fitted(mine)),
         ):
             here = "; ".join(
                 f"{_routing(each)}: "
@@ -336,7 +345,8 @@ def figure_5(on: Measured) -> Made:
             )
             compared.append(
                 Compared(
-                    f"{shape}, {bits:g} bits: end-to-end speed relative to {what}",
+                    f"{shape}, {bits:g} bits: end-to-end speed of the paper's method relative to "
+                    f"{what}, with {lengths} tokens (prompt + answer)",
                     stated,
                     here,
                     why,
@@ -349,9 +359,9 @@ def figure_5(on: Measured) -> Made:
     prompt, answer = LENGTHS[1]
     panel = Panel(
         "",
-        "end to end over near-only",
+        "speed relative to near-only",
         [Line("", range(len(ratios)), exact(ratios))],
-        f"prompt of {prompt} tokens, answer of {answer} tokens, generated routing",
+        f"{prompt} prompt tokens and {answer} answer tokens, with randomly chosen experts",
         bars=True,
         ticks=ticks,
     )
@@ -359,11 +369,7 @@ def figure_5(on: Measured) -> Made:
 
 
 def _routing(result: dict[str, Any]) -> str:
-    return GENERATED if "generated" in result["routing"] else "this model"
-
-
-def _rate(results: Sequence[dict[str, Any]]) -> str:
-    return f"{results[0]['fitted_migrations']:g}"
+    return GENERATED if "generated" in result["routing"] else "this model's routing"
 
 
 def _near_times(results: Sequence[dict[str, Any]]) -> str:
@@ -397,26 +403,25 @@ def figure_6(on: Measured) -> Made:
 
         def of(base: str, mine: Sequence[dict[str, Any]] = mine) -> str:
             return "; ".join(
-                f"{_routing(each)} "
+                f"{_routing(each)}: "
                 f"{each['runs'][base]['step_ms'] / each['runs'][CONTEXT]['step_ms']:.1f}"
                 for each in mine
             )
 
-        where = f"{shape}, {bits:g} bits: decode speed"
-        rate = f"{_FITTED} ({_rate(mine)} migrations per token)"
+        where = f"{shape}, {bits:g} bits: decode speed of the paper's method"
         compared += [
-            Compared(f"{where} relative to near-only", NOT_IN_TEXT, of(NEAR_ONLY), _FREE),
-            Compared(f"{where} relative to MoNDE (fitted)", said, of(MONDE), rate),
+            Compared(f"{where} relative to {_NEAR}", NOT_IN_TEXT, of(NEAR_ONLY), _FREE),
+            Compared(f"{where} relative to {_MONDE}", said, of(MONDE), _fitted(mine)),
         ]
         if bits == 2.0:
             compared.append(
                 Compared(
-                    f"{shape}: decode speed of our method at 2 bits relative to HOBBIT",
-                    f"{hobbit[shape]} times as fast as HOBBIT. The paper does not say whether this "
-                    f"is decode speed or end-to-end speed",
+                    f"{where} relative to HOBBIT, which copies missing experts to the GPU",
+                    f"The paper's method is {hobbit[shape]} times as fast as HOBBIT. The paper "
+                    f"does not say whether this is decode speed or end-to-end speed",
                     of(HOBBIT),
-                    "Our model of HOBBIT prefetches nothing. It loads a token's first expert in "
-                    "16 bits and the others in 4 bits",
+                    "We simulate HOBBIT without prefetching. It loads the most important expert of "
+                    "a token in 16 bits and the others in 4 bits",
                 )
             )
     steps = [
@@ -445,7 +450,7 @@ def figure_6(on: Measured) -> Made:
         mine = [row for row in steps if row["shape"] == shape and row["bits"] == bits]
         first = [row["tokens_per_s"] for row in mine if row["routing"] == GENERATED]
         drawn = [Line("", range(len(names)), exact(first))]
-        title = f"{shape}, {bits:g} bits, generated routing"
+        title = f"{shape}, {bits:g} bits, with randomly chosen experts"
         panels.append(Panel("", "decoded tokens/s", drawn, title, bars=True, ticks=names))
     table = Table("Decoding on the paper's machine", columns, steps)
     return Made(compared, [table], panels, len(SHAPES))
@@ -455,15 +460,15 @@ PAPER = Paper(
     "context",
     "Context-Aware MoE Inference on GPU-NDP Systems",
     (
-        Figure("Table 3", "quality with few bits for all but the hot (most used) experts", table_3),
+        Figure("Table 3", "quality with few bits for all but the most used experts", table_3),
         Figure("Figure 2", "how often each expert is used", figure_2),
         Figure("Figure 3", "how many experts change from step to step", figure_3),
-        Figure("Figure 4", "similarity of prompt and answer", figure_4),
+        Figure("Figure 4", "similarity of the expert usage of prompt and answer", figure_4),
         Figure(
             "Figure 5",
-            "end-to-end latency, and compute time of the memory that computes experts (near-data)",
+            "end-to-end speed with near-data memory (memory modules that also compute experts)",
             figure_5,
         ),
-        Figure("Figure 6", "decode throughput", figure_6),
+        Figure("Figure 6", "decode speed with near-data memory", figure_6),
     ),
 )

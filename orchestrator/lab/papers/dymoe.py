@@ -105,19 +105,24 @@ def table_2(on: Measured) -> Made:
     """
     subject, found = on.subject(), accuracy(on)
     rows = found.tables[1].rows
-    paper = {0.75: "4/0 0.6714, 4/2 0.6782", 0.9: "4/0 0.6807, 4/2 0.6821", 1.0: "0.6795"}
+    mixes = "{} if the other experts are skipped, and {} if they have 2 bits"
+    paper = {
+        0.75: mixes.format(0.6714, 0.6782),
+        0.9: mixes.format(0.6807, 0.6821),
+        1.0: "0.6795",
+    }
     compared = [
         Compared(
-            f"r = {r:g}",
-            f"MMLU of Mixtral: {said}",
+            f"quality with a share of r = {r:g} of the experts in high precision",
+            f"MMLU accuracy of Mixtral-8x7B: {said}",
             "; ".join(
                 f"{row['configuration']} KL {row['kl'][0]:.4f}, perplexity "
                 f"{show_change(row['change'])}"
                 for row in rows
                 if row["retention"] == r
             ),
-            f"{WEIGHTS}. Our file has the precisions {subject.high} and {subject.low}, and the "
-            f"paper quantizes with GPTQ",
+            f"{WEIGHTS}. The paper quantizes with GPTQ. Our precisions are those of the file, "
+            f"{subject.high} and {subject.low}",
         )
         for r, said in paper.items()
     ]
@@ -140,11 +145,11 @@ def figure_3(on: Measured) -> Made:
         compared.append(
             Compared(
                 table.title.split(" (")[0],
-                "If important tokens choose the experts in high precision, accuracy on C-Eval is "
-                "kept at every share of these experts (retention ratio r). The paper's text "
+                "Accuracy on C-Eval is kept if important tokens (heavy hitters) choose the experts "
+                "in high precision. This holds for every share of these experts. The paper's text "
                 "states no number",
-                f"change of perplexity if 75 % instead of all experts have high precision "
-                f"(r = 0.75): {here}",
+                f"With 75 % instead of all experts in high precision, perplexity changes as "
+                f"follows, for each way to choose these experts: {here}",
                 WEIGHTS,
             )
         )
@@ -163,7 +168,8 @@ def figure_4(on: Measured) -> Made:
     found = loads(on.trace(PROMPT, 8, "dymoe"), HEAVY)
     if not found:
         raise Unavailable(
-            "the model's graph does not expose attention scores, so heavy hitters cannot be found"
+            "llama.cpp's graph of this model has no attention scores. Without these scores, the "
+            "tokens that receive the most attention (heavy hitters) cannot be found"
         )
     rows = [
         {
@@ -178,7 +184,7 @@ def figure_4(on: Measured) -> Made:
     columns = (
         Column("layer", "layer"),
         Column("correlation", "correlation", fixed(2)),
-        Column("of random tokens", "random", fixed(2)),
+        Column("correlation, random tokens", "random", fixed(2)),
         Column("cosine", "cosine", fixed(3)),
         Column("same hot quarter", "hot", share),
     )
@@ -186,25 +192,30 @@ def figure_4(on: Measured) -> Made:
     mean = {key: float(np.mean([row[key] for row in rows])) for key in keys}
     compared = [
         Compared(
-            "correlation of an expert's load from heavy hitters (tokens that receive the most "
-            "attention) with its load from all tokens",
-            "The correlation of the two loads is high. The paper's text states no number",
-            f"Mean over layers: the correlation with the load from all tokens is "
-            f"{mean['correlation']:.2f} for heavy hitters and {mean['random']:.2f} for as many "
-            f"random tokens. Of the most used quarter of the experts, {share(mean['hot'])} are the "
-            f"same for heavy hitters and for all tokens",
-            f"We read one prompt of {PROMPT} tokens. The paper does not state how many tokens are "
-            f"heavy hitters. We take the {share(HEAVY)} of the tokens that receive the most "
-            f"attention from the last 32 queries. The random tokens are our baseline",
+            "correlation of the expert usage by heavy hitters (the tokens that receive the most "
+            "attention) with the expert usage by all tokens",
+            "The expert usage by heavy hitters correlates strongly with the expert usage by all "
+            "tokens. The paper's text states no number",
+            f"The correlation is {mean['correlation']:.2f} for heavy hitters, and "
+            f"{mean['random']:.2f} for random tokens (means over layers). Of the quarter of the "
+            f"experts that all tokens use most, {share(mean['hot'])} are also in the quarter that "
+            f"heavy hitters use most",
+            f"We read one prompt of {PROMPT} tokens. Our heavy hitters are the {share(HEAVY)} of "
+            f"its tokens that receive the most attention from its last 32 tokens. The paper does "
+            f"not state how many tokens are heavy hitters, and has no comparison with random "
+            f"tokens",
         ),
         Compared(
-            "hot experts of different inputs",
-            "The most used experts differ from input to input. The paper's text states no number",
+            "whether different texts use the same experts most",
+            "The most used experts differ from text to text. The paper's text states no number",
             _shift(on),
             "We compare the most used quarter of each layer's experts in pairs of sequences",
         ),
     ]
-    title = f"Expert loads in a prompt of {PROMPT} tokens: heavy hitters and all tokens"
+    title = (
+        f"Expert usage in a prompt of {PROMPT} tokens, by heavy hitters (tokens that receive the "
+        f"most attention) and by all tokens"
+    )
     return Made(compared, [Table(title, columns, rows)], [_loads_panel(found[0])])
 
 
@@ -218,7 +229,7 @@ def _shift(on: Measured) -> str:
     n_hot = max(1, counts[0].shape[1] // 4)
     same = [float(np.mean(hot_overlap(a, b, n_hot))) for a, b in pairwise(counts)]
     common = share(float(np.mean(same)))
-    return f"On average, two inputs share {common} of their most used experts"
+    return f"On average, two texts have {common} of their most used experts in common"
 
 
 def _loads_panel(load: Load) -> Panel:
@@ -227,7 +238,9 @@ def _loads_panel(load: Load) -> Panel:
         Line("all tokens", every, exact((load.total / load.total.sum()).tolist())),
         Line("heavy hitters", every, exact((load.heavy / load.heavy.sum()).tolist())),
     ]
-    return Panel("expert", "share of the load, %", drawn, f"layer {load.layer}", percent=True)
+    return Panel(
+        "expert", "share of the expert uses, %", drawn, f"layer {load.layer}", percent=True
+    )
 
 
 def figure_5(on: Measured) -> Made:
@@ -253,9 +266,10 @@ def figure_5(on: Measured) -> Made:
         Compared(
             "Are deep layers resilient to low precision?",
             "Deep layers are resilient to low precision. The paper's text states no number",
-            f"With one layer in low precision, the mean KL divergence from {on.subject().best} is "
-            f"{deep:.4f} for the deepest third of the layers and {shallow:.4f} for the first "
-            f"third. Layer {int(np.argmin(kl))} has the smallest KL divergence",
+            f"One layer at a time has low precision. The KL divergence from {on.subject().best} is "
+            f"on average {deep:.4f} if this layer is in the deepest third of the layers, and "
+            f"{shallow:.4f} if it is in the first third. The KL divergence is smallest for layer "
+            f"{int(np.argmin(kl))}",
             f"Our model has {len(kl)} layers, and the paper's Mixtral-8x7B has 32",
         ),
     ]
@@ -292,15 +306,15 @@ def figure_6(on: Measured) -> Made:
     compared = [
         Compared(
             "cosine similarity of the hidden states of neighbouring layers",
-            "The similarity of these hidden states is consistently high. The paper's text states "
-            "no number",
+            "All neighbouring layers have similar hidden states. The paper's text states no number",
             f"{min(cosines):.2f} to {max(cosines):.2f}",
-            "another model and text",
+            "We use another model and text",
         ),
         Compared(
             "share of the next layer's experts that are predicted (recall)",
             NOT_IN_TEXT,
-            f"Recall of the prediction: {named}. Random guesses reach {share(ahead['random'])}",
+            f"Correctly predicted experts, by the method of prediction: {named}, random guesses "
+            f"{share(ahead['random'])}",
         ),
     ]
     return Made(compared, found.tables, found.panels)
@@ -385,13 +399,13 @@ def live(on: Measured) -> Times:
 
 
 _SIMULATED = (
-    f"We measure virtual time: a replay simulates a link that needs {READS:g} times as long to "
-    f"read all experts of a token as computing the token takes. Every prompt starts with an empty "
-    f"cache. The paper measures Mixtral-8x7B on an RTX 3090 with PCIe 3.0"
+    f"Our times are simulated. Reading all experts of a token takes {READS:g} times as long as "
+    f"computing the token. Every prompt starts with an empty cache. The paper measures "
+    f"Mixtral-8x7B on an RTX 3090 with PCIe 3.0"
 )
 _LIVE = (
-    "We measure the live times of a small model on a busy machine. The page cache holds its whole "
-    "file, so reads cost little and the differences are noise"
+    "We measure a small model on a busy machine. The whole file is in the page cache, so reads "
+    "cost little and the differences are noise"
 )
 
 
@@ -406,17 +420,14 @@ def _ratios(times: Times, base: str, name: str, part: str) -> str:
 
 
 def _slots() -> str:
-    return f"with cache slots for {', '.join(share(cap) for cap in SHARES)} of the experts"
+    return f"with a cache for {', '.join(share(cap) for cap in SHARES)} of the experts"
 
 
 def _speedups(times: Times, base: str, name: str) -> str:
     """Return how many times as fast as `base` a system decodes and reads a prompt, as text."""
     tpot = _ratios(times, base, name, "decode")
     ttft = _ratios(times, base, name, f"prompt {LENGTHS[1]}")
-    return (
-        f"'{name}' decodes {tpot} times as fast as '{base}', and its first token comes {ttft} "
-        f"times as fast, {_slots()}"
-    )
+    return f"speed-up {_slots()}: decoding {tpot}; first token {ttft}"
 
 
 def _table(title: str, times: Times) -> Table:
@@ -448,10 +459,9 @@ def table_3(on: Measured) -> Made:
     times, timed = simulated(on), live(on)
     names = _names(times)
     said = [
-        f"'{name}' decodes {tpot[0]:.2f} times as fast as loading on demand with 16 GB of GPU "
-        f"memory, and {tpot[1]:.2f} times with 24 GB. Its first token comes {ttft[0]:.2f} and "
-        f"{ttft[1]:.2f} times as fast"
-        for name, (tpot, ttft) in PAPER_RATIOS.items()
+        f"speed-up with a GPU of 16 GB, 24 GB: decoding {tpot[0]:.2f}, {tpot[1]:.2f}; first token "
+        f"{ttft[0]:.2f}, {ttft[1]:.2f}"
+        for tpot, ttft in PAPER_RATIOS.values()
     ]
     compared = [
         Compared(
@@ -486,8 +496,8 @@ def table_3(on: Measured) -> Made:
         for name in names
     ]
     title = (
-        f"Simulated times; 4/2 and 4/0: {share(RETENTION)} of the experts in high precision, the "
-        f"others in low precision (4/2) or skipped (4/0)"
+        f"Simulated times. With 4/2 and 4/0, only {share(RETENTION)} of the experts have high "
+        f"precision. The others have low precision (4/2) or are skipped (4/0)"
     )
     panel = Panel("slots, % of the experts", "decode step, ms", drawn, title, scale="log")
     second = f"Times measured on this machine, medians of {ROUNDS} rounds"
@@ -517,17 +527,16 @@ def figure_10(on: Measured) -> Made:
             "2.86 times as fast as Accelerate"
         ),
     }
-    parts = {f"TTFT, prompt of {n}": f"prompt {n}" for n in LENGTHS} | {"TPOT": "decode"}
+    parts = {f"TTFT, prompt of {n} tokens": f"prompt {n}" for n in LENGTHS} | {"TPOT": "decode"}
     compared = []
     for what, part in parts.items():
         over_loading, over_lru = (_ratios(times, base, best, part) for base in (ON_DEMAND, lru))
         compared.append(
             Compared(
-                f"{what}: speed of DyMoE 4/0 (skips less important experts) relative to other "
-                f"systems",
+                f"{what}: speed of DyMoE relative to other systems",
                 said[what[:4]],
-                f"DyMoE 4/0 is {over_loading} times as fast as loading on demand and {over_lru} "
-                f"times as fast as policy lru, {_slots()}",
+                f"speed-up {_slots()}: {over_loading} over loading on demand; {over_lru} over an "
+                f"LRU cache (policy lru). Our DyMoE skips less important experts",
                 f"{_SIMULATED}. We did not run Accelerate, Mixtral-Offloading, MoE-Infinity and "
                 f"Fiddler",
             )
@@ -581,16 +590,30 @@ PAPER = Paper(
     (
         Figure("Table 1", "accuracy of each precision alone", table_1),
         Figure("Table 2", "accuracy of mixes", table_2),
-        Figure("Table 3", "speed with each part of DyMoE added in turn", table_3),
+        Figure(
+            "Table 3",
+            "speed with each part of DyMoE added in turn. With 4/2, less important experts have 2 "
+            "bits. With 4/0, they are skipped",
+            table_3,
+        ),
         Figure(
             "Figure 3",
             "quality with the experts in high precision chosen by importance or at random",
             figure_3,
         ),
-        Figure("Figure 4", "expert load from heavy hitters and from all tokens", figure_4),
+        Figure(
+            "Figure 4",
+            "expert usage by heavy hitters (the tokens that receive the most attention) and by all "
+            "tokens",
+            figure_4,
+        ),
         Figure("Figure 5", "sensitivity of each layer", figure_5),
         Figure("Figure 6", "similarity of neighbouring layers", figure_6),
         Figure("Figure 10", "end-to-end latency", figure_10),
-        Figure("Figure 11", "accuracy over the retention ratio", figure_11),
+        Figure(
+            "Figure 11",
+            "accuracy by the share of experts in high precision (retention ratio)",
+            figure_11,
+        ),
     ),
 )

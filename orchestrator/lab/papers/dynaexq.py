@@ -154,12 +154,12 @@ def table_4(on: Measured) -> Made:
     quarter = next(row for row in rows)
     compared = [
         Compared(
-            "share of the quality lost in low precision that is recovered if a hot set (the most "
-            "used experts) has high precision",
-            "On Qwen3-30B, accuracy is 63.98 in Int4, 64.38 with DynaExq and 65.29 in FP16, so "
-            "31 % of the loss from FP16 to Int4 is recovered, and 39 % on Phi-3.5-MoE. On "
-            "Qwen3-80B, 89 % of the loss from Int4 to Int2 is recovered. The paper does not state "
-            "how many experts have the high precision",
+            "How much of the quality loss of low precision does a hot set recover? The hot set "
+            "(the most used experts) has high precision",
+            "Qwen3-30B has an accuracy of 65.29 in FP16, 63.98 in Int4 and 64.38 with DynaExq. "
+            "DynaExq recovers 31 % of the loss from FP16 to Int4. On Phi-3.5-MoE, it recovers 39 % "
+            "of this loss. On Qwen3-80B, it recovers 89 % of the loss from Int4 to Int2. The paper "
+            "does not state how many experts have high precision",
             "; ".join(
                 f"a hot set of {share(row['high'])} of the experts recovers "
                 f"{share(row['won_back'][0])} of the difference in KL divergence between low and "
@@ -171,14 +171,15 @@ def table_4(on: Measured) -> Made:
             "the paper's models were not available",
         ),
         Compared(
-            "Does a hot set recover a larger share of the lost quality than its share of the "
-            "experts?",
-            "The paper does not test this. It does not compare DynaExq with random sets of "
-            "experts, nor with one precision for all experts that needs as much memory",
-            f"With a hot set of {share(quarter['high'])} of the experts, the recovered share is "
-            f"{quarter['ratio']:.2f} times the hot set's share of the experts. The tables also "
-            f"have models with one precision for all experts and the same size",
-            "the null baselines are ours",
+            "share of the quality loss that a hot set recovers, divided by the hot set's share of "
+            "the experts",
+            "The paper does not state this ratio. It does not compare DynaExq with random hot "
+            "sets. It also does not compare DynaExq with one precision for all experts that needs "
+            "the same memory",
+            f"The ratio is {quarter['ratio']:.2f} if the hot set has {share(quarter['high'])} of "
+            f"the experts",
+            "We also measure random hot sets, and one precision for all experts that needs the "
+            "same memory",
         ),
     ]
     # The first panel is that of all domains. The best tier has no KL from itself but rounding.
@@ -207,27 +208,27 @@ def figure_1(on: Measured) -> Made:
                 key = {"name": part.name, "reads": reads, "n": n}
                 rows.append({**key, "stall_ms": stall_ms, "of_it": stall_ms / took_ms})
     columns = (
-        Column("link", "reads", "{:g}".format),
+        Column("read time / compute time", "reads", "{:g}".format),
         Column("", "name", left=True),
         Column("prompt", "n"),
-        Column("waits", "stall_ms", fixed(1), "ms"),
-        Column("of the prompt's time", "of_it", share),
+        Column("wait", "stall_ms", fixed(1), "ms"),
+        Column("share of the prompt's time", "of_it", share),
     )
     compared = [
         Compared(
             f"time that prompts of different lengths wait for experts, and its share of the "
             f"prompt's time. The simulated disk takes {reads:g} times as long to read a token's "
             f"experts as the CPU takes to compute the token",
-            "ExpertFlow's wait grows with the prompt. The paper's text states no number",
+            "With ExpertFlow, which offloads experts, longer prompts wait longer for experts. The "
+            "paper's text does not give the times",
             ", ".join(
                 f"{row['n']}: {row['stall_ms']:.0f} ms ({share(row['of_it'])})"
                 for row in rows
                 if row["name"] == prefetching.name and row["reads"] == reads
             ),
-            f"Our times are simulated, with cache slots for {HELD:.0%} of the experts. We use the "
-            f"policy firm instead of ExpertFlow, which is not available. On a CPU, the compute "
-            f"time grows with each token of a prompt, and experts are read meanwhile. After all "
-            f"experts have been read once, waits stop growing",
+            f"Our times are simulated, with cache slots for {HELD:.0%} of the experts. ExpertFlow "
+            f"is not available, so we use the policy firm. On a CPU, a longer prompt takes more "
+            f"time to compute. Experts are read during this time, so the wait need not grow",
         )
         for reads in READS
     ]
@@ -253,7 +254,7 @@ def figure_1(on: Measured) -> Made:
         )
         for reads in READS
     ]
-    return Made(compared, [Table("Stall of a prompt", columns, rows)], panels)
+    return Made(compared, [Table("Time that a prompt waits for experts", columns, rows)], panels)
 
 
 def figure_2(on: Measured) -> Made:
@@ -280,16 +281,17 @@ def figure_2(on: Measured) -> Made:
     n_layers = counts["all"].shape[0]
     compared = [
         Compared(
-            "cumulative use",
-            "Usage is heavy-tailed: a small hot set gets a large part of the uses. The paper's "
-            "text states no number",
+            "share of all expert uses that go to the hot set (the most used experts)",
+            "A small hot set gets a large share of the uses. The paper's text does not give the "
+            "share",
             f"The {n_hot} most used of a layer's {n_expert} experts get {share(skew['all'])} of "
             f"the uses. With uniform usage they would get {share(n_hot / n_expert)}",
             _other(on),
         ),
         Compared(
-            "hot sets of different workloads",
-            "In some layers, the ten most used experts of text, of math and of code are disjoint",
+            "overlap of the hot sets of different workloads",
+            "In some layers, text, math and code have no hot expert in common. The hot experts "
+            "are the ten most used of a layer",
             "; ".join(
                 f"{row['one']} and {row['other']}: {share(row['same'])} of the hot experts are "
                 f"the same, and {row['disjoint']} of {n_layers} layers have no common hot expert"
@@ -299,7 +301,7 @@ def figure_2(on: Measured) -> Made:
                 "not measured, because the text has only one domain (kind of text): give --data a "
                 "folder with one file for each of several domains"
             ),
-            f"{_other(on)}. Our hot sets have the {n_hot} most used experts of each layer",
+            f"Our hot experts are the {n_hot} most used of each layer. {_other(on)}",
         ),
     ]
     drawn = [
@@ -307,14 +309,16 @@ def figure_2(on: Measured) -> Made:
         for name, each in counts.items()
     ]
     columns = (
-        Column("text", "one", left=True),
-        Column("text", "other", left=True),
-        Column("hot experts that both texts share", "same", share),
-        Column("layers without a common one", "disjoint"),
+        Column("first text", "one", left=True),
+        Column("second text", "other", left=True),
+        Column("hot in both texts", "same", share),
+        Column("layers without a common hot expert", "disjoint"),
     )
-    panel = Panel("rank of the expert", "share of the layer's expert uses, %", drawn, percent=True)
-    tables = [Table(f"Hot sets of {n_hot} experts", columns, overlaps)] if overlaps else []
-    return Made(compared, tables, [panel])
+    panel = Panel(
+        "rank of the expert", "uses of the expert, % of all uses in its layer", drawn, percent=True
+    )
+    title = f"Hot experts (the {n_hot} most used of each layer) that two texts have in common"
+    return Made(compared, [Table(title, columns, overlaps)] if overlaps else [], [panel])
 
 
 def figure_3(on: Measured) -> Made:
@@ -330,12 +334,13 @@ def figure_3(on: Measured) -> Made:
     mine = {row["order"]: row for row in rows if row["demoted"] == half}
     compared = [
         Compared(
-            f"change of perplexity if {half} of {2 * half} experts per layer are demoted",
-            "Perplexity grows smoothly if the least used experts are demoted first. The paper's "
-            "text states no number",
+            f"change of perplexity if {half} of {2 * half} experts per layer are demoted from "
+            f"high to low precision",
+            "The least used experts are demoted first. Perplexity then grows smoothly with the "
+            "number of demoted experts. The paper's text does not give the values",
             "; ".join(f"{order} {show_change(row['change'])}" for order, row in mine.items()),
-            f"{_other(on)}. Our baselines demote experts in random order, or the most used "
-            f"experts first",
+            f"We demote the least used experts first (cold first), experts in random order, or "
+            f"the most used experts first (hot first). {_other(on)}",
         )
     ]
     return Made(compared, found.tables, found.panels)
@@ -372,11 +377,12 @@ def systems(on: Measured) -> list[System]:
     low = {"policy": "lru", "high_tier": subject.low, "force_managed": True}
     offloading = {"policy": "dymoe", "retention": 1.0, "prefetch": "on", **high}
     return [
-        System(f"static {subject.low}", low),
+        System(f"all experts in low precision ({subject.low})", low),
+        System("offloading, all experts in high precision (policy dymoe)", offloading),
         System(
-            "offloading of experts with prefetch (policy dymoe, high precision only)", offloading
+            "DynaExq (policy dynaexq)",
+            {name: each for name, each in dynaexq.items() if each is not None},
         ),
-        System("dynaexq", {name: each for name, each in dynaexq.items() if each is not None}),
     ]
 
 
@@ -438,9 +444,9 @@ def timed_batches(on: Measured) -> list[Row]:
 
 
 _LIVE = (
-    "We measure real time on two CPU cores, and the paper measures on an A6000 GPU. We use the "
-    "policy dymoe with one precision instead of ExpertFlow, which is not available. The prompts of "
-    "a batch are read one after another"
+    "We measure on two CPU cores, and the paper measures on an A6000 GPU. ExpertFlow is not "
+    "available, so we use the policy dymoe for offloading. We process the prompts of a batch one "
+    "after another"
 )
 _COLUMNS = (
     Column("", "name", left=True),
@@ -470,7 +476,7 @@ def _batches(
 
     compared = [
         Compared(
-            f"{what}, {name}",
+            f"{what}, by batch size: {name}",
             said,
             ", ".join(f"{batch}: {cell(at[name, batch])}" for batch in BATCHES),
             _LIVE,
@@ -508,9 +514,9 @@ def figure_6(on: Measured) -> Made:
     `on` is the model and the text. Returns a table, a plot, and the comparison with the paper.
     """
     said = (
-        "TTFT is lowest if all experts have low precision (static), and nearly as low with "
-        "DynaExq. With ExpertFlow, TTFT grows sharply with the batch. The paper's text states no "
-        "number"
+        "TTFT is lowest with all experts in low precision, and nearly as low with DynaExq. With "
+        "ExpertFlow, which offloads experts, TTFT grows sharply with the batch size. The paper's "
+        "text does not give the times"
     )
     return _batches(on, "TTFT, ms, mean (P99)", said, "ttft", "ttft_p99", "{:.1f}".format)
 
@@ -521,8 +527,9 @@ def figure_7(on: Measured) -> Made:
     `on` is the model and the text. Returns a table, a plot, and the comparison with the paper.
     """
     said = (
-        "DynaExq's TPOT is close to that of the static low precision. ExpertFlow's TPOT is higher "
-        "and has a wider tail. The paper's text states no number"
+        "TPOT with DynaExq is close to TPOT with all experts in low precision. With ExpertFlow, "
+        "which offloads experts, TPOT is higher, and P99 differs more from the mean. The paper's "
+        "text does not give the times"
     )
     return _batches(on, "TPOT, ms, mean (P99)", said, "tpot", "tpot_p99", "{:.2f}".format)
 
@@ -536,15 +543,16 @@ def figure_9(on: Measured) -> Made:
     `on` is the model and the text. Returns a table, plots, and the comparison with the paper.
     """
     said = (
-        "Requests take the least time if all experts have low precision (static), and the most "
-        "with ExpertFlow. DynaExq is between them. The paper's text states no number"
+        "Requests take the least time with all experts in low precision. They take the most time "
+        "with ExpertFlow, which offloads experts. DynaExq is between them. The paper's text does "
+        "not give the times"
     )
     made = _batches(
         on, f"time of a prompt and {STEPS} decode steps, ms", said, "total", None, "{:.0f}".format
     )
     said = (
-        "DynaExq has a higher throughput than ExpertFlow, and the difference grows with the "
-        "batch. The paper's text does not state the ratio"
+        "DynaExq has a higher throughput than ExpertFlow, which offloads experts. The difference "
+        "grows with the batch size. The paper's text does not give the values"
     )
     speed = _batches(on, "throughput, tokens/s", said, "speed", None, "{:.0f}".format)
     return Made(made.compared + speed.compared, made.tables, made.panels + speed.panels)
@@ -579,18 +587,18 @@ def figure_10(on: Measured) -> Made:
     names = list(timed)
     compared = [
         Compared(
-            name,
-            "TTFT grows up to a few hundred tokens and then stays flat. On Qwen3-30B, ExpertFlow "
-            "takes about 10 s (P99 in the high teens) and DynaExq a mid-single-digit number of "
-            "seconds. The static low precision takes the least time",
+            f"TTFT, ms, mean (P99), by prompt length in tokens: {name}",
+            "TTFT grows quickly with the prompt length up to a few hundred tokens, and slowly "
+            "after that. It is lowest with all experts in low precision. For the longest prompts "
+            "on Qwen3-30B, TTFT is about 10 s with ExpertFlow, which offloads experts (P99 in the "
+            "high teens), and a mid-single-digit number of seconds with DynaExq",
             ", ".join(
                 f"{row['n']}: {row['ttft']:.1f} ({row['ttft_p99']:.1f})"
                 for row in rows
                 if row["name"] == name
-            )
-            + " ms, mean (P99)",
+            ),
             f"{_LIVE}. On a CPU, the compute time grows with every token of the prompt, so TTFT "
-            f"reaches no plateau",
+            f"keeps growing",
         )
         for name in names
     ]
@@ -599,7 +607,7 @@ def figure_10(on: Measured) -> Made:
         for name in names
     ]
     panel = Panel("prompt, tokens", "TTFT, ms", drawn, on.config.model.name, scale="log")
-    return Made(compared, [Table("Prompts by length", columns, rows)], [panel])
+    return Made(compared, [Table("TTFT by prompt length", columns, rows)], [panel])
 
 
 PAPER = Paper(
@@ -620,23 +628,27 @@ PAPER = Paper(
             "precision for all experts",
             table_4,
         ),
-        Figure("Figure 1", "stall by prompt length", figure_1),
+        Figure("Figure 1", "time that a prompt waits for experts, by prompt length", figure_1),
         Figure(
             "Figure 2",
             "skew of expert usage, and overlap of the most used experts (hot sets) of different "
             "workloads",
             figure_2,
         ),
-        Figure("Figure 3", "perplexity over demoted experts", figure_3),
+        Figure(
+            "Figure 3",
+            "perplexity by the number of experts that are demoted from high to low precision",
+            figure_3,
+        ),
         Figure("Figure 6", "time to first token by batch size", figure_6),
         Figure("Figure 7", "time per output token by batch size", figure_7),
         Figure(
             "Figure 8",
-            "not in the text",
+            "subject unknown, because the paper's text does not mention this figure",
             paper=NOT_IN_TEXT,
             why=(
-                "The paper's text neither has nor mentions a Figure 8. Its throughput figure has "
-                "no number and is compared together with Figure 9 here"
+                "The paper's text does not mention a Figure 8. It discusses throughput without "
+                "naming the figure. We compare throughput under Figure 9"
             ),
         ),
         Figure("Figure 9", "end-to-end latency and throughput by batch size", figure_9),

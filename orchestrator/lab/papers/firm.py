@@ -42,6 +42,7 @@ PROMPTS, ANSWERS, HELD = (16, 32, 64, 128, 256), (32, 64, 128), 0.53
 LOGITS, CACHED = 768, 0.5
 
 slots = percent(0, " %")
+_SHARES = "by share of the experts that have cache slots"
 _MACHINE = (
     f"Our times are simulated: reading all experts of a token takes {SLOW:g} times as long as "
     f"computing the token. Every layer has the same number of cache slots. The paper measures on "
@@ -76,35 +77,40 @@ def table_1(on: Measured) -> Made:
     (table, panel), (other, _) = (
         played_parts(recording(on, reads=reads), BASE, SHARES) for reads in (SLOW, FAST)
     )
+    fg = "only the gate matrix of each expert is prefetched (FG)"
+    mol = "only experts that several layers predict are prefetched (MoL)"
+    # Each row of the study, with a description and the paper's ratios by number of cached experts.
     paper = {
-        "+ FG: gates alone": "1.32, 1.31, 1.24, 1.41",
-        "+ MoL": "1.21, 1.22, 1.21, 1.27",
-        "+ FG + MoL": "1.43, 1.43, 1.19, 1.43",
-        "all: tuned": "1.65, 1.62, 1.29, 1.54",
+        "+ FG: gates alone": (f"if {fg}", (1.32, 1.31, 1.24, 1.41)),
+        "+ MoL": (f"if {mol}", (1.21, 1.22, 1.21, 1.27)),
+        "+ FG + MoL": ("with FG and MoL together", (1.43, 1.43, 1.19, 1.43)),
+        "all: tuned": (
+            "with FG, MoL and tuned numbers of predicted experts and predicting layers",
+            (1.65, 1.62, 1.29, 1.54),
+        ),
     }
     compared = []
-    for name, ratios in paper.items():
-        base = "the paper's baseline"
-        slow, fast = (_by_share(each.rows, name, "speedup", base) for each in (table, other))
+    for name, (technique, ratios) in paper.items():
+        slow, fast = (_by_share(each.rows, name, "speedup") for each in (table, other))
+        by_cached = ", ".join(
+            f"{n}: {ratio:.2f}" for n, ratio in zip((128, 256, 512, 768), ratios, strict=True)
+        )
         compared.append(
             Compared(
-                f"speed of '{name}' relative to the paper's baseline",
-                f"'{name}' is {ratios} times as fast as the paper's baseline, with 128, 256, 512 "
-                f"and 768 cached experts",
-                f"'{name}' is {slow}. With a simulated disk that is {SLOW / FAST:g} times as "
-                f"fast, '{name}' is {fast}",
+                f"speed relative to the paper's baseline, {technique}",
+                f"by number of cached experts: {by_cached}",
+                f"{_SHARES}: {slow}. With a simulated disk that is {SLOW / FAST:g} times as fast, "
+                f"{fast}",
                 _MACHINE,
             )
         )
     return Made(compared, [table, other], [panel])
 
 
-def _by_share(rows: Sequence[Row], name: str, key: str, base: str, digits: int = 2) -> str:
-    """Return one system's speed relative to `base`, for each share of experts with slots."""
+def _by_share(rows: Sequence[Row], name: str, key: str, digits: int = 2) -> str:
+    """Return one system's relative speed, for each share of experts with slots."""
     mine = [row for row in rows if row["name"] == name]
-    values = ", ".join(f"{row[key]:.{digits}f}" for row in mine)
-    shares = ", ".join(slots(row["held"]) for row in mine)
-    return f"{values} times as fast as {base}, with cache slots for {shares} of the experts"
+    return ", ".join(f"{slots(row['held'])}: {row[key]:.{digits}f}" for row in mine)
 
 
 def table_2(on: Measured) -> Made:
@@ -117,7 +123,8 @@ def table_2(on: Measured) -> Made:
     """
     run, rows = recording(on), []
     every = expert_bytes(run.trace)
-    worlds: dict[str, dict[str, Any]] = {"as the store reads": {}, "rigid link": {"link": RIGID}}
+    shared, rigid = "demand reads come first", "one queue for all reads"
+    worlds: dict[str, dict[str, Any]] = {shared: {}, rigid: {"link": RIGID}}
     for world, changes in worlds.items():
         for n in (1, 2, 3):
             settings = {"prefetch": "on", "agree": MOL, "prefetch_kinds": n}
@@ -130,10 +137,10 @@ def table_2(on: Measured) -> Made:
                 speed = 1000 * len(took_ms) / took_ms[-1]
                 rows.append({"name": part.name, "world": world, "held": held, "speed": speed})
     columns = (
-        Column("link", "world", left=True),
+        Column("order of reads", "world", left=True),
         Column("", "name", left=True),
         Column("slots", "held", slots),
-        Column("tok/s with the prompt", "speed", fixed(1)),
+        Column("tok/s including the prompt", "speed", fixed(1)),
     )
     compared = []
     for world in worlds:
@@ -145,24 +152,26 @@ def table_2(on: Measured) -> Made:
         here = ", ".join(f"{slots(held)}: {row['name']}" for held, row in best.items())
         compared.append(
             Compared(
-                f"fastest number n of prefetched matrices per expert, {world}",
-                "OLMoE with 256 cached experts: n = 1 (5.31 tokens/s, and 4.76 with n = 2). "
-                "Qwen1.5 with 128 cached experts: n = 2 (3.75 tokens/s, and 3.51 with n = 1). The "
-                "paper does not measure n = 3",
-                here,
-                f"{_MACHINE}. We also measure n = 3, which prefetches all matrices of an expert",
+                f"fastest number n of prefetched matrices per expert. Order of disk reads: {world}",
+                "On OLMoE with 256 cached experts, one matrix is fastest (5.31 tokens/s, and 4.76 "
+                "with two). On Qwen1.5 with 128 cached experts, two matrices are fastest (3.75 "
+                "tokens/s, and 3.51 with one). The paper does not measure three matrices",
+                f"{_SHARES}: {here}",
+                f"We also measure n = 3, the prefetch of all three matrices of an expert. "
+                f"{_MACHINE}",
             )
         )
     drawn = lines(
-        [row for row in rows if row["world"] == "as the store reads"],
+        [row for row in rows if row["world"] == shared],
         lambda row: 100 * row["held"],
         lambda row: [row["speed"], None],
         "name",
     )
     panel = Panel(
-        "slots, % of the experts", "tokens/s with the prompt", drawn, run.trace.header.model
+        "slots, % of the experts", "tokens/s including the prompt", drawn, run.trace.header.model
     )
-    return Made(compared, [Table("Prefetched matrices of an expert", columns, rows)], [panel])
+    title = "Speed by the number n of prefetched matrices per expert"
+    return Made(compared, [Table(title, columns, rows)], [panel])
 
 
 def figure_4(on: Measured) -> Made:
@@ -179,22 +188,24 @@ def figure_4(on: Measured) -> Made:
         shown, lambda row: 100 * row["held"], lambda row: [row["tpot_ms_mean"], None], "name"
     )
     panel = Panel("slots, % of the experts", "mean decode step, ms", drawn, on.config.model.name)
-    mol = _by_share(table.rows, "firm, mol, n=1", "speedup", "without prefetch")
+    mol = _by_share(table.rows, "firm, mol, n=1", "speedup")
     compared = [
         Compared(
-            "speed of Meeting of Layers (MoL) if one matrix per expert is prefetched (n = 1)",
-            "On Qwen1.5-MoE, FIRM-MoE is up to 1.8 times as fast as the paper's baseline with 128 "
-            "cached experts, and 1.6 times as fast with 768",
-            f"MoL is {mol}",
-            f"{_MACHINE}. Our comparison with the paper's baseline is in Table 1",
+            "relative speed with Meeting of Layers (MoL): experts that several layers predict are "
+            "prefetched",
+            "On Qwen1.5-MoE with 128 cached experts, FIRM-MoE is up to 1.8 times as fast as the "
+            "paper's baseline. With 768 cached experts, it is 1.6 times as fast",
+            f"relative to no prefetch, {_SHARES}: {mol}",
+            f"MoL prefetches one matrix per expert here. Table 1 compares with the baseline of the "
+            f"FIRM-MoE paper. {_MACHINE}",
         ),
         Compared(
             "slowdown with a small cache",
-            "With 128 instead of 768 cached experts (2.85 times less memory), decoding is less "
-            "than 30 % slower",
+            "Decoding is less than 30 % slower with 128 cached experts than with 768, which need "
+            "2.85 times the memory",
             _slowdown(table.rows),
-            "Time depends on the share of bytes that are missed, because computing takes little "
-            "time here",
+            "In our simulation, computing takes little time. So decode time depends mostly on how "
+            "many bytes are read into the cache",
         ),
     ]
     return Made(compared, [table], [panel])
@@ -219,10 +230,12 @@ def figure_5(on: Measured) -> Made:
     """
     listed = [
         Variant("lru", "lru", {}),
-        Variant(NO_PREFETCH, FIRM.name, {"prefetch": "off"}),
-        Variant("firm, default", FIRM.name, {"prefetch": "on", "agree": RANK}),
+        Variant("firm without prefetch", FIRM.name, {"prefetch": "off"}),
+        Variant("firm with default settings", FIRM.name, {"prefetch": "on", "agree": RANK}),
         Variant(
-            "firm, the paper's", FIRM.name, {"prefetch": "on", "agree": MOL, "prefetch_kinds": 1}
+            "firm with the paper's settings",
+            FIRM.name,
+            {"prefetch": "on", "agree": MOL, "prefetch_kinds": 1},
         ),
     ]
     rows: list[Row] = []
@@ -264,18 +277,23 @@ def figure_5(on: Measured) -> Made:
     ]
     compared = [
         Compared(
-            f"mean of {len(base)} pairs",
-            "1.31 times Fiddler and llama.cpp",
-            "over lru: " + ", ".join(f"{name} {ratio:.2f}" for name, ratio in means.items()),
-            f"{_MACHINE}. Our baseline is lru, because we did not run Fiddler. The paper's text "
-            f"does not state its prompt and answer lengths. Other load on the machine during the "
-            f"recorded runs changes our tokens/s, but not the ratios to lru",
+            f"relative speed of FIRM-MoE, as the mean of {len(base)} pairs of prompt length and "
+            f"answer length",
+            "FIRM-MoE is 1.31 times as fast as Fiddler and llama.cpp",
+            "relative to the policy lru: "
+            + ", ".join(f"{name} {ratio:.2f}" for name, ratio in means.items()),
+            f"We did not run Fiddler, so we compare with the policy lru. The paper's text does not "
+            f"state its prompt and answer lengths. {_MACHINE}",
         )
     ]
     title = f"Speed including the prompt, with cache slots for {HELD:.0%} of the experts"
     ticks = [f"{prompt} + {answer}" for prompt, answer in base]
     panel = Panel(
-        "tokens of the prompt + tokens of the answer", "speed over lru", drawn, title, ticks=ticks
+        "tokens of the prompt + tokens of the answer",
+        "speed relative to lru",
+        drawn,
+        title,
+        ticks=ticks,
     )
     return Made(compared, [Table(title, columns, rows)], [panel])
 
@@ -317,7 +335,9 @@ def figure_6(on: Measured) -> Made:
             Line(f"P = {at}", range(1, len(row) + 1), exact(row.tolist()))
             for at, row in enumerate(means, 1)
         ]
-        panels.append(Panel("candidates K", "loss per layer and token", drawn, f"{name} layers"))
+        panels.append(
+            Panel("experts per prediction, K", "loss per layer and token", drawn, f"{name} layers")
+        )
     columns = (
         Column("layers", "group", left=True),
         Column("search", "way", left=True),
@@ -325,8 +345,8 @@ def figure_6(on: Measured) -> Made:
         Column("x smallest loss", "ratio", fixed(3)),
     )
     title = (
-        f"K (experts that a layer votes for) and P (layers that vote) found by each search, with "
-        f"a cache for {CACHED:.0%} of the experts: {subject.basis}"
+        f"The best numbers K and P that each search finds, if P earlier layers predict K experts "
+        f"each and {CACHED:.0%} of the experts have cache slots: {subject.basis}"
     )
     tables = [Table(title, columns, rows)]
     run = recording(on)
@@ -336,35 +356,42 @@ def figure_6(on: Measured) -> Made:
     ours = [row["ratio"] for row in rows if row["way"] == "our climb"]
     compared = [
         Compared(
-            "best K (experts that a layer votes for) and P (layers that vote) by group of layers",
-            "On OLMoE (8 experts per token, 256 cached): K = 4 and P = 3 for shallow layers, K = "
-            "8 and P = 3 for middle and deep layers",
-            "; ".join(f"{name} K = {n}, P = {p}" for name, (n, p, _) in best.items()),
-            "We use another model. The more layers vote, the fewer experts get the votes of all "
-            "of them",
-        ),
-        Compared(
-            "Is it better if a layer votes for more experts than a token uses (K > k)?",
-            "The paper has K <= k = 8",
+            "best numbers K and P, if P earlier layers predict K experts each",
+            "On OLMoE with 256 cached experts, three earlier layers predict (P = 3). For shallow "
+            "layers, they predict 4 experts each (K = 4). For middle and deep layers, they predict "
+            "8 experts each (K = 8)",
             "; ".join(
-                f"{name} layers: the smallest prediction loss with K <= k is {ratio:.3f} times "
-                f"the smallest with any K"
-                for name, (_, _, ratio) in best.items()
+                f"{name} layers: {n} experts per prediction (K = {n}), {_earlier(p)} (P = {p})"
+                for name, (n, p, _) in best.items()
             ),
-            "In a run, a layer votes for at most k experts. For this comparison, votes for up to "
-            "2 k experts are computed from the router's logits",
+            "We use another model than the paper. Only experts that all P layers predict are "
+            "prefetched, so a larger P prefetches fewer experts",
         ),
         Compared(
-            "prediction loss of the pair (K, P) that Algorithm 1 finds",
-            "The paper does not compare the loss of this pair with the smallest loss of all pairs",
-            f"Algorithm 1 as printed, with four different first steps, finds pairs with "
-            f"{min(printed):.2f} to {max(printed):.2f} times the smallest loss. Our hill climbing "
-            f"finds pairs with {min(ours):.2f} to {max(ours):.2f} times the smallest loss",
-            "Algorithm 1 as printed never clears its list of losses, so the mean loss of a pair "
-            "(K, P) includes the losses of all pairs before it",
+            "Do predictions improve if each layer predicts more experts than a token uses?",
+            "The paper does not test this. In the paper, a token uses 8 experts, and a layer "
+            "predicts at most 8",
+            f"smallest prediction loss with up to {k} experts per prediction, relative to the "
+            f"smallest loss with up to {losses.most}: "
+            + ", ".join(f"{name} layers {ratio:.3f}" for name, (_, _, ratio) in best.items()),
+            f"A token of our model uses {k} experts. During a run, a layer predicts at most {k}. "
+            f"Here we compute further predictions from the router's logits",
+        ),
+        Compared(
+            "prediction loss with the numbers K and P that the paper's Algorithm 1 finds",
+            "The paper does not state how close this loss is to the smallest loss of all K and P",
+            f"relative to the smallest loss of all K and P: {min(printed):.2f} to "
+            f"{max(printed):.2f} with Algorithm 1, and {min(ours):.2f} to {max(ours):.2f} with our "
+            f"hill climbing. Algorithm 1 was run with four different first steps",
+            "Algorithm 1, as printed in the paper, never clears its list of losses. So the mean "
+            "loss of the current K and P includes the losses of earlier K and P",
         ),
     ]
     return Made(compared, tables, panels)
+
+
+def _earlier(n: int) -> str:
+    return f"{n} earlier layer{'s' * (n > 1)}"
 
 
 def figure_7(on: Measured) -> Made:
@@ -377,18 +404,26 @@ def figure_7(on: Measured) -> Made:
     rows = {row["strategy"]: row for row in found.tables[0].rows}
     paper = {
         f"MoL K={k} P=3": (
-            "90.5 % utilisation and 59.8 % accuracy. The paper does not state for how many "
-            "experts (K) each layer votes in this figure"
+            f"Meeting of Layers (MoL): experts that all of 3 earlier layers predict. Each layer "
+            f"predicts {k} experts",
+            "90.5 % of the predicted experts are used (utilisation). 59.8 % of the used experts "
+            "are predicted (accuracy). The paper does not state how many experts each layer "
+            "predicts",
         ),
-        f"top {k}": "78.8 % utilisation",
+        f"top {k}": (
+            f"the {k} experts that the nearest earlier layer predicts",
+            "78.8 % of the predicted experts are used (utilisation)",
+        ),
         "weighted >= 3.0": (
-            "The same values as Meeting of Layers (MoL), because an expert gets the score 3.0 "
-            "(1.5 + 1.0 + 0.5) only if all three layers vote for it"
+            "weighted voting: experts whose weights sum to at least 3.0. The predictions of the 3 "
+            "nearest earlier layers have the weights 1.5, 1.0 and 0.5",
+            "The same values as Meeting of Layers (MoL). The weights sum to 3.0 only if all three "
+            "layers predict an expert",
         ),
     }
     compared = [
-        Compared(name, said, _of_strategy(rows[name]), "another model and text")
-        for name, said in paper.items()
+        Compared(what, said, _of_strategy(rows[name]), "We use another model and text")
+        for name, (what, said) in paper.items()
         if name in rows and rows[name]["utilisation"]
     ]
     above = [
@@ -403,24 +438,23 @@ def figure_7(on: Measured) -> Made:
     ]
     if above:
         here = (
-            f"At an equal number of predicted experts, the utilisation of MoL minus that of the "
-            f"nearest layer alone is {100 * min(above):+.1f} to {100 * max(above):+.1f} percentage "
-            f"points"
+            f"utilisation with MoL minus utilisation with the nearest earlier layer alone: "
+            f"{100 * min(above):+.1f} to {100 * max(above):+.1f} percentage points"
         )
         here += (
             (
-                f". If layers vote for more experts than a token uses (K > k), the difference is "
-                f"{100 * min(more):+.1f} to {100 * max(more):+.1f} points"
+                f". This difference is {100 * min(more):+.1f} to {100 * max(more):+.1f} percentage "
+                f"points if each layer predicts more experts than a token uses"
             )
             if more
             else ""
         )
         compared.append(
             Compared(
-                "Meeting of Layers (MoL) compared with as many experts predicted by the nearest "
-                "layer alone",
-                "The paper compares sets of different sizes: 2.64 experts of MoL with 4 experts "
-                "of the nearest layer",
+                "utilisation (share of the predicted experts that are used) with MoL compared with "
+                "the nearest earlier layer alone, if both predict the same number of experts",
+                "The paper compares different numbers of predicted experts: 2.64 with MoL, and 4 "
+                "with the nearest earlier layer alone",
                 here,
                 "A layer's routing depends mostly on the layer directly before it",
             )
@@ -432,15 +466,16 @@ def _of_strategy(row: Row) -> str:
     used, named = 100 * row["utilisation"][0], 100 * row["accuracy"][0]
     cut = (
         (
-            f". If the nearest layer alone predicts as many experts, utilisation is "
-            f"{100 * row['cut']:.1f} %"
+            f". If the nearest earlier layer alone predicts the same number of experts, "
+            f"{100 * row['cut']:.1f} % of them are used"
         )
         if row.get("cut")
         else ""
     )
     return (
-        f"{used:.1f} % utilisation and {named:.1f} % accuracy with {row['size']:.2f} predicted "
-        f"experts per layer{cut}"
+        f"{used:.1f} % of the predicted experts are used (utilisation). {named:.1f} % of the used "
+        f"experts are predicted (accuracy). On average, {row['size']:.2f} experts are predicted "
+        f"per layer{cut}"
     )
 
 
@@ -448,14 +483,13 @@ PAPER = Paper(
     "firm",
     "FIRM-MoE",
     (
-        Figure("Table 1", "speed with each part of FIRM-MoE", table_1),
+        Figure("Table 1", "speed with each technique of FIRM-MoE", table_1),
         Figure("Table 2", "speed by the number of prefetched matrices per expert", table_2),
         Figure("Figure 4", "latency by the size of the expert cache", figure_4),
         Figure("Figure 5", "tokens per second by prompt and answer length", figure_5),
         Figure(
             "Figure 6",
-            "loss from wrong and missing predictions of experts, by K (experts that a layer votes "
-            "for) and P (layers that vote)",
+            "loss from wrong and missing predictions, if P earlier layers predict K experts each",
             figure_6,
         ),
         Figure(

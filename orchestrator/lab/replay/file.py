@@ -235,17 +235,17 @@ def _check(trace: Trace) -> None:
     for name in ARRAYS:
         _check_shape(name, a[name], lengths)
     if lengths["S"] == 0 or lengths["E"] == 0:
-        raise _Wrong("it has no steps")
+        raise _Wrong("the trace has no steps")
     _check_ranges(trace)
     _check_slices(trace)
     _check_events(trace)
     for name in ("marks", "restored"):
         if (np.diff(a[name][:, 0]) < 0).any():
-            raise _Wrong(f"{name}: not sorted by step")
+            raise _Wrong(f"the file is damaged: its array '{name}' is not sorted by step")
     if a["restored"][:, 2].sum(dtype=np.int64) != len(a["restored_use"]):
         raise _Wrong(
             "the file is damaged: the sizes in its array 'restored' do not add up to the size of "
-            "its array 'restored_use'"
+            "its array 'restored_use' (saved states of the policy)"
         )
 
 

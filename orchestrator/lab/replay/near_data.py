@@ -224,8 +224,8 @@ class NearData(PlacementSettings):
             )
         if self.n_hot > most:
             raise ConfigError(
-                f"--hot {self.n_hot}: the GPU's {GPU_BYTES / 1e9:g} GB hold at most {most} of each "
-                f"layer of {model.name}"
+                f"--hot {self.n_hot} is too large: the GPU's {GPU_BYTES / 1e9:g} GB hold at most "
+                f"{most} experts per layer of {model.name}"
             )
 
     @property
@@ -328,8 +328,8 @@ def generated(shape: PaperModel) -> Routing:
         counts, gates = (_by_expert(ids, shape.size, each) for each in (1.0, weights))
         made.append(Sequence(counts, gates, chosen))
     source = (
-        f"{N_SEQUENCES} generated sequences, each with {N_TOKENS} tokens of a prompt and "
-        f"{N_TOKENS} of an answer, skew {SKEW:g}"
+        f"{N_SEQUENCES} generated sequences with {N_TOKENS} prompt tokens and {N_TOKENS} answer "
+        f"tokens each, expert usage by Zipf's law with exponent {SKEW:g}"
     )
     return Routing(source, made, np.zeros(shape.size))
 
@@ -734,9 +734,9 @@ def near_tables(result: dict[str, Any]) -> list[Table]:
     runs = [{"name": each, **run} for each, run in result["runs"].items()]
     lengths = [{"name": run["name"], **row} for run in runs for row in run["lengths"]]
     title = (
-        f"{result['shape']} with {result['n_hot']} hot experts per layer on the GPU and all other "
-        f"experts in near-data memory, at {result['near_bits']:g} bits per weight. Routing: "
-        f"{result['routing']}"
+        f"{result['shape']}. The GPU has {result['n_hot']} experts per layer. A memory that "
+        f"computes experts itself (near-data memory) has all others at {result['near_bits']:g} "
+        f"bits per weight. Routing: {result['routing']}"
     )
     return [
         Table(f"Decode steps: {title}", steps, runs),

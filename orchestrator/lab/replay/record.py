@@ -50,16 +50,17 @@ class Recorder:
                 f"the model runs on llama.cpp's own path (--policy {PLAIN}), which cannot "
                 f"record routing: use --policy {' or '.join(POLICIES)}"
             )
-        policy, advice = inside.policy, "load the model again and record its first answer"
+        policy = inside.policy
+        advice = "load the model again and start recording before the first answer"
         if policy.wants.learns and inside.driver.steps:
             raise ConfigError(
-                f"the policy {policy.name} has already learned from earlier steps, which a replay "
-                f"cannot reproduce: {advice}"
+                f"recording cannot start, because the policy {policy.name} has already learned "
+                f"from earlier steps, which a replay cannot repeat: {advice}"
             )
         if inside.driver.prefetched:
             raise ConfigError(
-                f"experts were prefetched while the model was idle, and a replay cannot reproduce "
-                f"their times: {advice}"
+                f"recording cannot start, because experts were prefetched while the model was "
+                f"idle, which a replay cannot repeat: {advice}"
             )
         self._inside = inside
         self._policy = policy

@@ -65,7 +65,7 @@ class ReplayOptions(Settings):
     )
     low_tier: str | None = setting(
         None,
-        "Low precision, such as q2_k. With skip, less important experts are not computed.",
+        "Low precision, such as q2_k. The value skip leaves out less important experts.",
         metavar="TIER",
         shown="as recorded",
     )
@@ -375,7 +375,10 @@ def render(result: dict[str, Any]) -> str:
             notes.append(f"{name}: estimated quality loss {run['kl_estimate']:.4f} nats per token")
         if run["transition_bytes"]:
             ups, downs = run["experts_promoted"], run["experts_demoted"]
-            notes.append(f"{name}: {ups} experts promoted, {downs} demoted")
+            notes.append(
+                f"{name}: experts changed to a higher precision {ups} times, and to a lower one "
+                f"{downs} times"
+            )
     parts = ["\n".join(heading), Table("", columns, rows, notes).text()]
     parts.append(f"policy: {result['policy']}, look-ahead {result['n_ahead']}")
     return "\n\n".join(parts)

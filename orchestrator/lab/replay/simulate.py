@@ -49,7 +49,10 @@ class Simulation:
 
     def __init__(self, store: Store) -> None:
         if not store.spec.simulated:
-            raise NativeError("the expert store reads a real disk: create it with simulated=True")
+            raise NativeError(
+                "the expert store reads a real disk, which a simulation cannot use: create the "
+                "store with simulated=True"
+            )
         self._store = store
         self._library = store.library
         event = self._library.store_event(store.handle).contents
@@ -101,11 +104,12 @@ class Simulation:
         Raises NativeError, and the exceptions of the policy hook.
         """
         n, n_ahead = len(ids), len(ahead_ids)
-        if n > self._store.spec.max_tokens or n_ahead > self._store.spec.n_ahead:
+        spec = self._store.spec
+        if n > spec.max_tokens or n_ahead > spec.n_ahead:
             raise NativeError(
-                f"{n} tokens with predictions for {n_ahead} later layers are too many: the expert "
-                f"store was created for {self._store.spec.max_tokens} tokens and "
-                f"{self._store.spec.n_ahead} later layers"
+                f"the expert store was created for at most {spec.max_tokens} tokens and "
+                f"predictions for {spec.n_ahead} later layers, but got {n} tokens and predictions "
+                f"for {n_ahead} later layers"
             )
         self._ids[:n] = ids
         self._weights[:n] = weights

@@ -71,9 +71,9 @@ class Accuracy(ScoredStudy):
         alone, mixed, base = found.by_size(), found.of(MIXED), found.tier(on.high)
         answers = ANSWERS if on.questions else ()
         note = (
-            f"'KL from {on.best}' (nats per token) and 'same top token' compare each row with all "
-            f"experts in {on.best}. Every token is a decode step of its own. Every expert is "
-            f"computed in the precision that the policy chose."
+            f"'KL from {on.best}' (nats per token) and 'same top token' compare each configuration "
+            f"with all experts in {on.best}. Every token is a decode step of its own. Every expert "
+            f"is computed in the precision that the policy chose."
         )
         tables = [
             found.table(title, (LABEL, *columns), several, base, on.high, answers, note)
@@ -119,7 +119,7 @@ class Retention(ScoredStudy):
             x = "realised share of critical experts"
             return Panel(x, y, drawn, on.basis, levels, percent=True)
 
-        panels = [panel(f"change of perplexity from {on.high}, %", "change")]
+        panels = [panel(f"change of perplexity, relative to all experts in {on.high}, %", "change")]
         if on.questions:
             panels.append(panel("multiple choice, acc, %", "acc"))
         return Findings([table], panels)
@@ -135,6 +135,15 @@ KINDS = {
         ("heavy hitters, exact", "exact", False),
         ("total load", "load", False),
         ("random", "load", True),
+    ),
+}
+# For each form: the rules by which experts are critical, for a footnote.
+RULES = {
+    False: "Gate score: the experts with the highest routing weights of the token are critical.",
+    True: (
+        "Heavy hitters: the experts that the tokens with the most attention use most are "
+        "critical. This attention is from the last tokens of the prompt; with 'exact', from all. "
+        "Total load: the experts that most tokens use are critical."
     ),
 }
 SPREADS = {"cosine": "depth-based", "flat": "equal"}
@@ -167,12 +176,14 @@ class Critical(ScoredStudy):
 
     def show(self, found: Scores, on: Subject) -> Findings:
         shown = Findings([], [], rows=2)
-        note = (
-            f"Critical experts have high precision. Rows named 'random' choose them at random, and "
-            f"show for each token the mean of {len(SEEDS)} random choices."
-        )
-        for form, low in product(FORMS.values(), (SKIP, on.low)):
+        for (prefill, form), low in product(FORMS.items(), (SKIP, on.low)):
             group, base = f"{form}, {on.high} / {low}", found.one(form)
+            note = (
+                f"Critical experts are computed in {on.high}. {RULES[prefill]} Random: critical "
+                f"experts are random, and the figures are means of {len(SEEDS)} random choices. "
+                f"Depth-based: early layers have more critical experts than late layers. Equal: "
+                f"all layers have the same number."
+            )
             title = f"Quality by the choice of critical experts, {group} (Figure 3)"
             table = found.table(title, (LABEL, *DONE), found.of(group), base, on.high, note=note)
             shown.tables.append(table)
@@ -186,7 +197,7 @@ class Critical(ScoredStudy):
             shown.panels.append(
                 Panel(
                     "share of routed experts in the high precision",
-                    f"change of perplexity from {on.high}, %",
+                    f"change of perplexity, relative to all experts in {on.high}, %",
                     drawn,
                     group,
                     {"": 0.0},
@@ -225,8 +236,8 @@ class Depth(ScoredStudy):
         table = found.table(title, (layer,), found.of(LOW), found.one(HIGH), on.best)
         changes = [row["change"] for row in table.rows]
         panel = Panel(
-            f"the layer in {on.low}",
-            f"change of perplexity from all experts in {on.best}, %",
+            f"layer whose experts are in {on.low}",
+            f"change of perplexity, relative to all experts in {on.best}, %",
             [Line("", range(len(changes)), changes)],
             on.basis,
             percent=True,
@@ -239,10 +250,10 @@ class Depth(ScoredStudy):
 AHEAD, OFTEN = "next layer's router", "most used"
 # The metrics of each layer except the first, with their labels. The cosines come first.
 WAYS = {
-    OUTPUT: "after the layer",
-    FFN_INPUT: "before the experts",
-    AHEAD: "layer's router, applied to the router input of the layer before",
-    OFTEN: "most used experts",
+    OUTPUT: "hidden states after the layers",
+    FFN_INPUT: "hidden states before the experts",
+    AHEAD: "predicted by the layer's router, one layer early",
+    OFTEN: "predicted: the layer's most used experts",
 }
 
 
@@ -282,7 +293,8 @@ class Similarity(Study):
         }
         tables = [
             Table(
-                f"Similarity of the hidden states of neighbouring layers (Figure 6): {on.basis}",
+                f"Similarity of the hidden states of neighbouring layers (Figure 6 of DyMoE): "
+                f"{on.basis}",
                 (
                     Column("layers", "layers"),
                     Column("cosine after the layer (l_out)", OUTPUT, with_error),
@@ -291,7 +303,8 @@ class Similarity(Study):
                 similar,
             ),
             Table(
-                f"Prediction of a layer's experts from the layer before (eq. 6): {on.basis}",
+                f"How well the experts of a layer are predicted one layer early (eq. 6 of DyMoE): "
+                f"{on.basis}",
                 (
                     Column("layer", "layer"),
                     Column("recall by the router", AHEAD, share_with_error),
@@ -302,7 +315,8 @@ class Similarity(Study):
                 [
                     "Recall: share of the used experts that are predicted. By the router: the "
                     "layer's router is applied to the router input of the layer before. Most used: "
-                    "the prediction is always the experts that this text uses most in the layer."
+                    "the layer's most used experts in this text are predicted for every token. "
+                    "Random: random experts are predicted."
                 ],
                 [{"layer": "mean", "random": chance, **overall}],
             ),
@@ -316,14 +330,14 @@ class Similarity(Study):
             [
                 Panel(
                     "layer",
-                    "cosine similarity of hidden states with the layer before",
+                    "cosine similarity with the hidden states of the layer before",
                     left,
                     on.basis,
                     ends=(0, 1.02),
                 ),
                 Panel(
                     "layer",
-                    "share of the layer's experts that are predicted, %",
+                    "share of the used experts that are predicted, %",
                     right,
                     levels={"random": chance},
                     percent=True,

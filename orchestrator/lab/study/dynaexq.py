@@ -156,26 +156,26 @@ class Demotion(ScoredStudy):
         columns = (
             Column("demoted", "demoted", lambda demoted: f"{demoted} of {n}"),
             Column("order", "order", left=True),
-            Column("routed to high", "routed_high", share),
+            Column(f"uses in {scored.high}", "routed_high", share),
         )
         note = (
-            f"'{COLD}' demotes the least used experts of each layer first, and '{HOT_FIRST}' the "
-            f"most used. Usage is counted on {on.n_tokens - scored.n_tokens} other tokens of the "
-            f"same text, with every expert in {scored.high}. Precisions do not change while the "
-            f"text is read. With the order '{RANDOM}', each token's values are means of "
-            f"{len(SEEDS)} random orders."
+            f"{COLD.capitalize()}: the least used experts of each layer are demoted first. "
+            f"{HOT_FIRST.capitalize()}: the most used experts are demoted first. Usage is counted "
+            f"on {on.n_tokens - scored.n_tokens} other tokens of the same text. "
+            f"{RANDOM.capitalize()}: the figures are means of {len(SEEDS)} random orders. Uses in "
+            f"{scored.high}: share of all expert uses by tokens."
         )
         title = (
             f"Quality by the number of experts per layer that are demoted from {scored.high} to "
-            f"{scored.low} (Figure 3)"
+            f"{scored.low} (Figure 3 of DynaExq)"
         )
         table = found.table(title, columns, curves, base, f"all {scored.high}", note=note)
         for row in table.rows:
             row["routed_high"] = row["usage"]["high"]
         drawn = lines(table.rows, "demoted", "change")
         panel = Panel(
-            f"experts per layer that are demoted to {scored.low}, of {n}",
-            f"change of perplexity from all experts in {scored.high}, %",
+            f"experts per layer that are demoted to {scored.low} (of {n})",
+            f"change of perplexity, relative to all experts in {scored.high}, %",
             drawn,
             scored.basis,
             percent=True,
@@ -187,12 +187,12 @@ HELD = (0.25, 0.5, 0.75)  # fractions of the experts in the high tier
 GOAL = 1.3
 EMPTY, STARTED, FIXED, NULL = (
     "policy dynaexq, cold start",
-    "policy dynaexq, starting with the first half's expert usage",
-    "policy dynaexq, fixed hot experts by the first half's usage",
-    "policy dynaexq, fixed random hot experts",
+    "policy dynaexq, starting with the usage in the text's first half",
+    "policy dynaexq, hot experts of the text's first half, never changed",
+    "policy dynaexq, random hot experts, never changed",
 )
 PLACED, PLACED_EMPTY = (
-    "policy context, starting with the first half's expert usage",
+    "policy context, starting with the usage in the text's first half",
     "policy context, cold start",
 )
 HOT = "hot"
@@ -256,8 +256,8 @@ class HotMemory(ScoredStudy):
         columns = (
             LABEL,
             Column("memory", "memory", share),
-            Column("experts high", "high", percent(0, " %")),
-            Column("routed to high", "routed_high", share),
+            Column(f"experts in {on.high}", "high", percent(0, " %")),
+            Column(f"uses in {on.high}", "routed_high", share),
             *quality(on.best, on.high),
             Column("recovered", "won_back", share_with_error),
             Column("ratio", "ratio", fixed(2)),
@@ -281,27 +281,30 @@ class HotMemory(ScoredStudy):
                 rows.append(_row(row, score, won, on, whole))
             shown.tables.append(
                 Table(
-                    f"Quality if only the most used experts are in {on.high}, {part.name} "
-                    f"(Table 4): {on.on(part.second).basis}",
+                    f"Quality with only the hot (most used) experts in {on.high} (Table 4 of "
+                    f"DynaExq), text '{part.name}': {on.on(part.second).basis}",
                     columns,
                     rows,
                 )
             )
             shown.panels.append(_panel(on, part, hot, rows[len(ends) :]))
         steps = DynaExqSettings.of(on.config.of_policies).update_steps
-        shown.tables[-1].footnotes.append(
-            f"Quality is measured on the second half of each text, which is read token by token. "
-            f"Hot experts are those in {on.high}, and they are chosen again every {steps} steps "
-            f"unless they are fixed. The first half's expert usage is counted on "
-            f"{on.n_tokens - found.on.n_tokens} other tokens of the same text or domain. Memory: "
-            f"relative to all experts in {on.high}. Recovered: share of the KL difference between "
-            f"all experts in {on.low} and all in {on.high}. Ratio: the recovered share divided by "
-            f"the share of experts in {on.high}. A file with one type takes the bytes of its "
-            f"experts, and tiers of the model take slots of whole pages. Changes of precision take "
-            f"time, so rows with changing hot experts vary slightly between runs. The policy "
-            f"context needs a text with prompts (--prompt-tokens), because it chooses precisions "
-            f"after each prompt."
-        )
+        shown.tables[-1].footnotes += [
+            f"Each text has two halves. Expert usage is counted on the first half (in total "
+            f"{on.n_tokens - found.on.n_tokens} tokens). Quality is measured on the second half, "
+            f"token by token. Cold start: the policy starts without this usage.",
+            f"Hot experts are in {on.high}, all others in {on.low}. Hot experts are chosen again "
+            f"every {steps} steps, unless they are never changed. Precisions change in the "
+            f"background, so quality then varies slightly between runs. Promoted: number of "
+            f"experts that moved to {on.high}.",
+            f"Memory: relative to all experts in {on.high}. It includes the padding of expert "
+            f"slots, but that of a file with one type has none. Uses in {on.high}: share of all "
+            f"expert uses by tokens.",
+            f"Recovered: share of the KL difference between all experts in {on.low} and all in "
+            f"{on.high}. Ratio: the recovered share, divided by the share of experts in "
+            f"{on.high}.",
+            "The policy context is measured only with a text that has prompts (--prompt-tokens).",
+        ]
         return shown
 
 
@@ -340,12 +343,17 @@ def _panel(on: Subject, part: Part, hot: list[Scored], rows: list[Row]) -> Panel
         dashed=lambda label: label in (FIXED, NULL),
     )
     drawn += [
-        Line("same share as high experts", [0, 100], exact([0, 1]), True),
-        Line(f"{GOAL:g} times that", [0, 100 / GOAL], exact([0, 1]), True),
+        Line(f"share of experts in {on.high}", [0, 100], exact([0, 1]), True),
+        Line(
+            f"{GOAL:g} times the share of experts in {on.high}",
+            [0, 100 / GOAL],
+            exact([0, 1]),
+            True,
+        ),
     ]
     return Panel(
         f"experts in {on.high}, %",
-        f"share of the KL difference of {on.low} from {on.high} that hot experts recover, %",
+        f"recovered share of the KL difference between {on.low} and {on.high}, %",
         drawn,
         f"{part.name}, {scored.n_tokens} tokens",
         percent=True,
@@ -375,14 +383,14 @@ class EqualMemory(ScoredStudy):
         fit = (high for high in range(n) if residency.budget_bytes(high) <= whole)
         for n_high in sorted({*(round(held * n) for held in IN_MEMORY), max(fit, default=n)}):
             row = {"bytes": residency.budget_bytes(n_high)}
-            label = f"dynaexq, {n_high} of {on.n_expert} high"
+            label = f"dynaexq, {n_high} of {on.n_expert} experts in {on.high}"
             listed.append(Case(label, residency.settings(n_high), MIX, row, used=hotness))
         return listed
 
     def show(self, found: Scores, on: Subject) -> Findings:
         scored, base = found.on, found.tier(on.high)
         alone = found.by_size()
-        after = [Column("KL above dynaexq's", "above", four_digits)]
+        after = [Column("KL minus dynaexq's KL", "above", four_digits)]
         tables = [found.table("All uniform types", (LABEL, *SIZE), alone, base, on.high)]
         for mix in found.of(MIX):
             n_bytes = mix[0].row["bytes"]
@@ -391,14 +399,17 @@ class EqualMemory(ScoredStudy):
             tables.append(found.table(title, (LABEL,), several, base, on.high, after))
             for row, (_, score) in zip(tables[-1].rows, several, strict=True):
                 row["above"] = above(score, mix[1])
-        tables[-1].footnotes.append(
-            f"uniform: all experts have one type, which is, for each quantization method, the "
-            f"type with the smallest KL that fits the memory. dynaexq: every expert is in memory, "
-            f"in {on.high} or {on.low}. The experts that {on.n_tokens - scored.n_tokens} other "
-            f"tokens of the same text use most are in {on.high} at the start. KL above dynaexq's: "
-            f"mean difference on the same tokens; below 0 is better. A uniform type takes the "
-            f"bytes of its experts in a file, and dynaexq takes slots of whole pages."
-        )
+        tables[-1].footnotes += [
+            "Uniform: all experts have one quantization type. For each quantization method, the "
+            "table has the type with the smallest KL that fits the memory.",
+            f"Dynaexq: the most used experts are in {on.high} at the start, all others in "
+            f"{on.low}. Usage is counted on {on.n_tokens - scored.n_tokens} tokens of the same "
+            f"text, on which quality is not measured.",
+            "KL minus dynaexq's KL: mean difference on the same tokens. If it is below 0, the "
+            "uniform type is better.",
+            "The memory of dynaexq includes the padding of expert slots. That of a uniform type "
+            "has none.",
+        ]
         drawn = lines(
             [*tables[0].rows, *found.rows(found.of(MIX), base)],
             lambda row: row["bytes"] / (1 << 20),

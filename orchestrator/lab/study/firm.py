@@ -27,20 +27,23 @@ from orchestrator.native import Library
 from orchestrator.policy import policy_class
 from orchestrator.policy.firm import ALL, CLIMB, FIRM, GROUPS, MOL, RANK, Tuner, Votes, depth_of
 
-NO_PREFETCH, BASE = "no prefetch", "BB: top-k, whole experts"
+NO_PREFETCH, BASE = "no prefetch", "baseline BB: top-k, whole experts"
 WORLDS = {
-    NO_PREFETCH: "as the store reads",
-    BASE: "one queue for all reads (a rigid link), as in the paper",
+    NO_PREFETCH: "demand reads come first",
+    BASE: "all reads wait in one queue, as in the paper",
 }
 # Decode steps that are ignored while the slots fill.
 WARM_UP = 16
 
 _NEVER = 2**24
 _BASIS = (
-    "K, P: the number of experts taken from a layer's prediction, and the number of earlier layers "
-    "that predict. Losses are off-policy: one replay prefetches with the best pair K, P so far, "
-    "and every pair is scored on the experts that this replay has in memory. Losses are also "
-    "in-sample: a pair is scored on the tokens by which it was chosen."
+    "P earlier layers predict K experts each. The loss counts wrong and missing predictions of "
+    "experts that are not in memory.",
+    "Best K, P: the pair with the smallest loss. All, climb: the pairs that these methods of the "
+    "option --tune choose. x best: their loss, relative to the smallest.",
+    "Losses are off-policy: all pairs are compared in one replay, which prefetches with the best "
+    "pair so far. With another pair, other experts would be in memory.",
+    "Losses are in-sample: pairs are chosen and compared on the same tokens.",
 )
 
 # Losses of a group, indexed by [P - 1][K - 1].
@@ -204,32 +207,35 @@ def played_parts(on: Played, base: str, shares: Sequence[float]) -> tuple[Table,
         rows += same
     if not rows:
         raise ConfigError(
-            f"cache slots for {', '.join(left_out)} of the experts cannot hold the experts of one "
-            f"token"
+            f"the caches are too small: slots for {' or '.join(left_out)} of the experts cannot "
+            f"hold the experts of one token. Measure larger caches"
         )
-    title = f"Speed with and without each technique of FIRM-MoE, {world}: {on.trace.header.model}"
-    table = Table(title, _PARTS, rows, [_NOTE.format(base=base)])
+    title = f"Speed of several ways to prefetch experts, if {world}: {on.trace.header.model}"
+    table = Table(title, _PARTS, rows, [note.format(base=base) for note in _NOTES])
     if left_out:
         table.footnotes.append(
-            f"Not measured: cache slots for {', '.join(left_out)} of the experts, because a policy "
-            f"needs more slots."
+            f"Not measured: slots for {' or '.join(left_out)} of the experts, which are too few "
+            f"for a policy."
         )
     drawn = lines(rows, lambda row: 100 * row["held"], lambda row: [row["speedup"], None], "name")
     return table, Panel("slots, % of the experts", f"x {base}", drawn, world)
 
 
-_NOTE = (
-    f"Times are virtual and leave out the first {WARM_UP} decode steps. TPOT: median time per "
-    f"output token. x base: speed relative to the row '{{base}}'. answer tok/s: speed including "
-    f"the prompt. bytes x base: bytes read, relative to the same row. n: prefetched matrices per "
-    f"expert. rank, mol: the setting --agree, which selects experts from predictions. K,P: the "
-    f"tuned number of experts per prediction and of layers that predict."
+_NOTES = (
+    "Slots: share of the experts that have cache slots. n: number of matrices of each expert that "
+    "are prefetched. FG: only the gate matrix is prefetched.",
+    "Rank: the nearest earlier layer predicts the experts. MoL: only experts that P earlier layers "
+    "predict are prefetched. K,P: tuned numbers. Each of P earlier layers predicts K experts.",
+    f"Times are simulated, without the first {WARM_UP} decode steps. TPOT: median time per output "
+    f"token. Answer tok/s: output tokens per second, including the time of the prompt.",
+    "x base: speed relative to '{base}'. Bytes x base: bytes read per token, relative to '{base}'. "
+    "Hit: share of expert requests that find the expert in memory.",
 )
 _PARTS = (
     Column("slots", "held", share),
     Column("", "name", left=True),
     Column("TPOT", "tpot_ms_p50", fixed(2), "ms"),
-    Column("mean", "tpot_ms_mean", fixed(2), "ms"),
+    Column("mean TPOT", "tpot_ms_mean", fixed(2), "ms"),
     Column("x base", "speedup", fixed(3)),
     Column("answer tok/s", "answer_tokens_per_s", fixed(1)),
     Column("MB/tok", "bytes_per_token", fixed(2, 1e6)),
@@ -283,15 +289,14 @@ def measure_votes(on: Played) -> Findings:
     }
     if not any(loss for rows in losses.values() for row in rows for loss in row):
         raise ConfigError(
-            "all experts were in memory, so every prediction loss (eq. 11) is zero: replay the "
-            "trace with fewer expert slots"
+            "predictions cannot be compared, because all experts were in memory: replay the trace "
+            "with fewer expert slots"
         )
     tuned = {way: _tuner(on, {**asked, "tune": way})[0] for way in (ALL, CLIMB)}
     tokens = min(min(each.tokens, each.until) for each in tuned.values())
     title = (
-        f"Loss per layer and token (eq. 11) if P earlier layers predict K experts each (Figure 6 "
-        f"of FIRM-MoE): {on.trace.header.model}, slots for {100 * held:.0f} % of the experts, K "
-        f"and P tuned in {tokens} tokens"
+        f"Prediction loss per layer and token (eq. 11 and Figure 6 of FIRM-MoE): "
+        f"{on.trace.header.model}, slots for {100 * held:.0f} % of the experts, {tokens} tokens"
     )
     rows, panels = [], []
     for group, grid in losses.items():
@@ -304,16 +309,25 @@ def measure_votes(on: Played) -> Findings:
         rows.append(row | {f"P={p}": min(each) for p, each in enumerate(grid, 1)})
         # The loss over K with a line for each P, the minimum, and the choices of the tuners.
         drawn = [
-            Line(f"P = {p}", range(1, len(each) + 1), exact(each)) for p, each in enumerate(grid, 1)
+            Line(f"number of earlier layers P = {p}", range(1, len(each) + 1), exact(each))
+            for p, each in enumerate(grid, 1)
         ]
         drawn += [
             Line(f"{name}: K = {k}, P = {p}", [k], exact([at[k, p]]))
-            for name, (k, p) in {"least": best, **chosen}.items()
+            for name, (k, p) in {
+                "smallest loss": best,
+                **{f"chosen by {way}": votes for way, votes in chosen.items()},
+            }.items()
         ]
         panels.append(
-            Panel("experts per prediction, K", "loss per layer and token", drawn, f"{group} layers")
+            Panel(
+                "experts that each layer predicts (K)",
+                "loss per layer and token",
+                drawn,
+                f"{group} layers",
+            )
         )
-    return Findings([Table(title, _columns(len(grid)), rows, [_BASIS])], panels)
+    return Findings([Table(title, _columns(len(grid)), rows, [*_BASIS])], panels)
 
 
 def _tuner(
@@ -336,9 +350,11 @@ def _columns(depth: int) -> list[Column]:
     found = [
         Column("layers", "group", left=True),
         Column("best K, P", "best", pair),
-        Column("its loss", "least", fixed(3)),
+        Column("smallest loss", "least", fixed(3)),
     ]
     for way in (ALL, CLIMB):
         found.append(Column(f"{way}: K, P", way, pair))
         found.append(Column("x best", f"{way}_ratio", fixed(3)))
-    return found + [Column(f"best at P={p}", f"P={p}", fixed(3)) for p in range(1, depth + 1)]
+    return found + [
+        Column(f"smallest loss at P={p}", f"P={p}", fixed(3)) for p in range(1, depth + 1)
+    ]

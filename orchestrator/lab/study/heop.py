@@ -160,7 +160,7 @@ def searches(losses: np.ndarray) -> list[SearchResult]:
 
     printed = [
         found(
-            f"the paper's Algorithm 1 as printed, first changing {name} by {delta:+d}",
+            f"the paper's Algorithm 1 as printed, whose first step changes {name} by {delta:+d}",
             as_printed(losses, axis, delta),
         )
         for (axis, name), delta in product(enumerate("KP"), (1, -1))
@@ -169,7 +169,7 @@ def searches(losses: np.ndarray) -> list[SearchResult]:
     return [
         *printed,
         found("our climb", climbed(losses)),
-        found("best pair K, P on the same tokens", least(means.tolist(), pairs)),
+        found("a comparison of all pairs K, P", least(means.tolist(), pairs)),
     ]
 
 

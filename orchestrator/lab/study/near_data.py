@@ -64,18 +64,23 @@ RIGHT, WRONG, EQUAL_USAGE, ORACLE = "others", "other domains", "uniform", "answe
 USUAL_PRIOR = int(PlacementSettings().prior_tokens)
 # The predictions that are shown per layer, with their column titles.
 BY_LAYER = {
-    COUNTS: "cosine of the answer's usage with P",
-    OWN: "with S",
-    RIGHT: "with others",
-    EQUAL_USAGE: "with uniform usage",
+    COUNTS: "cosine of P",
+    OWN: "cosine of S",
+    RIGHT: "cosine of others",
+    EQUAL_USAGE: "cosine of uniform",
 }
-# The footnote of tables of predictions.
+# The footnotes of tables of predictions.
+_BASIC = (
+    "Cosine: similarity of the predicted usage of experts and the answer's usage.",
+    "P: how often the prompt uses each expert. S: the mean of P and of the expert's share of the "
+    "prompt's gate weights. Others: usage in other texts of the same domain (kind of text). "
+    "Uniform: equal usage of all experts.",
+)
 _METHODS = (
-    "Predictions of an answer's expert usage. P: how often its prompt uses each expert, as in the "
-    "paper's Figure 4. S: mean of P and of the prompt's summed gate weights. Others: usage in "
-    "other prompts and answers of the same domain. Other domains: usage in texts of other domains. "
-    "Prompt + n: S, with the usage in other texts counted as n more prompt tokens. Uniform: equal "
-    "usage. Answer: the actual usage."
+    *_BASIC,
+    f"Other domains: usage in texts of other domains. Prompt + {USUAL_PRIOR} of others: S, mixed "
+    f"with the usage in others, which counts as {USUAL_PRIOR} prompt tokens. Answer: the answer's "
+    f"actual usage.",
 )
 
 # Scores [n_layers, n_expert] of a window's experts by prediction method; None if the method has no
@@ -183,30 +188,32 @@ class PromptContext(Study):
         basis = f"{len(usages)} prompts and answers; {on.basis}"
         tables = [
             Table(
-                f"Prediction of an answer's experts before it begins (Figure 4): {basis}",
+                f"How well an answer's experts are predicted before the answer begins (Figure 4): "
+                f"{basis}",
                 (
                     Column("text", "domain", left=True),
-                    Column("chosen by", "by", left=True),
+                    Column("predicted from", "by", left=True),
                     Column("cosine", "cosine", fixed(3)),
-                    Column(
-                        f"share of uses of the {n_hot} hottest of {on.n_expert} experts",
-                        "mass",
-                        share,
-                    ),
+                    Column("uses of hot experts", "mass", share),
                 ),
                 list(domain_rows(usages, every, n_hot)),
-                [_METHODS],
+                [
+                    *_METHODS,
+                    f"Hot experts: the {n_hot} of a layer's {on.n_expert} experts with the highest "
+                    f"predicted usage. Their share of the answer's expert uses is shown.",
+                ],
             ),
             Table(
-                f"Expert usage and its prediction by layer (Figure 2, in part): {basis}",
+                f"Expert usage of each layer, and how well it is predicted (part of Figure 2): "
+                f"{basis}",
                 (
                     Column("layer", "layer"),
-                    Column("most used expert", "most", share),
-                    Column("least used", "least", share),
+                    Column("uses of the most used expert", "most", share),
+                    Column("of the least used", "least", share),
                     *(Column(head, by, fixed(3)) for by, head in BY_LAYER.items()),
                 ),
                 by_layer,
-                [_METHODS],
+                [*_BASIC],
             ),
         ]
         drawn = [
@@ -214,7 +221,10 @@ class PromptContext(Study):
             for by in BY_LAYER
             if by_layer[0][by] is not None
         ]
-        return Findings(tables, [Panel("layer", "cosine with the answer's usage", drawn, on.basis)])
+        return Findings(
+            tables,
+            [Panel("layer", "cosine of the predicted and the answer's usage", drawn, on.basis)],
+        )
 
 
 def prompt_tokens(window: Window) -> int:
@@ -367,7 +377,7 @@ HOT = (0.25, 0.5)  # fractions of a layer's experts; the paper uses one half
 PAPER, OURS = "prompt, losses alone (the paper)", "prompt and profile"
 STATIC, RANDOM = "profile alone", "random"
 UNIFORM = "prompt and profile, uniform bits"
-FIXED = "prompt and profile, fixed number of experts per bit width"
+FIXED = "prompt and profile, fixed number of experts in each bit width"
 JUDGED, ASKED = "judged", "asked"
 _SEED = 1
 
@@ -447,29 +457,32 @@ class NearBits(ScoredStudy):
             Column("text", "domain", left=True),
             Column("bits", "bits", "{:g}".format),
             Column("hot", "hot"),
-            Column("bits chosen by", "configuration", left=True),
+            Column("precisions chosen by", "configuration", left=True),
         )
         columns = (
             *head,
             Column("slots", "slots", format_size),
             *quality(on.best, on.best),
-            Column("KL above uniform bits", "above", four_digits),
+            Column("KL minus KL of uniform bits", "above", four_digits),
         )
-        note = (
-            f"Hot: number of experts per layer in {on.best}. Bits: mean of the other experts. Each "
-            f"domain is scored on its second half, and the profile is the expert usage in its "
-            f"first half. {STATIC} and {RANDOM}: precisions are chosen once, before the first "
-            f"prompt. In the other rows, each prompt can change them. For that, each slot of an "
-            f"expert that is not hot is as large as its highest precision needs. With a fixed "
-            f"number per bit width, each slot holds one precision. KL above uniform bits: mean "
-            f"difference on the same tokens with the same hot experts; below 0 is better."
-        )
+        notes = [
+            f"Hot: number of experts per layer in {on.best}. Bits: mean number of bits per weight "
+            f"of the other experts.",
+            "Each domain (kind of text) has two halves. Quality is measured on the second half. "
+            "The profile is the expert usage in the first half.",
+            f"{STATIC.capitalize()} and {RANDOM}: precisions are chosen once, before the first "
+            f"prompt. In all other rows, each prompt can change them.",
+            "Slots: memory for all experts. A slot for several precisions has the size that the "
+            "largest of them needs.",
+            "KL minus KL of uniform bits: mean difference on the same tokens, with the same hot "
+            "experts. If it is below 0, this choice is better than uniform bits.",
+        ]
         tables = [
             Table(
                 f"Quality with few bits for the experts that are not hot (Table 3): {scored.basis}",
                 columns,
                 rows,
-                [note],
+                notes,
             )
         ]
         if asked := found.of(ASKED):
@@ -484,7 +497,10 @@ class NearBits(ScoredStudy):
                 "kl",
                 lambda row: f"{row['configuration']}, {row['hot']} hot",
             )
-            x, y = "nominal bits of the experts that are not hot", f"KL from {on.best}, nats"
+            x, y = (
+                "mean bits per weight of the experts that are not hot",
+                f"KL from {on.best}, nats",
+            )
             panels.append(Panel(x, y, drawn, f"{name}: {scored.basis}"))
         return Findings(tables, panels)
 
@@ -503,8 +519,8 @@ def _bits(on: Subject, near: NearTiers) -> list[float]:
     found = [bits for bits in wanted if bits >= min(near)]
     if not found:
         raise ConfigError(
-            f"the lowest tier of {on.name}, {near[min(near)]}, has more than {max(wanted):g} bits "
-            f"per weight: pack the model with a tier of at most {min(wanted):g} bits"
+            f"the lowest precision of {on.name}, {near[min(near)]}, has more than {max(wanted):g} "
+            f"bits per weight: pack the model with a precision of at most {max(wanted):g} bits"
         )
     return found
 

@@ -235,23 +235,30 @@ class VotesStudy(Study):
                     Column("utilisation", "utilisation", share_with_error),
                     Column("accuracy", "accuracy", share_with_error),
                     Column("mean size", "size", fixed(2)),
-                    Column("utilisation of the layer before alone", "cut", share),
+                    Column("utilisation, nearest layer alone", "cut", share),
                 ),
                 rows,
                 [
-                    "Each strategy combines what earlier layers predict. Utilisation: share of the "
-                    "predicted experts that are used (eq. 8). Accuracy: share of the used experts "
-                    "that are predicted (eq. 7). Mean size: number of predicted experts. Layer "
-                    "before alone: if it predicts the same number of experts. Weighted: "
-                    "predictions of the three nearest layers count 1.5, 1.0 and 0.5. The first "
-                    "layers have fewer layers before them."
+                    "Utilisation: share of the predicted experts that are used (eq. 8). Accuracy: "
+                    "share of the used experts that are predicted (eq. 7). Mean size: mean number "
+                    "of predicted experts.",
+                    "Nearest layer alone: the layer directly before predicts the same number of "
+                    "experts as the strategy, on average.",
+                    f"Top n: the n best predictions of the layer before. Union: experts that any "
+                    f"of P earlier layers predicts. MoL: experts that all of P earlier layers "
+                    f"predict, if each predicts K. A token uses {found.k} experts.",
+                    "Weighted: predictions of the three nearest layers have the weights 1.5, 1.0 "
+                    "and 0.5. An expert is predicted if its weights sum to at least the limit.",
+                    "Margin: experts with a high score in the layer before. A smaller K requires a "
+                    "higher score.",
                 ],
             ),
             Table(
-                f"Share of a layer's {found.k} used experts that one earlier layer predicts "
-                f"(recall), by the distance of the two layers: {on.basis}",
-                (Column("layers before", "before"), Column("recall", "recall", share_with_error)),
+                f"Recall of one earlier layer that predicts {found.k} experts, by its distance "
+                f"in layers: {on.basis}",
+                (Column("distance", "before"), Column("recall", "recall", share_with_error)),
                 recalls,
+                ["Recall: share of the used experts that are predicted."],
             ),
         ]
         drawn = []

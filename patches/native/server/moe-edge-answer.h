@@ -1,5 +1,6 @@
-// Replaces upstream's class for the final result of an answer. Included before all other headers in upstream's
-// server-context.cpp.
+// Makes upstream's server use moe_edge_answer for the final result of an answer. The class corrects some results. For
+// example, it removes an incomplete UTF-8 character from the end of an answer. Included before all other headers in
+// upstream's server-context.cpp.
 
 #pragma once
 

@@ -6,8 +6,9 @@
 
 namespace {
 
-// The most steps of one piece of work. MOST_STEPS: work on a grammar or a schema. MOST_TEMPLATE_STEPS: rendering chat
-// templates. None of upstream's 70 templates takes more than 1.2 million steps when a server starts.
+// The most steps (such as passes through a loop) of one piece of work. MOST_STEPS: work on a grammar or a schema.
+// MOST_TEMPLATE_STEPS: rendering chat templates. None of upstream's 70 templates takes more than 1.2 million steps when
+// a server starts.
 const int64_t MOST_STEPS = 4 << 20, MOST_TEMPLATE_STEPS = 8 << 20;
 // The most bytes of text that a chat template may create, counting every copy, and the most values that it may hold at
 // the same time.
@@ -18,8 +19,8 @@ const int64_t STEPS_PER_BYTE = 1024, BYTES_PER_BYTE = 256;
 // The most stack, in bytes, that work may use while a moe_edge_bounded limits it. The stack of a thread is at least 512
 // KiB on every system.
 const uintptr_t MOST_STACK = 256 << 10;
-// The number of steps between two checks of the clock. It is smaller for templates, because one step of a template may
-// copy a long text.
+// count() checks the clock after this many steps (such as passes through a loop). TEMPLATE_LOOK, for chat templates, is
+// smaller, because one step of a template may copy a long text.
 const int64_t LOOK = 4096, TEMPLATE_LOOK = 256;
 
 thread_local moe_edge_bounded * current[2] = {};

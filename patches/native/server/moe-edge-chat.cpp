@@ -195,13 +195,14 @@ bool begins_with(const std::string & text, const std::string & part) {
     return text.compare(0, part.size(), part) == 0;
 }
 
-// Returns the beginning of the message that the answer continues, as the parser reads it from the generation prompt.
+// Parses the generation prompt, the last part of the rendered prompt. If the answer continues a message, this part
+// contains the text of that message so far. Returns the parsed message.
 common_chat_msg begun(const common_chat_parser_params & parser) {
     return common_chat_parse("", true, parser);
 }
 
-// Returns whether a request's parser reads the generation prompt as a message with exactly this text, without reasoning
-// and tool calls.
+// Parses the generation prompt of `made`. Returns whether the content of the parsed message is `text`, and the message
+// has no reasoning and no tool calls.
 bool reads(const common_chat_params & made, const common_chat_templates_inputs & inputs, const std::string & text) {
     common_chat_parser_params parser(made);
     parser.reasoning_format = inputs.reasoning_format;

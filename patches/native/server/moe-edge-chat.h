@@ -22,7 +22,8 @@ common_chat_msg moe_edge_chat_parse(
 // accept it. Used instead of upstream's gen_tool_call_id.
 std::string moe_edge_tool_call_id();
 
-// Renders the prompt of a request like upstream's common_chat_templates_apply. If the answer continues a message, the
-// template's own markup comes before the text of that message, because upstream's markup may belong to another model.
+// Renders the prompt of a request like upstream's common_chat_templates_apply, except if the answer continues a
+// message. Upstream may then put the role markers of another model before that message. This function uses the markers
+// of the chat template, if the answer can be parsed with them.
 common_chat_params moe_edge_apply_continued(
     const common_chat_templates * templates, const common_chat_templates_inputs & inputs);

@@ -54,10 +54,11 @@ namespace {
 const uint64_t MOST_REPEATED = 1 << 16;
 // The largest number of repetitions that upstream respects. Upstream treats a larger maximum as no limit.
 const uint64_t MOST_TIMES = MAX_REPETITION_THRESHOLD;
-// The most CPU time in nanoseconds for one token, or for reading a grammar. Answers to other requests wait meanwhile.
+// The most CPU time, in nanoseconds, for reading a grammar, or for applying it to one token. Other answers wait
+// meanwhile.
 const int64_t MOST_NS = 500000000;
-// The most CPU time in nanoseconds for the first token of an answer, which is tried before the request is queued. Other
-// answers wait about as long for each token of this answer.
+// The most CPU time, in nanoseconds, for applying a grammar to the first token of an answer. A request that needs more
+// is refused before it is queued. Later tokens would take about as long, and delay other answers.
 const int64_t MOST_FIRST_NS = 100000000;
 const size_t MOST_REASON = 160;
 
@@ -130,7 +131,7 @@ std::string sentence(std::string reason) {
     return reason.compare(0, ours.size(), ours) == 0 ? reason : "the grammar is refused: " + reason;
 }
 
-// The grammars that this thread has read before it queues the tasks of its request. Null at other times.
+// The list to which this thread adds the grammars of its request before it queues the request. Null at other times.
 thread_local std::vector<moe_edge_prepared_grammar> * preparing = nullptr;
 thread_local const std::function<bool()> * preparing_given_up = nullptr;
 

@@ -16,9 +16,9 @@ llama_tokens moe_edge_keys(const server_tokens & tokens);
 // order. The result receives its images from this list.
 server_tokens moe_edge_with_images(const llama_tokens & keys, const server_tokens & images);
 
-// Returns the tokens of a sequence in the form in which llama_state_seq_save_file stores them. Without images, the
-// result contains the tokens. With images, the result is that of server_tokens::serialize, with the keys of
-// moe_edge_keys as tokens.
+// Returns the list of tokens that llama_state_seq_save_file stores for a sequence. Without images, this is the list of
+// its tokens. With images, it is the output of server_tokens::serialize, in which keys (see moe_edge_keys) replace the
+// tokens of images.
 llama_tokens moe_edge_packed(const server_tokens & tokens);
 
 // Returns the tokens from which moe_edge_packed has made `packed`. has_images: whether the server has an image encoder.

@@ -19,7 +19,7 @@ common_chat_msg moe_edge_with_calls_of(const common_chat_msg & before, const com
 // Stores a sentence for the server's log in the request that this thread answers.
 void moe_edge_note(const std::string & sentence);
 
-// Change two calls in upstream's task_result_state::update_chat_msg, so that they use the functions above. chat_msg:
+// Make upstream's task_result_state::update_chat_msg call moe_edge_parse_answer and moe_edge_with_calls_of. chat_msg:
 // the member of task_result_state that contains the message as it was parsed last.
 #define common_chat_parse(text, is_partial, params) moe_edge_parse_answer(text, is_partial, params, chat_msg)
 #define compute_diffs(before, now) compute_diffs(before, moe_edge_with_calls_of(before, now))

@@ -21,7 +21,7 @@ const size_t LEAST_TOKENS = 16;
 // the most notes per slot
 const size_t MOST_NOTES = 8;
 
-// a position before any window
+// a position before every sliding window
 const llama_pos BEFORE_ALL = -2;
 
 size_t common_prefix(const llama_tokens & a, const llama_tokens & b) {
@@ -71,9 +71,9 @@ bool cannot_be_cut(const llama_model * model) {
 }
 
 // Returns how many tokens of a prompt upstream would reuse. held: the tokens and checkpoints of a slot, or of a copy of
-// an earlier prompt. common: length of the common prefix of the prompt and `held`. pos_min: the first position in the
-// memory of the sequence. If the memory lacks positions that the next token needs, upstream returns to a checkpoint,
-// and reuses only the tokens before it.
+// an earlier prompt. common: length of the common prefix of the prompt and `held`. pos_min: the first position that the
+// sequence's memory still has. If the next token needs an earlier position, upstream returns to a checkpoint. It then
+// reuses only the tokens before the checkpoint.
 size_t spared_of(const server_prompt & held, size_t common, size_t n_prompt, llama_pos pos_min, int32_t n_window) {
     if (common == 0) {
         return 0;
@@ -115,8 +115,8 @@ llama_tokens moe_edge_as_held(const llama_vocab * vocab, const llama_tokens & pr
         const std::string text = text_of(vocab, whole, done, end), held_text = text_of(vocab, held, at, held_end);
         llama_tokens rest;
         if (text != held_text) {
-            // If `held` ends here, its last text may be only the beginning of the prompt's text, because a slot does
-            // not compute the last token of an answer.
+            // A slot lacks the last token of its answer, which was sampled but never computed. The last text of `held`
+            // may therefore be only the beginning of the prompt's text.
             const bool starts = held_end == held.size() && text.compare(0, held_text.size(), held_text) == 0;
             if (!starts || !tokens_of(vocab, text.substr(held_text.size()), rest)) {
                 break;
@@ -170,8 +170,8 @@ moe_edge_prompts::choice moe_edge_prompts::choose(const moe_edge_slot & slot, co
         made.copy = copies->states.end();
         for (auto it = copies->states.begin(); it != copies->states.end(); ++it) {
             const size_t n = it->prompt.tokens.size();
-            // A copy of a prompt does not record the first position of its memory (pos_min). If the memory may lack the
-            // first positions of a sequence, assume the worst case: only the last position, n - 1, is left.
+            // The first position (pos_min) that the copy contains is unknown. If the model's memory may drop old
+            // positions (has_part), assume that the copy contains only its last position, n - 1.
             comparison each = compare(prompt, it->prompt, slot.n_ctx, has_part ? llama_pos(n) - 1 : 0);
             if (n <= size_t(slot.n_ctx) && each.spared > made.best.spared) {
                 made.best = std::move(each);
@@ -387,8 +387,8 @@ bool moe_edge_prompts::restore(
             const moe_edge_server_mark & mark = marks[i];
             common_prompt_checkpoint made;
             // If the positions of a checkpoint are unknown, infer them from its number of tokens. With a sliding
-            // window, assume that the data begins two positions before the window. Upstream would ignore a checkpoint
-            // that begins later (see spared_of).
+            // window, the first position is set two positions before the window. Upstream could ignore a checkpoint
+            // with a later first position (see spared_of).
             const llama_pos begin = n_window > 0 ? std::max(0, mark.n_tokens - n_window - 2) : mark.n_tokens - 1;
             made.update_pos(mark.n_tokens, mark.pos_max < 0 ? begin : mark.pos_min,
                             mark.pos_max < 0 ? mark.n_tokens - 1 : mark.pos_max);

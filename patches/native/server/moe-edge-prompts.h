@@ -18,13 +18,12 @@
 #include <string>
 #include <vector>
 
-// Returns `prompt`, in which tokens are replaced by tokens of `held`, the contents of a slot. The two lists are
-// compared as texts between control tokens. If a text is the same in both, the result has the tokens of `held`. They
-// may differ from the prompt's, because a model often generates other tokens than its tokenizer makes from the same
-// text.
+// Makes a prompt share more tokens with `held`, the tokens of a slot. A model often generates other tokens than its
+// tokenizer makes from the same text. If a text between control tokens is the same in both lists, its tokens in the
+// prompt are replaced by those of `held`. Returns the new prompt.
 llama_tokens moe_edge_as_held(const llama_vocab * vocab, const llama_tokens & prompt, const llama_tokens & held);
 
-// The effect that a request's prompt would have on a slot.
+// The expected result of computing a request's prompt on a slot.
 struct moe_edge_match {
     size_t spared;     // tokens of its prompt that are reused
     bool   is_another; // the slot would lose tokens of another conversation
@@ -55,8 +54,8 @@ public:
 
     moe_edge_match match(const moe_edge_slot & slot, const llama_tokens & prompt) const;
 
-    // Returns whether the prompt that was placed last in this slot continues everything that the slot contains. Later
-    // calls for the same prompt return false.
+    // Returns whether the slot's new prompt only appends tokens to those in the slot. Returns true at most once for
+    // each prompt.
     bool take_continues(int32_t slot);
 
     void forget(const moe_edge_slot & slot);
@@ -65,8 +64,8 @@ public:
     // to `marks`. Returns the size of the part before the checkpoints in bytes, or 0 on failure.
     size_t save(const moe_edge_slot & slot, const char * path, std::vector<moe_edge_server_mark> & marks) const;
 
-    // Replaces the contents of a slot with the contents of a file. marks: the positions of the checkpoints in the file,
-    // of which the latest most_checkpoints are restored. Returns false on failure, and the slot is then empty.
+    // Replaces the contents of a slot with the contents of a file. marks: the checkpoints in the file. If the slot may
+    // keep fewer checkpoints, only the latest are restored. Returns false on failure, and the slot is then empty.
     bool restore(const moe_edge_slot & slot, const char * path, const std::vector<moe_edge_server_mark> & marks);
 
 private:

@@ -58,8 +58,9 @@ template <typename Slot> llama_context * moe_edge_launched(llama_context * conte
 
 #define validate(context) validate(moe_edge_launched(context, slot, task))
 
-// Runs the work that do_with_slot has posted under the name `path`. Upstream calls this function instead of the one
-// that writes a slot to a file. Returns 0 if there is no such work.
+// Runs a function that do_with_slot has stored under the name `path`. do_with_slot posts a task for saving a slot to a
+// file with this name. Upstream then calls moe_edge_server_work instead of writing the file. Returns 1, or 0 if the
+// function does not exist or fails.
 size_t moe_edge_server_work(const char * path, const moe_edge_slot & slot);
 
 #define llama_state_seq_save_file(context, path, sequence, tokens, n_tokens) \
@@ -70,9 +71,9 @@ void moe_edge_server_token(int32_t task);
 
 #define update_gen_last() update_gen_last(); moe_edge_server_token(slot.task->id)
 
-// The type of a function that prepares upstream's slot to add its uncomputed tokens of the running step to a later
-// step. n_prompt: a number that is subtracted from upstream's count of processed prompt tokens. Returns the slot's
-// prompt. The caller must remove the uncomputed tokens from the prompt's list.
+// The type of a function that prepares a slot after a step that did not compute all its tokens. Upstream then adds the
+// uncomputed tokens to a later step. n_prompt: how many of them upstream has already counted as processed; the function
+// subtracts this number. Returns the slot's prompt, from which the caller must remove the uncomputed tokens.
 using moe_edge_undo_slot = std::function<server_prompt & (int32_t slot, int32_t n_prompt)>;
 
 // Returns the numbers of the slots that have prompt tokens in a step. batch: upstream's server_batch. first: the index
@@ -130,10 +131,11 @@ template <typename Batch, typename Mark> void moe_edge_mark_answers(const Batch 
     }
 }
 
-// Replaces upstream's call of llama_process, which computes a step. Before the first step of an answer, the macro also
-// calls moe_edge_server_answer_begins. If the sequence can return only to checkpoints and may have at least four, the
-// macro then makes one at the end of the prompt. The sequence can return to this checkpoint if the next prompt does not
-// contain the answer. `off`: upstream's variable with the index of the step's first token.
+// Replaces upstream's call of llama_process, which computes a step, with moe_edge_server_step. Before the first step of
+// an answer, the macro also calls moe_edge_server_answer_begins, and may create a checkpoint at the end of the prompt.
+// The sequence can return to this checkpoint if the next prompt does not contain the answer. The checkpoint is created
+// only if the sequence can return only to checkpoints and may have at least four. `off`: upstream's variable with the
+// index of the step's first token.
 #undef llama_process
 #define llama_process(context, kind, step)                                                              \
     (moe_edge_mark_answers(batch, off, [&](int32_t number) {                                            \

@@ -4,8 +4,9 @@
 
 #include "moe-edge-server-queue.h"
 
-// Declares two more methods in upstream's class server_queue. Upstream's server calls the first one instead of
-// yield_to_queue.
+// Adds the methods moe_edge_yield_to_queue and moe_edge_finish to upstream's class server_queue. Upstream's server
+// calls moe_edge_yield_to_queue instead of yield_to_queue. moe_edge_finish processes the tasks that are still queued
+// after the loop has ended.
 #define yield_to_queue(work) yield_to_queue(work); void moe_edge_yield_to_queue(work); void moe_edge_finish()
 #include "server-queue.h"
 #undef yield_to_queue
@@ -17,7 +18,8 @@
 #include <chrono>
 #include <thread>
 
-// Returns how many milliseconds the calling thread may wait for a result until it has to check its client again.
+// Returns how many milliseconds the calling thread may wait for a result. It must then check whether its client is
+// still connected.
 static int64_t moe_edge_wait_ms() {
     using clock = std::chrono::steady_clock;
     thread_local clock::time_point end;

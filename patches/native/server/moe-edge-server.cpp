@@ -67,7 +67,8 @@ thread_local moe_edge_server * running = nullptr;
 
 const int32_t ABORTED = 2, FAILED = -2;
 
-// A position before all tokens that a sliding window may need. Upstream would abort the process at position -1.
+// A position before all positions that a sliding window may need. It is not -1, because upstream treats -1 as an empty
+// memory and would abort the process.
 const llama_pos BEFORE_ALL = -2;
 
 // A number that is added to the stop type of an answer if the answer ended because the context was full.
@@ -163,7 +164,8 @@ struct moe_edge_server {
     moe_edge_cancels cancels;
     // For each sequence, how its last answer ended: upstream's stop_type, plus ENDS_AT_CONTEXT if the context was full.
     std::vector<std::atomic<int>> ends;
-    // The work that do_with_slot has posted for the decode thread, by name. The work runs with this mutex locked.
+    // Guards `works`, the functions that do_with_slot has posted for the decode thread. The key is a name that
+    // do_with_slot has chosen. The decode thread runs a function with this mutex locked.
     std::mutex works_mutex;
     std::map<std::string, std::function<void(const moe_edge_slot &)>> works;
     // This mutex guards two maps: the request of each task, by the task's number; and for each sequence, the request
@@ -328,8 +330,8 @@ static bool do_with_slot(
         reader.next([server] { return server->stopping.load(); });
     } catch (const std::exception &) {
     }
-    // If the work is running, wait for its end: it runs with this mutex locked. If it has not started, erase it, so
-    // that it never starts.
+    // Make sure that the decode thread does not use `work` after this function returns. If the decode thread is running
+    // `work`, it holds this mutex until the end. If it has not started, erasing the entry prevents the start.
     std::lock_guard<std::mutex> lock(server->works_mutex);
     server->works.erase(name);
     return is_done;
@@ -509,10 +511,10 @@ llama_token moe_edge_template_eos(const llama_vocab * vocab) {
 void moe_edge_server_model_free(llama_model *) {}
 void moe_edge_server_context_free(llama_context *) {}
 
-// Returns the first position in the memory of a sequence. Upstream calls this function instead of
-// llama_memory_seq_pos_min. If the memory lacks the beginning of the window, upstream returns to a checkpoint, or
-// computes the whole prompt again. A prompt that only appends to the sequence removes no tokens, so the memory contains
-// all positions that it needs. For such a prompt, this function returns BEFORE_ALL, a position before every window.
+// Upstream calls this function instead of llama_memory_seq_pos_min, to learn the first position in the memory of a
+// sequence. If the next token needs an earlier position, upstream returns to a checkpoint, or computes the whole prompt
+// again. This is never necessary for a prompt that only appends tokens to the sequence. For such a prompt, this
+// function returns BEFORE_ALL instead of the real position.
 llama_pos moe_edge_server_pos_min(llama_memory_t memory, llama_seq_id sequence) {
     const llama_pos first = llama_memory_seq_pos_min(memory, sequence);
     return running && running->prompts.take_continues(sequence) && first >= 0 ? BEFORE_ALL : first;

@@ -39,8 +39,8 @@ typedef struct moe_edge_server_config {
     int32_t      n_threads;
     int32_t      max_tokens;     // maximum length of an answer, in tokens; -1: the rest of the context
     int32_t      cache_mib;      // memory for KV copies of earlier conversations, in MiB; 0: no copies
-    // The number of checkpoints (positions to which a sequence can return) that are kept for each conversation. Used
-    // only if moe_edge_server_has_part() is 1. 0: keep none.
+    // The number of checkpoints that are kept for each conversation; 0: none. A checkpoint is a position to which a
+    // sequence can return. Used only if a sequence can return to no other positions (see moe_edge_server_has_part).
     int32_t      n_checkpoints;
     uint32_t     seed;           // UINT32_MAX: a new seed for each request
     int32_t      top_k;          // this and the following three: defaults of the sampler
@@ -97,15 +97,16 @@ typedef void (*moe_edge_server_before_prompt)(void * user, int32_t sequence, con
 MOE_EDGE_SERVER_API void moe_edge_server_set_before_prompt(
     moe_edge_server * server, moe_edge_server_before_prompt callback, void * user);
 
-// Callbacks that save and restore the caller's state of a sequence: data that the caller keeps for each sequence
-// outside of llama.cpp, such as the state of a policy. A note is a saved state, which the caller also keeps. The server
-// calls `note` at certain positions of a sequence. When the sequence returns to such a position, the server calls
-// `recall` to restore the state. Called on the decode thread; `drop` is also called by moe_edge_server_free.
+// Callbacks that save and restore data that the caller keeps for each sequence, such as the state of a policy. A note
+// is a saved copy of this data, which the caller stores. The server calls `note` at certain positions of a sequence to
+// save the data. When the sequence returns to such a position, the server calls `recall` to restore it. When a note is
+// no longer needed, the server calls `drop`. The callbacks are called on the decode thread, and `drop` also by
+// moe_edge_server_free.
 typedef struct moe_edge_server_notes {
     // Saves the caller's current state of a sequence as a note. Returns the note's number, or -1 if nothing was saved.
     int64_t (*note)(void * user, int32_t sequence);
     void    (*recall)(void * user, int32_t sequence, int64_t note);
-    void    (*drop)(void * user, int64_t note);                   // the note will not be recalled again
+    void    (*drop)(void * user, int64_t note);                   // deletes a note, which will not be recalled again
     void *  user;
 } moe_edge_server_notes;
 
@@ -126,9 +127,9 @@ MOE_EDGE_SERVER_API void moe_edge_server_run(moe_edge_server * server);
 // thread.
 MOE_EDGE_SERVER_API int moe_edge_server_has_part(const moe_edge_server * server);
 
-// The following functions, up to moe_edge_server_restore, wait until no request decodes on their sequence, and then run
-// on the decode thread. They must be called from another thread, or after moe_edge_server_run has returned and all
-// requests are freed. They fail while the server is stopping.
+// The next six functions, from moe_edge_server_settle to moe_edge_server_restore, do their work on the decode thread,
+// when no request decodes on their sequence. The caller waits meanwhile. They must be called from another thread, or
+// after moe_edge_server_run has returned and all requests are freed. They fail while the server is stopping.
 
 // Waits until every request that has ended, for whatever reason, has stopped computing. Returns 0, or -1 on failure.
 MOE_EDGE_SERVER_API int moe_edge_server_settle(moe_edge_server * server);
@@ -196,9 +197,10 @@ MOE_EDGE_SERVER_API moe_edge_request * moe_edge_request_create(
     moe_edge_server * server, const char * route, const char * body, size_t body_size,
     const int32_t * sequences, size_t n_sequences);
 
-// Runs a request until it ends. Returns 0 if the request was answered, -1 if there was no memory, or -2 if more than
-// most_ahead bytes of a stream were not taken. ready: a file descriptor, or -1. When new output is available for a
-// caller whose last moe_edge_request_take returned nothing, one byte is written to `ready`.
+// Runs a request until it ends. Returns 0 if the request was answered, or -1 if there was no memory. Returns -2 if the
+// caller takes the output of a stream too slowly, so that more than most_ahead bytes (moe_edge_server_config) wait.
+// ready: a file descriptor, or -1. If the last moe_edge_request_take returned nothing, one byte is written to `ready`
+// when new output is available.
 MOE_EDGE_SERVER_API int moe_edge_request_run(moe_edge_request * request, int ready);
 
 // Returns the HTTP status of a request, or 0 if it is not known yet. data and size receive the output since the last

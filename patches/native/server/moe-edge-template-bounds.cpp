@@ -211,7 +211,8 @@ void moe_edge_check_template(const llama_model * model, const std::string & give
 #undef FILENAME
 #include "common/jinja/parser.cpp"
 #undef FILENAME
-// Count more steps for functions that move the rest of a long text.
+// In value.cpp, std::string::erase and replace count one more step for each 256 bytes of the string, because they move
+// the bytes after the changed part.
 #define erase(...) erase(moe_edge_template_step(1 + str.size() / 256) + __VA_ARGS__)
 #define replace(...) replace(moe_edge_template_step(1 + str.size() / 256) + __VA_ARGS__)
 #include "common/jinja/value.cpp"
@@ -222,7 +223,8 @@ void moe_edge_check_template(const llama_model * model, const std::string & give
 #undef FILENAME
 #include "common/jinja/caps.cpp"
 #undef FILENAME
-// Do not count loops in the file string.cpp, because one of them is in a function that must not throw.
+// string.cpp is compiled without the macros that count steps. These macros may throw, and one loop in string.cpp is in
+// a noexcept function.
 #undef for
 #undef if
 #undef while

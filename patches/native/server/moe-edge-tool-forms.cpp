@@ -88,8 +88,8 @@ const char * const CALLS_WITHOUT_TEXT = R"jinja(
     {%- elif message.tool_calls and not message.content -%}
         {%- set _ = rewritten.list.append({"role": message.role, "content": none, "tool_calls": message.tool_calls}) -%})jinja";
 
-// Part of a template prefix: describes the tools before the text of the first user message. The description is the
-// macro about_tools of ABOUT_TOOLS, in which CALL is replaced by the form of a tool call.
+// Part of a template prefix: puts a description of the tools before the text of the first user message. The Jinja macro
+// about_tools writes the description.
 const char * const DESCRIPTION = R"jinja(
     {%- elif message.role == "user" and not rewritten.told -%}
         {%- set _ = add_results() -%}
@@ -100,6 +100,8 @@ const char * const DESCRIPTION = R"jinja(
             {%- set parts = [{"type": "text", "text": about_tools()}] + message.content -%}
             {%- set _ = rewritten.list.append({"role": "user", "content": parts}) -%}
         {%- endif -%})jinja";
+// The Jinja macro that writes the description of the tools. The C++ function description() replaces CALL with the form
+// of a tool call.
 const char * const ABOUT_TOOLS = R"jinja({%- macro about_tools() -%}
     {{- "You may call these functions:\n" -}}
     {%- for tool in tools -%}{{- tool | tojson ~ "\n" -}}{%- endfor -%}
@@ -235,7 +237,7 @@ std::string form_of_calls(const common_chat_templates * templates) {
             }
         }
     } catch (const std::exception &) {
-        // A template that refuses tool calls has no form for them.
+        // The template refuses a conversation with tool calls. The result is then an empty string.
     }
     return "";
 }
@@ -255,12 +257,12 @@ abilities abilities_of(const common_chat_templates * templates) {
         found.sees_tools  = has(params.prompt, NAME) && has(params.prompt, DESCRIPTION_TEXT) && has(params.prompt, ARGUMENT);
         const std::string after =
             common_chat_templates_apply(templates, inputs_of({ HELLO, probe_call(), probe_result() }, true)).prompt;
-        // Search for the earlier call only after the user's message, because the description of the tools may contain
-        // an example of a call.
+        // The template shows earlier calls if the prompt contains the probe call after the user's message. The text
+        // before that message may describe the tools with an example of a call.
         const std::string since = after.substr(std::min(after.size(), after.rfind(HELLO.content)));
         found.sees_calls = has(since, NAME) && has(since, VALUE) && has(since, RESULT);
     } catch (const std::exception &) {
-        // The template refuses the probe conversation, so it has none of the abilities that are not set yet.
+        // The template refuses one of the probe conversations. The abilities that are not set yet stay false.
     }
     return found;
 }

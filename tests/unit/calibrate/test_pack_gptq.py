@@ -72,7 +72,7 @@ def test_pack_by_a_text(packed, small, words, ggml, tmp_path):
     """For every expert with enough tokens, the output error of each matrix is below 0.7 times
     ggml's."""
     (out, said), plain = packed, tmp_path / "plain.gguf"
-    assert "experts got fewer tokens of the text than their matrices have columns" in said
+    assert "experts got too few tokens of the text" in said
     pack(small, plain, TIERS, ggml=ggml)
     ratios = []
     with (

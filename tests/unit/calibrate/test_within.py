@@ -89,10 +89,7 @@ def test_a_limit_without_a_text_is_refused(model, tmp_path):
         cli, ["pack", str(model), str(tmp_path / "p.gguf"), "--tiers=q4_k", "--ram=1GiB"]
     )
     assert result.exit_code == 2
-    assert (
-        "--ram limits only the memory for a calibration: give its text with --calib TEXT"
-        in result.stderr
-    )
+    assert "--ram has no effect without a calibration text: give --calib TEXT" in result.stderr
 
 
 @pytest.mark.parametrize("command", ["calibrate", "gptq"])

@@ -104,7 +104,7 @@ def test_a_wrong_precision_is_reported(model, monkeypatch):
     assert 0 < found["first_error"] <= found["most"]
     assert found["layer"][1] > 0
     (said,) = report["problems"]
-    assert "the logits first differ from llama.cpp's after the prompt" in said
+    assert "the logits differ from llama.cpp's. The first difference is after the prompt" in said
     assert "whose experts give other results than in llama.cpp is layer 0." in said
     assert "differ from 0" in render(report)
 
@@ -238,7 +238,7 @@ def test_a_cap_holds_for_the_check_and_a_run_together(model, monkeypatch):
     monkeypatch.setattr(checking, "run_job", too_little)
     report = look(model, ram=200 << 20)
     plain, *managed = seen
-    assert "The process of the check itself uses 40 MiB of --ram during each run." in render(report)
+    assert "The process of moe-edge check uses 40 MiB of --ram during each run." in render(report)
     # A model that fits the limit is not mapped.
     assert (plain["ram"], plain["use_mmap"]) == (None, None)
     assert managed[-1]["ram"] == (200 << 20) - own
@@ -248,7 +248,7 @@ def test_a_cap_holds_for_the_check_and_a_run_together(model, monkeypatch):
     said = report["problems"][-1]
     assert said == (
         "as asked: --ram 200 MiB is too small. The minimum is 136 MiB "
-        "(96 MiB for the model, 40 MiB for the check itself)"
+        "(96 MiB for the model, 40 MiB for moe-edge check)"
     )
 
 

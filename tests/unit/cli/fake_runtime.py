@@ -35,7 +35,7 @@ STATS = GenerationStats(
     computed={"q4_k": 0.8125, "q2_k": 0.1875},
     peak_rss_bytes=300 * 2**20,
     budget_bytes=64 * 2**20,
-    mode="managed: dymoe 4/2 (q4_k/q2_k) r=0.75, 64 MiB of expert slots, direct I/O",
+    mode="managed: dymoe 4/2 (q4_k/q2_k) r=0.75, 64 MiB for experts, direct I/O",
     callback_us_p50=11.0,
     finish="end",
     policy={"prefetch": "on", "recall": [None, 0.5, 0.75], "precision": [None, 0.5, 0.75]},

@@ -45,7 +45,7 @@ NAMES = "lru, dymoe, dynaexq, firm, context, floor, mixed or plain"
     ([], "hello\n", 0, "Hi there!\n", ""),
     (["-p", "what is it?"], "a text\n", 0, "<a text\n\nwhat is it?>\n", ""),
     (["-p", "hello"], " \n", 0, "Hi there!\n", ""),
-    (["-p", "x", "--stop", ""], None, 2, "", "'--stop': must be a sequence of texts that"),
+    (["-p", "x", "--stop", ""], None, 2, "", "'--stop': must be a list of non-empty texts"),
     (["-p", "sampling", "--stop", "a", "--stop", "b"], None, 0, "0.7 ('a', 'b')\n", ""),
     (["-p", "hello", "--threads", "1000"], None, 0, "Hi there!\n", "1000 is capped at"),
     (["-p", "two\nlines"], None, 0, "<two\nlines>\n", ""),

@@ -35,7 +35,7 @@ def test_texts_that_are_not_sizes_are_refused(text):
 
 @cases(
     "text, meant",
-    ("5", "write 5GiB, or 5B for so few bytes"),
+    ("5", "write 5GiB, or 5B if you mean bytes"),
     ("1.5", "write 1.5GiB"),
     ("4096", "write 4096MiB"),
 )

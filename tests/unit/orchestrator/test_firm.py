@@ -243,27 +243,28 @@ def test_given_or_recalled_votes_are_not_saved():
     "settings, said",
     (
         {"agree": "rank", "votes": "4,3"},
-        "is '4,3', so 3 layers predict, but with the setting agree rank only one layer predicts",
+        "must have 1 as the number of layers that predict, not 3 .'4,3'., with the setting agree "
+        "rank",
     ),
-    ({"agree": "margin", "votes": "4,1/4,2/4,1"}, "agree margin only one layer predicts"),
+    ({"agree": "margin", "votes": "4,1/4,2/4,1"}, "with the setting agree margin"),
     ({"agree": "rank", "n_ahead": 3, "votes": None}, "only the previous layer predicts"),
-    ({"votes": "4,5"}, "is '4,5', so 5 layers predict, but the maximum is 4 layers"),
+    ({"votes": "4,5"}, "must have at most 4 as the number of layers that predict"),
     (
         {"votes": "4,3", "n_ahead": 1},
-        "'n_ahead' is 1, but the setting votes '4,3' needs 3",
+        "'n_ahead' must be 3 with the setting votes '4,3', not 1",
     ),
     (
         {"votes": "4,1", "n_ahead": 3},
-        "'n_ahead' is 3, but the setting votes '4,1' needs 1",
+        "'n_ahead' must be 1 with the setting votes '4,1', not 3",
     ),
-    ({"tune": "climb"}, "'tune' is climb, which has no effect with the setting votes"),
-    ({"tune": "all"}, "'tune' is all"),
-    ({"prefetch": "off"}, "'votes' is 4,3, which has no effect, because nothing is prefetched"),
+    ({"tune": "climb"}, "'tune' has no effect with the setting votes"),
+    ({"tune": "all"}, "'tune' has no effect with the setting votes"),
+    ({"prefetch": "off"}, "'votes' has no effect with the setting prefetch off"),
     (
         {"votes": None, "n_ahead": 0, "tune": "climb"},
-        "'tune' is climb, which has no effect, because nothing is prefetched",
+        "'tune' has no effect with the setting n_ahead 0",
     ),
-    ({"votes": "5,1"}, "takes 5 experts from each prediction .K., but this model uses only 4"),
+    ({"votes": "5,1"}, "asks for 5 experts per prediction, but the maximum is 4"),
 )
 def test_settings_without_effect_are_refused(settings, said):
     with pytest.raises((SettingError, PolicyError), match=said):
@@ -350,7 +351,7 @@ def test_votes_as_a_text():
     assert read_votes("4,1") == [(4, 1)] * 3
     assert read_votes("4,1/8,3/8,2") == [(4, 1), (8, 3), (8, 2)]
     for text in ("4", "4,1/3,1", "0,1", "a,b", "4,1,2", "4,1/8,3/8,"):
-        with pytest.raises(SettingError, match="must be two numbers K,P such as 4,1"):
+        with pytest.raises(SettingError, match="must be two numbers such as 4,1"):
             FIRM.Settings(votes=text)
 
 

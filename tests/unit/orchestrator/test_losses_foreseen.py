@@ -150,7 +150,7 @@ OF_OTHER = {"format": "moe-edge loss table", "version": 3, "model": "x", "name":
     (OF_OTHER, "m.gguf.calib.json: this loss table was made with another file (o.gguf)"),
     ({**OF_OTHER, "version": 2}, "m.gguf.calib.json: this loss table has another format version"),
     (json.dumps(OF_OTHER)[:-9], "m.gguf.calib.json: this file is not a loss table, or is damaged"),
-    (table(), "m.gguf.calib.json cannot convert the errors of experts to KL"),
+    (table(), "m.gguf.calib.json cannot predict the quality loss"),
     (table(FIT), "m.gguf.calib.json lacks one of the precisions q4_k, q1_0"),
 )
 def test_who_needs_it_is_told_what_to_run(found, reason, tmp_path, monkeypatch):

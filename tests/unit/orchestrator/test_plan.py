@@ -212,14 +212,14 @@ def test_a_smaller_minimum_of_lru_is_named(models):
     for key in ("expert_ram", "ram"):
         with pytest.raises(BudgetError) as caught:
             plan_for(models["three"], **{key: 1000})
-        found = re.search(r"--policy lru needs at least ([\d.]+ \w+)", str(caught.value))
+        found = re.search(r"With --policy lru, ([\d.]+ \w+) is enough", str(caught.value))
         assert found
         least = parse_size(found[1])
         assert least < caught.value.needed_bytes
         assert plan_for(models["three"], policy="lru", **{key: least}).managed
         with pytest.raises(BudgetError) as caught:
             plan_for(models["three"], policy="lru", **{key: least * 4 // 5})
-        assert "--policy lru needs" not in str(caught.value)
+        assert "With --policy lru" not in str(caught.value)
 
 
 @pytest.mark.parametrize("policy", ["plain", "lru"])

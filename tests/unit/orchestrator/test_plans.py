@@ -133,7 +133,10 @@ def test_speeds_are_shown_for_several_context_lengths(model):
         shown = played.candidate(played.times().enter_result, runs)
         assert list(shown.token_ms_behind) == [str(each) for each in LENGTHS[:n]]
     said = context_speeds_text(dict(zip(LENGTHS, (100, 200, 400), strict=True)))
-    assert said.endswith("10.0 after 8192, 5.0 after 32768, 2.5 after 131072 tokens.")
+    assert said.endswith(
+        "10.0 tokens/s after 8192 tokens, 5.0 tokens/s after 32768 tokens, 2.5 tokens/s after "
+        "131072 tokens."
+    )
     assert context_speeds_text({}) == ""
 
 
@@ -153,7 +156,7 @@ def test_all_policies_and_uniform_types_are_candidates(model, found):
     assert usual.placement is not None and found.taken.policy == usual.placement.name
     assert found.taken.tiers == [*usual.tier_names, *(["skip"] if usual.skip else [])]
     assert found.taken.tiers == ["q8_0"] and found.taken.kl == 0.0
-    assert found.why.endswith("lossless, because no option allows a loss.")
+    assert found.why.endswith("lossless, because --max-loss is not given.")
     labels, uses = by_label(found), model.n_layers * model.n_expert_used
     assert {each.policy for each in found.candidates} >= {"lru", "dymoe", "dynaexq", "mixed"}
     for tier in ("q4_k", "q2_k"):
@@ -337,7 +340,7 @@ def test_plans_as_text_and_as_a_picture(found, tmp_path):
     assert sum(row.startswith("*") for row in rows) == 1
     assert "`chat` and `serve` use " + found.why in text
     assert len(rows) == len(found.candidates) + 4
-    assert "the demo model loses 0.012 nats per token from Q8_0" in text
+    assert "has a loss of 0.012 nats per token" in text
     busy = render(replace(found, disturbed=True), TIERS[0])
     assert busy == f"{text}\n{DISTURBED}"
     pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
@@ -386,7 +389,7 @@ def test_a_damaged_stored_plan_is_ignored(model, user_folder):
         assert taken.recall() == {"policy": "lru"}
 
 
-AS_ASKED = "lossless, because no option allows a loss"
+AS_ASKED = "lossless, because --max-loss is not given"
 
 
 @cases(

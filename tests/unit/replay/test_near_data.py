@@ -250,7 +250,7 @@ def test_end_to_end_times_are_compared_with_both_bases():
 
 @pytest.mark.parametrize(
     ("hot", "message"),
-    [(7, "--hot 7: the GPU's 80 GB hold at most 6"), (9, "mixtral-8x7b has 8 experts per layer")],
+    [(7, "the GPU's 80 GB hold at most 6 experts"), (9, "mixtral-8x7b has 8 experts per layer")],
 )
 def test_more_hot_experts_than_fit_are_refused(hot, message):
     with pytest.raises(ConfigError, match=message):

@@ -223,7 +223,10 @@ WRONG = [
     (lambda a: a.update(counters=a["counters"][:, 1:]), "counters has the shape"),
     (changed("marks", (0, 0), 99), "marks, column 0, has a value"),
     (changed("marks", (0, 1), 3), "marks, column 1, has a value"),
-    (lambda a: a.update(marks=np.array([[2, 0, 0], [1, 0, 0]], np.int32)), "marks: not sorted"),
+    (
+        lambda a: a.update(marks=np.array([[2, 0, 0], [1, 0, 0]], np.int32)),
+        "array 'marks' is not sorted",
+    ),
     (lambda a: a.update(restored=np.array([[-1, 0, 0]], np.int32)), "restored, column 0, has"),
     (
         lambda a: a.update(restored=np.array([[0, 0, 9]], np.int32)),

@@ -94,7 +94,10 @@ LOST = {
         of(p={**TEXT, "minLength": 3, "maxLength": 2}),
         "s.properties.p.minLength: ",
     ),
-    "a long minimum": ({**TEXT, "maxLength": 5000}, "s.maxLength: a maxLength above 2000"),
+    "a long minimum": (
+        {**TEXT, "maxLength": 5000},
+        "s.maxLength: this server enforces maxLength only up to 2000",
+    ),
     "numbers": (
         {"type": "number", "maximum": 1},
         "s.maximum: minimum, maximum and multipleOf are enforced for integers",

@@ -87,7 +87,8 @@ def test_a_side_that_cannot_run_is_reported(real_engine, tmp_path):
     parsed = {"model": str(tmp_path / "no.gguf"), "policy": "lru"}
     with (
         pytest.raises(
-            MoeEdgeError, match=r"the process of one of the compared engines failed: .*no\.gguf"
+            MoeEdgeError,
+            match=r"the process of one of the compared configurations failed: .*no\.gguf",
         ),
         Side.started(HERE, sys.executable, parsed),
     ):

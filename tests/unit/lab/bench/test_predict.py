@@ -37,7 +37,7 @@ def rows_at(link):
     options = {"table3": True, "predict": True, "link": link, "layers": 3, "caps": (0.25,)}
     few = {"tokens": 32, "prompt_tokens": 32}
     report = Gpu().run(GpuOptions.of(options | few))
-    assert "A prediction by replay, not a measurement" in report.text()
+    assert "These speeds are simulated, not measured" in report.text()
     return {row["name"]: row for row in report.rows}
 
 

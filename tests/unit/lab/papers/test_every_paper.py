@@ -110,4 +110,4 @@ def test_what_does_not_depend_on_the_machine_is_as_it_must_be(found):
     (times,) = (each for each in result["figures"] if each["name"] == "Figure 5")
     assert times["compared"][0]["here"] == "5.33 and 8.00"
     fitted = [row for row in times["compared"] if "MoNDE" in row["what"]]
-    assert len(fitted) == 4 and all("fitted: " in row["why"] for row in fitted)
+    assert len(fitted) == 4 and all("is fitted" in row["why"] for row in fitted)

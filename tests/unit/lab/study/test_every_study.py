@@ -85,7 +85,7 @@ def demotion(rows):
 def memory(*tables):
     assert len(tables) == 3
     for best, high, low, *others in tables:
-        placed = [row for row in others if row["configuration"].startswith("dynaexq")]
+        placed = [row for row in others if row["configuration"].startswith("policy dynaexq")]
         alone = [row for row in others if row not in placed]
         assert [row["configuration"] for row in alone] == [
             f"{name}_k, rtn" for name in ("q3", "q5", "q6")

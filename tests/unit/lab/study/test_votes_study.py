@@ -76,9 +76,7 @@ def test_the_parts_over_a_trace(library, trace):
     for base in (NO_PREFETCH, BASE):
         table, panel = played_parts(on, base, (0.1, 0.5, 0.8))
         assert len(panel.lines) == len(parts(2)[base])
-        said = (
-            "Not measured: cache slots for 10% of the experts, because a policy needs more slots."
-        )
+        said = "Not measured: slots for 10% of the experts, which are too few for a policy."
         assert table.footnotes[-1] == said
         for held in (0.5, 0.8):
             rows = {row["name"]: row for row in table.rows if row["held"] == held}
@@ -102,9 +100,9 @@ def test_the_loss_of_a_trace(library, trace):
     """The best vote uses one layer, and tuning finds it."""
     found = measure_votes(Played(library, trace, ReplayOptions()))
     (table,) = found.tables
-    assert "off-policy: " in table.footnotes[0] and "in-sample: " in table.footnotes[0]
+    assert "off-policy: " in table.footnotes[2] and "in-sample: " in table.footnotes[3]
     deep = next(row for row in table.rows if row["group"] == "deep")
     losses = deep["losses"]
     assert losses[0][1] == 0.0 < losses[0][0] < losses[1][1]
     assert deep["all"] == (2, 1)
-    assert table.title.startswith("Loss per layer and token (eq. 11)")
+    assert table.title.startswith("Prediction loss per layer and token (eq. 11")
