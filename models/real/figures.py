@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 
 import numpy as np
 import numpy.typing as npt
 
 from models.real.bootstrap import Draw, Values
+from orchestrator.lab.study.heop import searches
 from orchestrator.lab.study.routing import sorted_shares
 
 Figure = Callable[[Draw], float]
@@ -273,6 +275,25 @@ def vote_losses(losses: Values, k: int) -> dict[str, Figure]:
         "loss of K = k, P = 3 over the smallest": lambda draw: float(
             grid(draw)[2, k - 1] / grid(draw).min()
         ),
+    }
+
+
+def search_losses(contexts: Sequence[Values]) -> dict[str, Figure]:
+    """Return how close two searches for K and P come to the smallest loss of a group of layers.
+
+    Each figure is the loss with the K and P that a search finds, divided by the smallest loss. The
+    searches are FIRM's Algorithm 1, as the mean over its four possible first steps, and our climb.
+
+    contexts: the loss (eq. 11) of each token of each context, [tokens, P, K].
+    """
+
+    def ratio(way: str, draw: Draw) -> float:
+        drawn = [each for each, n in zip(contexts, draw, strict=True) for _ in range(n)]
+        return float(np.mean([f.ratio for f in searches(np.concatenate(drawn)) if way in f.way]))
+
+    return {
+        "loss of Algorithm 1 over the smallest": partial(ratio, "printed"),
+        "loss of our climb over the smallest": partial(ratio, "our climb"),
     }
 
 

@@ -27,6 +27,7 @@ from models.real.figures import (
     active,
     mean_of,
     prompt_and_answer,
+    search_losses,
     skew,
     two_inputs,
     vote_losses,
@@ -153,7 +154,9 @@ def figures_of(found: Contexts, hot: HotSets, losses: Losses) -> dict[str, Figur
         **votes(found.totals, k),
     }
     for group in losses.groups:
-        each = vote_losses(np.add.reduceat(losses.of(group), starts), k)
+        of_tokens = losses.of(group)
+        each = vote_losses(np.add.reduceat(of_tokens, starts), k)
+        each |= search_losses(np.split(of_tokens, starts[1:]))
         figures |= {f"{GROUPS[group]} layers: {name}": figure for name, figure in each.items()}
     return figures | _context(found.usages, k)
 

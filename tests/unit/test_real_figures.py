@@ -155,6 +155,18 @@ def test_the_losses_of_votes(losses, k, best, ratios):
     assert values == [*best, *ratios]
 
 
+def test_searches_over_the_smallest_loss():
+    """The climb finds the bottom of the first context's bowl. Algorithm 1 stops elsewhere."""
+    p, n = np.mgrid[1:4, 1:9]
+    first, second = 1.0 + (p - 1) + (n - 4) ** 2, 1.0 + 2 * (p - 1) + (n - 6) ** 2
+    contexts = [np.broadcast_to(each, (600, 3, 8)) for each in (first, second)]
+    found = f.search_losses(contexts)
+    printed, climb = (figure(np.array([2, 0])) for figure in found.values())
+    assert climb == 1.0 < printed
+    # Both contexts together are least at K = 5: 2 for both, as everywhere on the way to it more.
+    assert [*found.values()][1](np.array([1, 1])) == 1.0
+
+
 def test_scores_that_predict_an_answer():
     found = f.prompt_and_answer(
         {"P": np.array([0.9, 0.7])},

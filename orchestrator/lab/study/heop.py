@@ -189,13 +189,10 @@ def as_printed(losses: np.ndarray, axis: int, delta: int) -> Votes:
     n_p, n_k = losses.shape[1:]
     at = [n_k, n_p]
     visited: dict[Votes, float] = {}
-    history: list[float] = []
-    best, stale = np.inf, 0
-    for token, loss in enumerate(losses, 1):
-        history.append(float(loss[at[1] - 1, at[0] - 1]))
-        if token % PAPER_STEPS:
-            continue
-        mean = float(np.mean(history))
+    best, total, stale = np.inf, 0.0, 0
+    for end in range(PAPER_STEPS, len(losses) + 1, PAPER_STEPS):
+        total += float(losses[end - PAPER_STEPS : end, at[1] - 1, at[0] - 1].sum())
+        mean = total / end
         visited[at[0], at[1]] = mean
         best, stale = (mean, 0) if mean < best else (best, stale + 1)
         if stale >= PATIENCE:
@@ -215,7 +212,9 @@ def climbed(losses: np.ndarray) -> Votes:
     """
     n_p, n_k = losses.shape[1:]
     climb = Climb(n_k, n_p, PATIENCE)
-    for end in range(OUR_STEPS, len(losses) + 1, OUR_STEPS):
-        climb.update(losses[:end].mean(axis=0).tolist())
+    ends = range(OUR_STEPS, len(losses) + 1, OUR_STEPS)
+    steps = losses[: len(ends) * OUR_STEPS].reshape(len(ends), OUR_STEPS, n_p, n_k)
+    for end, total in zip(ends, steps.sum(axis=1).cumsum(axis=0), strict=True):
+        climb.update((total / end).tolist())
     climb.end(losses.mean(axis=0).tolist())
     return climb.at
