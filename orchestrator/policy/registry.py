@@ -32,19 +32,18 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
 RESERVED = frozenset(
     (
         "alias all_tiers allow_host allow_model_change api_key api_key_file as_before as_json "
-        "bandwidth body_limit cache_ram calib caps chat_template choices compute_ms conversations "
-        "cors_origin ctx device direct_io draft dry_allowed_length dry_base dry_multiplier "
-        "dry_penalty_last_n dynatemp_exponent dynatemp_range exact exact_tiers expert_ram "
-        "extra_bytes extra_token_bytes file force force_managed format frequency_penalty grammar "
-        "high_tier host hot image image_max_tokens importance importance_window io_threads json "
-        "keep_messages kl kl_from kv latency_us layers layout link logits_all low low_tier "
-        "max_tokens min_p mirostat mirostat_eta mirostat_tau misses mmproj model named no_verify "
-        "out overflow parallel patience picture policy port prefill presence_penalty prompt "
-        "prompt_cache prompt_cache_limit prompt_tokens queue quick ram remember renormalize "
-        "repeat_last_n repeat_penalty resume reuse routing rows runs schema scored seed sequences "
-        "shape stop study system temp text think threads timeout together tokens top_k top_n_sigma "
-        "top_p trusted_proxy typical_p ubatch uniform use_extra_bufts use_mmap verify vocab vram "
-        "wait window xtc_probability xtc_threshold"
+        "bandwidth body_limit cache_ram caps chat_template choices compute_ms cors_origin ctx "
+        "device direct_io dry_allowed_length dry_base dry_multiplier dry_penalty_last_n "
+        "dynatemp_exponent dynatemp_range exact exact_tiers expert_ram file force force_managed "
+        "frequency_penalty grammar high_tier host image image_max_tokens importance "
+        "importance_window io_threads keep_messages kl kl_from kv latency_us layers layout link "
+        "logits_all low low_tier max_tokens min_p mirostat mirostat_eta mirostat_tau misses mmproj "
+        "model named no_verify out overflow parallel patience picture policy port prefill "
+        "presence_penalty prompt prompt_cache prompt_cache_limit prompt_tokens queue quick ram "
+        "remember renormalize repeat_last_n repeat_penalty resume reuse routing rows runs schema "
+        "seed shape stop system temp text think threads timeout together tokens top_k top_n_sigma "
+        "top_p trusted_proxy typical_p ubatch use_extra_bufts use_mmap vocab vram wait window "
+        "xtc_probability xtc_threshold"
     ).split()
 )
 

@@ -409,8 +409,8 @@ COSTS: dict[str, Schema] = {
     "kl_low": {
         **SHARE_OR_NULL,
         "description": (
-            "Lower estimate of the same quality loss, in nats per token. The loss depends on the "
-            "text."
+            "Quality loss in nats per token if the text is among those that lower precision "
+            "affects least. kl_estimate is for the texts that it affects most."
         ),
     },
     "limit_halved": flag(

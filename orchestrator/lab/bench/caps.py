@@ -204,8 +204,8 @@ class Caps(Benchmark):
             tier = self.largest_whole(cap)
             if tier is None:
                 self.skip(
-                    f"upstream llama.cpp with smaller experts is not measured under the memory cap "
-                    f"of {cap:.0%}: no quantization type of the experts is small enough"
+                    f"upstream llama.cpp with one smaller type for all experts is not measured: no "
+                    f"type fits the memory cap of {cap:.0%} of the model's size"
                 )
             else:
                 listed.append(uniform(cap, tier))

@@ -341,12 +341,11 @@ def predict(on: Any, note: Note) -> Report:
         "with every expert on the GPU. Half of this time is outside the experts. A copy has no "
         "latency. Experts in the high and the low precision compute equally fast. Host memory "
         "holds every expert.",
-        'The column "as H200" is the column "p50" plus a correction. The correction comes from a '
-        f"run that was measured on that H200, with {MEASURED_LAYERS} layers and a link of "
-        f"{MEASURED_LINK / 1e9:g} GB/s. The same run was also simulated. The difference between "
-        f"both times per layer is added for each of the {layers} layers. Differences (measured "
-        f"minus simulated) in ms per token and layer: {notes}. Their cause is not known. The "
-        "measured run read its low-precision experts from the disk.",
+        'The column "as H200" adds a correction to the column "p50": for each of the '
+        f"{layers} layers, the measured minus the simulated time of a layer. Both times are those "
+        f"of a run on that H200, with {MEASURED_LAYERS} layers and a link of "
+        f"{MEASURED_LINK / 1e9:g} GB/s. In ms per token and layer, the corrections are: {notes}. "
+        "Their cause is not known. The measured run read its low-precision experts from the disk.",
     ]
     note_of_upstream = (
         "Upstream llama.cpp has no prediction, because it computes experts on the CPU, which is "

@@ -369,8 +369,8 @@ def figure_6(on: Measured) -> Made:
         ),
         Compared(
             "Do predictions improve if each layer predicts more experts than a token uses?",
-            "The paper does not test this. In the paper, a token uses 8 experts, and a layer "
-            "predicts at most 8",
+            "The paper does not test this: its layers predict at most 8 experts, as many as a "
+            "token uses",
             f"smallest prediction loss with up to {k} experts per prediction, relative to the "
             f"smallest loss with up to {losses.most}: "
             + ", ".join(f"{name} layers {ratio:.3f}" for name, (_, _, ratio) in best.items()),

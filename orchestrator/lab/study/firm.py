@@ -39,8 +39,8 @@ _NEVER = 2**24
 _BASIS = (
     "P earlier layers predict K experts each. The loss counts wrong and missing predictions of "
     "experts that are not in memory.",
-    "Best K, P: the pair with the smallest loss. All, climb: the pairs that these methods of the "
-    "option --tune choose. x best: their loss, relative to the smallest.",
+    "Best K, P: the pair with the smallest loss. All and climb: the pairs that --tune all and "
+    "--tune climb choose. x best: the loss of a pair, divided by the smallest loss.",
     "Losses are off-policy: all pairs are compared in one replay, which prefetches with the best "
     "pair so far. With another pair, other experts would be in memory.",
     "Losses are in-sample: pairs are chosen and compared on the same tokens.",

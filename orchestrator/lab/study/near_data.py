@@ -466,8 +466,8 @@ class NearBits(ScoredStudy):
             Column("KL minus KL of uniform bits", "above", four_digits),
         )
         notes = [
-            f"Hot: number of experts per layer in {on.best}. Bits: mean number of bits per weight "
-            f"of the other experts.",
+            f"The column Hot has the number of experts per layer in {on.best}. The column Bits has "
+            f"the mean bits per weight of the other experts.",
             "Each domain (kind of text) has two halves. Quality is measured on the second half. "
             "The profile is the expert usage in the first half.",
             f"{STATIC.capitalize()} and {RANDOM}: precisions are chosen once, before the first "
