@@ -283,14 +283,14 @@ _watch = _Watch()
 
 @contextmanager
 def leaving(last_work: Callable[[], None]) -> Iterator[None]:
-    """A `with` block in which SIGTERM or SIGHUP also ends the process if a C call takes too long.
+    """A `with` block in which SIGTERM and SIGHUP end the process even if a C call does not return.
 
-    If the C call does not return within LEAVE_AFTER_S seconds of the signal, another thread calls
-    `last_work` and exits the process. Otherwise the signal is handled as usual. This works for C
-    calls in a `held` block that has a `stop` function.
+    Python handles a signal only after the running C call has returned. If that takes more than
+    LEAVE_AFTER_S seconds, another thread calls `last_work` and exits the process. This works only
+    for C calls in a block `with held(stop):`. The function `stop` tells the C code to return.
 
-    last_work: function with the work that must be done before the exit. It must return soon. If
-        blocks are nested, the functions of all blocks are called, the innermost first.
+    last_work: function that does the work needed before the exit. It must return soon. In nested
+        `leaving` blocks, all their functions are called.
     """
     _state.last_work.append(last_work)
     try:
@@ -320,10 +320,11 @@ def calling(stop: Callable[[], None], ending: bool = False) -> Iterator[None]:
 
 
 def leave_at_once() -> None:
-    """Make Ctrl-C exit the process immediately and silently, until a `listening` block begins.
+    """Make Ctrl-C exit the process immediately and silently.
 
-    A command calls this at its start, before it has begun any work. If the process was started with
-    SIGINT ignored, SIGINT stays ignored.
+    A command calls this at its start, before it has begun any work. Later, the context manager
+    `listening` of this module makes Ctrl-C raise KeyboardInterrupt instead. If the process was
+    started with SIGINT ignored, SIGINT stays ignored.
     """
     _state.leaves = True
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -334,12 +335,11 @@ def leave_at_once() -> None:
 def listening() -> Iterator[None]:
     """Raise KeyboardInterrupt on SIGINT, and SystemExit on SIGTERM or SIGHUP, in a `with` block.
 
-    A signal may arrive while no exception can be raised, such as in a function that C code called.
-    The exception is then raised later, at the latest at the end of the block. A signal that is
-    ignored or has another handler is not changed.
+    The exception can be delayed, for example while C code calls a Python function, but at most
+    until the end of the block. A signal that is ignored or has another handler is not changed.
 
-    After the block, signals have their default handling again. They are ignored instead if the
-    command called `leave_at_once` at its start, because the process is about to exit.
+    After the block, the signals get their default handling back. If the process called
+    `leave_at_once` before, they are ignored instead, because the process is about to exit.
     """
     before, hook = _install(), sys.unraisablehook
     ending = [number for number in _ENDING if _install_ending(number)]
@@ -368,11 +368,13 @@ def listening() -> Iterator[None]:
 
 
 def declare_last_file(path: Path) -> None:
-    """Declare `path` as the last file that the running command writes.
+    """Declare which file the running command writes last.
 
-    The function `rename` of this module gives the finished file this name. After that call, the
-    command counts as complete, and interrupts such as Ctrl-C have no effect. Outside of a
-    `listening` block, in which interrupts raise exceptions, this function does nothing.
+    After `rename`, a function of this module, has given the finished file the name `path`, the
+    command is complete. From then on, Ctrl-C and other interrupts have no effect.
+
+    Call this in a `with listening():` block, in which interrupts raise exceptions. Elsewhere, this
+    function does nothing.
     """
     if _state.listening:
         _state.last_file = os.path.abspath(path)

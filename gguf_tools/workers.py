@@ -23,8 +23,11 @@ def workers(threads: int, name: str = "work") -> Iterator[ThreadPoolExecutor]:
     """Create a thread pool for the duration of the `with` block.
 
     At the end of the block, jobs that have not started are cancelled and running jobs are awaited.
-    Interrupts such as Ctrl-C are delayed until then. Wait for results with `in_order`, which raises
-    an interrupt at once.
+    An interrupt such as Ctrl-C raises its exception only then, or while the block waits for results
+    in `in_order`.
+
+    threads: number of threads.
+    name: prefix of the names of the threads.
     """
     # The thread that waits for the pool holds locks that the threads of the pool need. Therefore no
     # interrupt may be raised there.

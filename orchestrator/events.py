@@ -132,10 +132,11 @@ class RouteEvent:
         self.step = 0
 
     def use(self, k: int) -> None:
-        """Adapt this event to a layer whose router chooses k experts per token.
+        """Set the number of experts per token to k.
 
-        Afterwards, the arrays and memoryviews of chosen experts have k columns. The routing of the
-        model does not change.
+        The store reuses one event for all layers. It calls this method before an event of a layer
+        that has another number of experts per token. Afterwards, the arrays and memoryviews of
+        chosen experts have k columns.
         """
         self.k = k
         self.ids, self.weights = (row[:k] for row in self._first)
@@ -202,10 +203,12 @@ class StoreView:
 class DecisionBuffer:
     """The policy's decision for one layer, written into memory of the native store.
 
-    - tier[expert]: a tier (precision) or SKIP. Before each event every entry is 0, the best tier.
-      Only the entries of experts that the router chose are read.
-    - passing[expert]: 1 if the expert should be evicted before all others, because it will not be
-      used again soon. Before each event every entry is 0.
+    The store resets all entries to 0 before it calls the policy for a layer.
+
+    - tier[expert]: the tier (precision) in which the expert is computed, or SKIP; 0 is the best
+      tier. Only the entries of experts that the router chose are read.
+    - passing_array[expert]: 1 if the expert should be evicted before all others, because it will
+      not be used again soon.
     - renormalize: whether the weights of a token's other experts are scaled up if some are skipped.
     """
 
@@ -256,8 +259,8 @@ class ComputedStep:
     - number: the number of the step.
     - us: the time from start to end, in microseconds.
     - starts: the sequences whose first token is in the step.
-    - prompt_ends: the sequences for which logits of a prompt token were requested, as at the end of
-      a prompt.
+    - prompt_ends: the sequences with a prompt token whose logits were requested. This is usually
+      the last token of the prompt.
     - ends: the sequences that were dropped since the previous step.
     """
 
@@ -275,7 +278,8 @@ class StepReport:
     """The report that a policy gets after each step (one pass of tokens through all layers).
 
     - us: the time of the step in microseconds.
-    - counts: the number of tokens routed to each expert since the previous report with counts.
+    - counts: the number of tokens routed to each expert, in this step and in earlier steps whose
+      counts were not reported.
     - resident: the tier (precision) of each expert in memory, or ABSENT, uint8.
     - target: like `resident`, but after the changes of tier that are in progress.
     - starts, prompt_ends: the sequences that began in this step, and those whose prompt ended in
@@ -284,8 +288,8 @@ class StepReport:
     - unusual: whether recent text uses experts differently from the text with which losses were
       calibrated. None if this was not checked after this step.
 
-    counts, resident and target are [n_layers, n_expert], or None in reports for which the policy
-    did not request them.
+    counts, resident and target are [n_layers, n_expert]. They are None in reports for which the
+    policy did not request them.
     """
 
     phase: Phase

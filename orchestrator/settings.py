@@ -57,12 +57,13 @@ class Notation(NamedTuple):
 class Setting:
     """The declaration of one setting: its type, range, default, help text and option.
 
-    - kinds, optional: the Python types of the value, and whether None is allowed. None means that
-      the user chose no value.
-    - within, choices: the minimum and maximum (both allowed), or the allowed words.
+    - kinds: the Python types of the value.
+    - optional: whether the value may be None, which means that the user chose no value.
+    - within: the smallest and the largest allowed number.
+    - choices: the allowed words.
     - unit: SIZE for a number of bytes above 0. RATE for bytes, or bytes per second, that may be 0.
       Options write both as 6GiB.
-    - notation: the text format of other values, such as lists.
+    - notation: the text format of a value that is not a number, a word or a size, such as a list.
     - metavar, help: the placeholder and the description in the option's help.
     - shown: the text for the default in the help, if it is not the value itself.
     - repeated: whether the option may be given several times. The value is then a tuple of texts.
@@ -246,7 +247,10 @@ class Settings:
         return None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the values of the settings that a trace records, by name."""
+        """Return the values of the settings that affect a policy's decisions, by setting name.
+
+        Settings that are declared with `recorded=False` are left out. A trace stores the result.
+        """
         return {name: getattr(self, name) for name, one in self.declared().items() if one.recorded}
 
 

@@ -227,7 +227,7 @@ def regenerate(patch: Patch, old: Mapping[str, bytes], new: Mapping[str, bytes])
 def check_source(patches: list[Patch], sdist: Sdist) -> list[str]:
     """Return the problems of the patches that can only be found with the source, as sentences.
 
-    They concern patches that do not apply, or that are not in the form that `refresh` writes.
+    A patch has a problem if it does not apply, or is not in the form that `refresh` writes.
     """
     try:
         new = apply_series(patches, sdist)
@@ -244,12 +244,14 @@ def check_source(patches: list[Patch], sdist: Sdist) -> list[str]:
 def refresh(sdist: Sdist, upstream: Upstream, tree: Path | None, folder: Path = PATCHES) -> int:
     """Rewrite the patches in their standard form. Return the number of patches that changed.
 
+    sdist, upstream: the original source distribution and its release.
+    tree: an edited copy of the source distribution, or of the llama.cpp in it. The patches are
+    rewritten so that they produce the files of this copy. If it is None, only the form of the
+    patches changes.
+    folder: the folder with the patches.
+
     Raises BuildError for a changed file in `tree` that belongs to no patch, so that no edit is
     lost.
-
-    tree: an edited copy of the source distribution or of the llama.cpp in it, from which to take
-        the patched files. Default: the source with the patches applied.
-    folder: the folder with the patches.
     """
     patches = read_series(folder)
     owned = {file for patch in patches for file in patch.files}
@@ -276,15 +278,17 @@ def refresh(sdist: Sdist, upstream: Upstream, tree: Path | None, folder: Path = 
 def read_edited(
     sdist: Sdist, upstream: Upstream, tree: Path, owned: set[str]
 ) -> tuple[dict[str, bytes], dict[str, bytes]]:
-    """Return (original contents, edited contents) of the changed files in an edited source tree.
+    """Return (original contents, edited contents) of files in an edited source tree.
 
     Both results map paths to contents. They have the files of llama.cpp that were edited in `tree`,
-    and all files in `owned`, edited or not. A file that exists on one side only is missing in the
-    other result. Raises BuildError if `tree` is not a copy of the source.
+    and all files in `owned`, edited or not. A file that exists only in the original source has no
+    edited contents. A file that exists only in `tree` has no original contents.
 
-    sdist: the original source distribution.
+    sdist, upstream: the original source distribution and its release.
     tree: an edited copy of the source distribution, or of the llama.cpp in it.
     owned: paths of the files that belong to a patch.
+
+    Raises BuildError if `tree` is not a copy of the source.
     """
     prefix = upstream.source + "/"
     if (tree / upstream.source).is_dir():
@@ -318,14 +322,19 @@ def add(
     upstream: Upstream,
     folder: Path = PATCHES,
 ) -> Patch:
-    """Create a patch from files of an edited tree and append it to the series.
+    """Create a patch from files of an edited source tree, and append it to the series.
 
-    If a patch with this name exists, the files are added to the patch, and `fields` replaces the
-    given fields of its header. Raises BuildError if a field is missing, a file is unchanged, or a
-    file belongs to another patch.
+    If a patch with this name exists, the files are added to it.
 
+    fields: values for the patch's header, by the names in HEADERS. In the header of an existing
+    patch, they replace the old values.
     files: paths inside llama.cpp or inside the source distribution.
-    tree: an edited copy of the source distribution or of the llama.cpp in it.
+    tree: an edited copy of the source distribution, or of the llama.cpp in it.
+    sdist, upstream: the original source distribution and its release.
+    folder: the folder with the patches.
+
+    Raises BuildError if a field of the header is missing, a file is not edited, or a file belongs
+    to another patch.
     """
     if not re.fullmatch(r"[a-z0-9][a-z0-9-]*\.patch", name):
         raise BuildError(f"{name}: not a valid name: use lower-case-words.patch")

@@ -102,10 +102,10 @@ class ExpertModel(Closing):
 
     @property
     def split_files(self) -> list[list[GGUFFile]]:
-        """The opened files of each model, as one list of files for each model.
+        """The opened files, as one list for each path that was given to `open`.
 
-        Usually there is only one model. If `open` was given a second file of lower precision, its
-        model is the second list. The files of a split model are in the order of its parts.
+        The first list has the files of `path`. There are several if the model is split into parts.
+        If `low` was given, too, the second list has the files of `low`.
         """
         found: list[list[GGUFFile]] = []
         for part in self.parts:

@@ -81,13 +81,16 @@ def first_expert(parts: list[GGUFFile]) -> TensorInfo:
 def sort_tensors(
     parts: list[GGUFFile], hparams: Hyperparameters, tier_names: list[str]
 ) -> SortedTensors:
-    """Divide the tensors of all files of a model into experts, by precision (tier), and others.
+    """Divide the tensors of a model into expert tensors and others.
 
+    Expert tensors of multi-token prediction layers count as other tensors.
+
+    parts: the opened files of the model.
     tier_names: the tiers that the metadata lists, the best first.
 
-    Raises NotMoEError if no layer before the multi-token prediction layers has experts. Raises
-    MissingTierError for an expert tensor of a tier that tier_names does not list. Raises
-    MetadataError if another tensor has the name of a tier.
+    The name of an expert tensor in a lower tier ends with the tier. Raises MissingTierError if
+    `tier_names` does not list this tier as a lower one. Raises MetadataError if the name of another
+    tensor has such an ending. Raises NotMoEError if the model has no expert tensors.
     """
     tensors = SortedTensors([0] * hparams.block_count)
     tied = not any(OUTPUT in part.tensors for part in parts)

@@ -115,12 +115,13 @@ class KnownModel:
         return used - self.d_model * self.vocab * (2 - self.tied), used
 
     def parts(self, precision: str) -> list[GGUFFile]:
-        """Generate the header of a GGUF file of this model, as a list of one file.
+        """Return a GGUF file with this model's header but without tensor data, in a list.
 
-        The file exists in memory only and has no tensor data. ExpertModel.of_parts accepts the
-        list.
+        The file is generated in memory. ExpertModel.of_parts, which takes a list of files, accepts
+        the result.
 
-        precision: name of the quantization mix.
+        precision: name of the quantization mix, such as Q4_K_M, which determines the types of the
+            tensors.
         """
         writer = GGUFWriter(Path(f"{self.name}-{precision}.gguf"))
         for key, value in self._metadata().items():

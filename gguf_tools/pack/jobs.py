@@ -31,14 +31,16 @@ def pack_jobs(
     ggml: Ggml | None,
     quantizer: ExpertQuantizer | None,
 ) -> Iterator[Job | None]:
-    """Yield the jobs that write a packed file. A job is a function that writes a piece of the data.
+    """Yield functions (jobs) that together write all tensor data of a packed file.
 
-    The tensors that are not experts come first, then the experts layer by layer. If a quantizer is
-    given, a None follows the jobs of each layer. At a None, `run_all` waits until all earlier jobs
-    have ended.
+    The tensors that are not experts come first, then the experts layer by layer. A value of None
+    means that all earlier jobs must end before the next job starts. It is yielded after each layer
+    if a quantizer is given.
 
     matrices: the expert tensors to write.
     others: the tensors that are not experts.
+    ggml: the ggml library. None if all tensors are copied unchanged.
+    quantizer: quantization method for experts. None for rounding to nearest.
     """
     for other in others:
         yield partial(_write_dense, writer, other, ggml)

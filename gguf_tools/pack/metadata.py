@@ -62,13 +62,13 @@ def method_and_calibration(
 ) -> tuple[str, str]:
     """Return the quantization method and the calibration of a packed file's experts, as texts.
 
-    If lower precisions (tiers) are copied from the source file, the texts are those in the source
-    file's metadata. If only some of them are copied, the first text names both methods, such as
-    "gptq and rtn".
+    If a quantizer is given, these are its texts. Without a quantizer, lower precisions (tiers) that
+    the source file has are copied, and the texts are those in its metadata. Tiers that the source
+    file lacks are rounded to nearest ("rtn"). If both occur, the first text names both methods,
+    such as "gptq and rtn".
 
     model: the source.
     matrices: the matrices to be written.
-    quantizer: None for rounding to nearest ("rtn").
     """
     by = quantizer or Rtn
     lower = [each.copy_from is None for matrix in matrices for each in matrix.targets[1:]]

@@ -54,10 +54,13 @@ class Target(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """One kind of matrix of all experts of a layer, and the tensors to be written from it.
+    """One kind of matrix (such as up) of all experts of a layer, and the tensors to write from it.
 
+    layer: index of the MoE layer.
+    kind: kind of the matrix, an index into KINDS.
     source: where the source file stores these matrices in its best precision.
     shape: (row length, rows) of one expert's matrix.
+    targets: the tensors to be written, one for each precision (tier), the best first.
     """
 
     layer: int

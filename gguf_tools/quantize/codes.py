@@ -22,14 +22,12 @@ class Plane(NamedTuple):
     """The bytes of a quantization block that store some of the bits of the block's codes.
 
     A code is the integer that stands for a weight. For example, Plane(2, 4, 16) stores 4 bits of
-    each of 32 codes in bytes 2 to 17. The low halves of these bytes hold codes 0 to 15, the high
-    halves codes 16 to 31.
+    each code. Byte 2 + i has code i in its low half and code i + 16 in its high half.
 
     start: index of the first byte.
     width: number of bits of each code that the plane stores.
-    group: distance between two codes in the same byte. In the example, codes i and i + 16 share a
-        byte.
-    low: index of the lowest of the stored bits in the code.
+    group: distance between the codes that share a byte, 16 in the example.
+    low: the first bit of a code that the plane stores. Bit 0 is the lowest bit.
     """
 
     start: int
@@ -39,9 +37,10 @@ class Plane(NamedTuple):
 
 
 class Coding(NamedTuple):
-    """The codes of a ggml type: small integers that stand for the weights of a quantization block.
+    """How a ggml type stores the weights of a quantization block as small integers (codes).
 
-    planes: where a block stores the bits of its codes.
+    planes: the bytes of a block that store the codes. Each `Plane` stores some of the bits of all
+        codes.
     first, last: the smallest and the largest code in use.
     scales: scales[i] times the block's scale is the weight for code first + i. Empty if the weights
         for successive codes are equally spaced.
@@ -99,11 +98,11 @@ def put_codes(ggml_type: GGMLType, blocks: Blocks, codes: Blocks) -> None:
 
 
 def code_values(ggml_type: GGMLType, blocks: Blocks, decode: Decode) -> Floats:
-    """Return the values of one or two codes in quantized blocks, which determine all other values.
+    """Return the values from which the weight for any code in quantized blocks can be computed.
 
-    A code is the integer that stands for a weight. Its value depends on the scales of its block.
-    For a type with equally spaced values, the result has the values of the smallest and the largest
-    code. For another type, it has the value of the code that stands for 1 times the scale.
+    A code is the integer that stands for a weight. If the weights for successive codes are equally
+    spaced, the result has the weights for the smallest and the largest code. For other types, the
+    result has the scales by which `Coding.scales` are multiplied.
 
     blocks: uint8 [number of blocks, bytes per block].
     decode: decodes the bytes of blocks to float32.

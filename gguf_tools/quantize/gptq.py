@@ -102,16 +102,16 @@ def outer_sum(parts: Iterable[Floats], device: str) -> Square:
 def smoothed(own: Square, tokens: int, shared: Square | None = None) -> Square:
     """Return an expert's Hessian for GPTQ, regularized because the expert may have few tokens.
 
-    The result is own + n * (D + shared) / 2. D is own / tokens with zeros outside the diagonal. If
-    `shared` is None, the result is own + n * D. If `tokens` is 0, it is n * shared, or 0 if
-    `shared` is None.
-
-    own: sum of x x^T over the inputs x of the expert's tokens. Each x has n elements.
+    own: sum of x x^T over the inputs x of the expert's tokens, [n, n].
     tokens: number of these tokens.
-    shared: mean of x x^T over all tokens of the layer. None for down matrices, whose inputs differ
-        between experts.
+    shared: mean of x x^T over all tokens of the layer, [n, n]. None for down matrices, whose inputs
+        differ between experts.
 
-    All matrices are [n, n].
+    D is the matrix with the diagonal of own / tokens, and zeros elsewhere. The result is [n, n]:
+
+    - own + n * (D + shared) / 2 if `shared` is given,
+    - own + n * D if `shared` is None,
+    - n * shared if `tokens` is 0, or 0 if `shared` is also None.
     """
     n = len(own)
     if not tokens:
@@ -121,10 +121,11 @@ def smoothed(own: Square, tokens: int, shared: Square | None = None) -> Square:
 
 
 def factorize(hessian: Square, device: str | None = None) -> Factor | None:
-    """Factorize a Hessian for `quantize`. Return None if it is zero or cannot be factorized.
+    """Return a factorized Hessian, with which `quantize` quantizes matrices by GPTQ.
 
-    Before the factorization, damping is added to the diagonal: a hundredth of the diagonal's mean,
-    or more if the factorization fails.
+    The result contains the Cholesky factor of the inverse Hessian. It is None if the Hessian is
+    zero or cannot be factorized. Before the factorization, damping is added to the diagonal: a
+    hundredth of the diagonal's mean, or more if the factorization fails.
 
     hessian: symmetric matrix, float64 [n, n]. Rows and columns may be zero.
     device: torch device for the computation. Default: a GPU if torch can use one.
@@ -178,7 +179,9 @@ def quantize(ggml: Ggml, ggml_type: GGMLType, values: Floats, factor: Factor) ->
 
 
 class _Grid:
-    """The values to which a ggml type can round a group of columns, after its scales are chosen.
+    """The values to which a ggml type can round the weights in a group of columns of a matrix.
+
+    These values depend on the scales that were chosen for the columns.
 
     values: [k, columns, rows], the values of k codes of the type, with k = 1 or 2. A code is the
         integer that stands for a weight. The values of all other codes are computed from these.
@@ -195,13 +198,13 @@ class _Grid:
             self._inverse = (1 / self._step.masked_fill(zero, 1)).masked_fill(zero, 0)
 
     def nearest(self, column: int, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """Round the weights of one column to the nearest values that the ggml type can store.
+        """Round weights in one column of a matrix to the nearest values that the type can store.
 
-        Return (codes, values), both [rows]. A code is the index of a value among all values that
-        the type can store in this column.
+        column: index of the column in the group of columns to which this object belongs.
+        wanted: the weights, one for each row, [rows].
 
-        column: index of the column in the group of columns for which this grid was made.
-        wanted: the weights to round, one for each row of the matrix, [rows].
+        Returns (codes, values), both [rows]. The values are the rounded weights. The codes are the
+        integers that stand for them, counted from 0.
         """
         if self._scales is None:
             base, step = self._values[0, column], self._step[column]

@@ -55,10 +55,12 @@ class Imatrix:
     """The contents of an importance matrix file of llama.cpp.
 
     name: name for messages and metadata.
-    entries: contents by tensor name.
+    entries: maps the name of each tensor to the sums of its squared inputs, and to the counts of
+        these inputs.
     datasets, chunk_count, chunk_size: description of the calibration data.
-    has_counts: whether the counts are numbers of tokens. False for files of the older format.
-    path, sha256: the file from which it was read.
+    has_counts: whether the counts in `entries` are numbers of tokens. In files of the older format,
+        they are numbers of matrix products.
+    path, sha256: the file from which it was read, and the SHA-256 of the file.
     """
 
     name: str
@@ -282,10 +284,7 @@ def _read_legacy(path: Path, data: mmap.mmap | bytes) -> Imatrix:
 
 
 def write_imatrix(path: str | os.PathLike[str], imatrix: Imatrix) -> None:
-    """Write an importance matrix to a file in llama.cpp's GGUF format.
-
-    The arrays of sums may have any shape.
-    """
+    """Write an importance matrix to a file in llama.cpp's GGUF format."""
     writer = GGUFWriter(path)
     writer.meta(KEY_TYPE, "imatrix")
     writer.meta(KEY_DATASETS, imatrix.datasets, ValueType.ARRAY, ValueType.STRING)

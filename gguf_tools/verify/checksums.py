@@ -25,7 +25,10 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class FileChecksums:
-    """Compares the checksums stored for a file with those of the data read from it.
+    """Compares the known checksums of a model file with those of the data read from it.
+
+    Checksums are known if they are stored in the file, or if the file is in the cache of the
+    Hugging Face Hub.
 
     refused: error message if the stored checksums are unusable.
     hub_hash: the file's SHA-256 according to the Hub, or None.
@@ -53,7 +56,9 @@ class FileChecksums:
         return self._stored is not None or self.hub_hash is not None
 
     def add(self, info: TensorInfo, start: int, data: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
-        """Compute the checksums of a piece of a tensor's data.
+        """Include a piece of a tensor's data in the checksums that `problems` compares later.
+
+        Pieces can be added in any order and from several threads.
 
         start: position of the piece, in bytes from the start of the tensor.
         """
@@ -61,9 +66,9 @@ class FileChecksums:
             self._found[info.name].add(start, data.data)
 
     def jobs(self) -> Iterator[Job]:
-        """Yield the function that computes the SHA-256 of the whole file.
+        """Yield one function, which computes the SHA-256 of the whole file for `problems`.
 
-        Yield nothing if the Hub's hash of the file is unknown.
+        Yield nothing if no SHA-256 from the Hugging Face Hub is known for the file.
         """
         if self.hub_hash is not None:
             yield self._read_whole
@@ -73,11 +78,11 @@ class FileChecksums:
         return self.part.size
 
     def problems(self) -> Iterator[Problem]:
-        """Yield a `Problem` for each stored checksum that differs from the checksum of the data.
+        """Yield a `Problem` for each checksum of the file that differs from the known checksum.
 
-        Before this call, pass all tensor data to `add`, and call each function that `jobs` yields.
-        These functions compute the SHA-256 of the whole file. If the stored checksums are unusable,
-        a `Problem` says so.
+        Checksums are known if they are stored in the file, or if the file is in the cache of the
+        Hugging Face Hub. Before this call, pass all tensor data to `add`, and call the function
+        that `jobs` yields, if any. If the stored checksums are unusable, a `Problem` says so.
         """
         part = self.part
         if self.refused is not None:

@@ -41,9 +41,9 @@ def layout_problems(part: GGUFFile) -> Iterator[Problem]:
 def foreign_problems(parts: list[GGUFFile]) -> Iterator[Problem]:
     """Yield a problem for each file of a split model that seems to come from another quantization.
 
-    A file is reported if its expert matrices have ggml types that matrices of the same kind and
-    precision have in no other file. If the model has only two files and they differ in this way,
-    only the second file is reported.
+    The ggml types of a file's expert matrices are compared with those in the other files, for each
+    kind of matrix (such as up) and each precision (tier). A file is reported if these comparisons
+    find no common type. If the model has only two files, only the second is reported.
 
     parts: the opened files of the model.
     """

@@ -21,11 +21,11 @@ ROUTING_TOKENS = 256
 
 
 def surprise(counts: np.ndarray) -> np.ndarray:
-    """Return how unusual one use of each expert is, float64 [n_layers, n_expert].
+    """Return a number for each expert that is high if the expert is rarely used in its layer.
 
-    An expert that is rarely used in its layer has a high value. The value is -log(p), minus the
-    mean of -log(p) over all uses in the layer. p is the expert's fraction of its layer's uses.
-    counts: the number of uses, [n_layers, n_expert].
+    The result is float64 [n_layers, n_expert]. The value is -log(p), minus the mean of -log(p) over
+    all uses in the layer. p is the expert's fraction of its layer's uses. counts: the number of
+    uses, [n_layers, n_expert].
     """
     share = (counts + 1.0) / (counts + 1.0).sum(axis=1, keepdims=True)
     unusual = -np.log(share)
@@ -35,15 +35,15 @@ def surprise(counts: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How often the texts of a loss table use each expert, to recognise texts that differ.
+    """Recognises texts for which a loss table is not valid.
 
     A loss table gives the quality loss of each expert in lower precisions. It was measured on some
     texts, and is not valid for a text that uses experts very differently.
 
-    - surprise: how unusual one use of each expert is in the measured texts, as returned by the
-      function `surprise` of this module, float64 [n_layers, n_expert].
-    - low, high: the table is valid for a window of ROUTING_TOKENS tokens if the mean surprise of
-      its uses is between these limits.
+    - surprise: a number for each expert that is high if the measured texts rarely use the expert,
+      float64 [n_layers, n_expert]. The function `surprise` of this module computes it.
+    - low, high: the table is valid for ROUTING_TOKENS tokens of a text if the mean of `surprise`
+      over their experts is between these limits.
     """
 
     surprise: np.ndarray
@@ -51,12 +51,13 @@ class Routing:
     high: float
 
     def holds(self, counts: np.ndarray) -> bool:
-        """Return whether the loss table, which was measured on other texts, is valid for a text.
+        """Return whether a loss table is valid for a text that uses each expert `counts` times.
 
-        It is valid if the text uses each expert about as often as the measured texts.
+        A loss table gives the quality loss of each expert in lower precisions. It is not valid for
+        a text that uses experts very differently than the texts on which it was measured.
 
-        counts: how often each expert was used by about ROUTING_TOKENS tokens of the text,
-            [n_layers, n_expert]. If all counts are 0, the result is True.
+        counts: the uses of each expert by about ROUTING_TOKENS tokens of the text, [n_layers,
+            n_expert]. If all counts are 0, the table counts as valid.
         """
         n = counts.sum()
         return not n or self.low <= float((counts * self.surprise).sum() / n) <= self.high
@@ -66,17 +67,17 @@ class Routing:
 class KlEstimate:
     """Estimates how much quality a model loses if experts are computed in lower precisions (tiers).
 
-    The loss of a token is a KL divergence in nats. It is the sum, over the token's experts, of the
-    squared gate weight times `nats`.
+    The quality loss of a token is a KL divergence in nats. Each expert of the token adds its
+    squared gate weight times its value in `nats`.
 
     - base: the name of the tier without loss, to which other tiers are compared.
-    - nats: each expert's loss in each tier for gate weight 1. The last column is for skipping the
-      expert. float64 [n_layers, n_expert, n_tiers + 1]. The values are high estimates: nine of ten
-      pieces of the measured text lose less.
+    - nats: the loss by each expert in each tier for gate weight 1. The last column is for skipping
+      the expert. float64 [n_layers, n_expert, n_tiers + 1]. These are high estimates. The actual
+      loss was lower in nine of ten pieces of the text on which losses were measured.
     - gates: each expert's mean squared gate weight, float64 [n_layers, n_expert].
-    - spread: a low estimate divided by the high one. One of ten pieces loses less than the low
-      estimate.
-    - routing: how often the measured text uses each expert, or None.
+    - spread: `nats` times this factor is a low estimate. The actual loss was higher in nine of ten
+      pieces.
+    - routing: recognises texts for which the estimate is not valid, or None.
     """
 
     base: str
@@ -99,17 +100,19 @@ class KlEstimate:
         spread: float = 1.0,
         routing: Routing | None = None,
     ) -> KlEstimate:
-        """Make an estimate relative to the tier (precision) `base`, from losses of all tiers.
+        """Make an estimate relative to the tier `base`, from losses against full precision.
 
-        The given losses are relative to full precision. The loss of a tier relative to `base` is
-        the sum of both given losses, because the rounding errors of two tiers are independent. For
-        `base` itself, it is 0.
+        The loss of a tier (precision) relative to `base` is the sum of two losses, that of the tier
+        and that of `base`, because their rounding errors are independent. For `base` itself, it is
+        0.
 
-        costs: the given losses in nats for gate weight 1, float64 [n_layers, n_expert, n_tiers +
-            2]. On the last axis are the tiers `names`, then `base`, then skipping the expert.
+        costs: the losses against full precision, in nats for gate weight 1, float64 [n_layers,
+            n_expert, n_tiers + 2]. They are high estimates. The last axis has one value for each
+            tier in `names`, one for `base`, and one for skipping the expert.
+        names: the tiers of the estimate, which may include `base`.
         gates: each expert's mean squared gate weight, float64 [n_layers, n_expert].
-        spread: the ratio of a low estimate (10th percentile) to `costs` (90th percentile).
-        routing: how often the measured text uses each expert, or None.
+        spread: a high estimate times this factor is a low estimate.
+        routing: recognises texts for which the estimate is not valid, or None.
         """
         nats = np.delete(costs, -2, axis=2) + costs[..., -2:-1]
         if base in names:

@@ -41,10 +41,10 @@ class LookAhead(Settings):
     usual: ClassVar[Mapping[str, Any]] = {"n_ahead": 1}
 
     def limited(self: L, depth: int, asked: Collection[str]) -> L:
-        """Return these settings, limited to the predictions that a recorded trace has.
+        """Return these settings with n_ahead reduced to at most `depth`, for the replay of a trace.
 
-        To replay the trace, a policy can prefetch only experts that the trace predicts. In the
-        result, the setting n_ahead (for how many layers ahead) is therefore at most `depth`.
+        The setting n_ahead is the number of layers for which a policy predicts experts. A replay
+        has only the predictions that are recorded in the trace.
 
         depth: for how many layers ahead the trace predicts experts. 0 means no predictions.
         asked: the names of the settings that the user set.
@@ -153,7 +153,7 @@ class Prefetching:
     the next trial.
 
     - asked: the setting: "auto", "on" or "off".
-    - pays: whether "auto" means on after the latest trial.
+    - pays: whether the latest trial decided for prefetching. True before the first trial.
     - score: the accuracy of the predictions in decode steps with one token.
     """
 

@@ -81,13 +81,13 @@ def importance(
     - gates: the sum of the routing weights of these uses.
     - profile: how often earlier runs used the expert.
 
-    P, W and E are these numbers, each divided by its sum over the layer. The importance is
+    First, each array is divided by its sum over each layer. The importance is then
 
-        (1 - w) (a P + (1 - a) W) + w E.
+        (1 - w) * (a * counts + (1 - a) * gates) + w * profile.
 
-    Here a is the setting importance_mix, and w is m / (m + n) with m = prior_tokens * n_expert_used
-    and n = the layer's sum of `counts`. With w = 0, this is section 4.1 of the paper that
-    PlacementSettings names.
+    The setting importance_mix is a. The weight of earlier runs is w = m / (m + n). Here n is the
+    sum of `counts` over the layer, and m is the setting prior_tokens times n_expert_used. If w is
+    0, this is section 4.1 of the paper that PlacementSettings names.
     """
     pi = shares(profile)
     used = counts.sum(axis=1, keepdims=True, dtype=np.float64)
@@ -100,10 +100,10 @@ def importance(
 
 
 def bit_budget(n_cold: int, settings: PlacementSettings) -> int:
-    """Return the maximum sum of bits per weight of the experts of a layer in lower precisions.
+    """Return how many bits per weight the experts of a layer in lower precisions may have in total.
 
-    The result is n_cold * near_bits, rounded down, so these experts have at most near_bits (a
-    setting) bits per weight on average. n_cold: the number of these experts.
+    The setting near_bits limits their average. For example, if it is 2.5, ten experts may have 25
+    bits per weight in total. The result is rounded down. n_cold: the number of these experts.
     """
     return int(n_cold * settings.near_bits + 1e-9)
 

@@ -40,10 +40,11 @@ class Pool:
 
 
 def pools_by_size(shape: ModelShape, *tiers: int) -> list[Pool]:
-    """Divide a model's layers into groups with about equal expert sizes. Return a pool for each.
+    """Group a model's layers by the size of their experts, and return a memory pool for each group.
 
-    A pool is memory for experts of some layers. Each expert can be in any of the given tiers
-    (precisions). The number of experts that a pool can hold (n_slots) is still 0.
+    A pool is memory for experts of some layers. Each place in it is large enough for an expert in
+    any of the given tiers (precisions). The caller must set how many experts a pool can hold
+    (n_slots), which is 0 in the result.
     """
     # Layers share pools, because each pool has reserve slots: fewer pools need fewer of them.
     pools: list[Pool] = []
@@ -83,13 +84,14 @@ def slot_sizes(shape: ModelShape) -> np.ndarray:
 
 
 def slot_plan(pools: Iterable[tuple[Pool, Sequence[int], bool]]) -> SlotPlan:
-    """Return a plan of the memory slots for the matrices of all experts.
+    """Divide memory pools into slots for single matrices, and return the resulting plan.
 
-    A pool can hold whole experts of some layers. Each pool is divided into slot groups, one for
-    each kind of matrix (such as up), because all slots of a group have the same size.
+    A pool is memory for n_slots experts of some layers. For each kind of matrix (such as up), the
+    plan has a group of n_slots slots of the same size. An expert takes one slot in each group of
+    its pool.
 
-    pools: tuples (pool, tiers, on_host). The slots of the pool can hold experts in these tiers
-        (precisions). The value on_host is True if a model on a GPU has these slots in host memory.
+    pools: tuples (pool, tiers, on_host). The pool can hold experts in these tiers (precisions). The
+        value on_host is True if a model on a GPU has the pool in host memory.
     """
     groups: list[SlotGroup] = []
     group_of: dict[tuple[int, int, int], int] = {}
@@ -147,16 +149,17 @@ class Tracker:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """The number of experts in one tier (precision), or in several tiers that share memory slots.
+    """The memory slots that are planned for experts in one tier (precision) or in several tiers.
 
     A slot is memory for one expert. A pool is a set of slots for the experts of some layers. An
-    expert that changes its tier needs two slots for a time, so pools can have reserve slots.
+    expert that changes its tier needs two slots for a time, so a pool can have additional slots,
+    called reserve slots.
 
     - tiers: the tiers. A slot can hold an expert in any of them.
     - n_experts: the number of experts in these tiers, by layer.
     - reserve: whether pools have reserve slots.
-    - experts_per_move: a pool whose layers have n experts gets n / experts_per_move reserve slots,
-      but at least one.
+    - experts_per_move: a pool has one reserve slot for this number of experts in its layers, but at
+      least one.
     - most_moves: the maximum number of reserve slots in a pool.
     - on_host: whether a model on a GPU has these slots in host memory.
     """
@@ -186,10 +189,13 @@ class Places:
 class TierPools:
     """The memory slots of all experts of a model, divided into pools.
 
-    A pool is a set of slots for the experts of some layers. Each tier (precision) belongs to one
-    `Places` object, which fixes the number of experts in its tiers for each layer. Experts can
-    exchange their tiers in any way that keeps these numbers. All `Places` objects except the first
-    must have reserve (spare) slots, or some exchanges are impossible.
+    A pool is a set of slots for the experts of some layers. A list of `Places` objects fixes how
+    many experts of each layer are in which tiers (precisions). Experts can exchange their tiers in
+    any way that keeps these numbers.
+
+    An expert that changes its tier needs a free slot. Therefore `Places` objects need reserve
+    (spare) slots, or some exchanges are impossible. Only the first needs none, because experts that
+    leave its tiers free slots there.
     """
 
     # Proof that experts can always move, each of them only once: a move within a place takes a

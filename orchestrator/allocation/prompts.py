@@ -111,15 +111,16 @@ Gated = Callable[[int, np.ndarray, np.ndarray, StoreView], np.ndarray]
 class Prompts:
     """Chooses the tier (precision) of each expert in steps that process prompts.
 
-    Such a step can also have single tokens of answers. Critical experts get tier 0, the best tier,
-    and all others the tier `low`, which can be SKIP. An expert is critical if a prompt or an answer
-    in the step needs it in tier 0.
+    Critical experts get tier 0, the best tier. All others get the tier `low`, which can be SKIP.
+    The most important experts of each prompt are critical. A step can also have tokens of answers,
+    and `gated` chooses their critical experts.
 
-    - critical: critical(layer, n_used) returns how many of the n_used experts of a prompt are
-      critical. The most important ones are chosen.
+    - critical: function that `decide` calls for each prompt. critical(layer, n_used) returns how
+      many of the n_used experts of the prompt are critical.
     - heavy_share: the fraction of a prompt's tokens that determine the importance of its experts.
     - passes: whether the store may evict the less important experts of prompts first.
-    - gated: returns which experts are critical for answers. None means all.
+    - gated: function that `decide` calls for tokens of answers. None means that all their experts
+      are critical.
     - room: the number of memory slots, indexed [layer][tier].
     """
 

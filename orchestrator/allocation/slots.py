@@ -28,14 +28,17 @@ COSINE, LINEAR, FLAT = SCHEDULES
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The layers, experts and slot sizes of a model, for the tiers that are in use.
+    """The number of layers and experts of a model, and the sizes of memory slots for its experts.
 
-    - tiers: the names of these tiers, best first.
-    - n_expert, n_expert_used: the experts per layer, and the experts that a token uses.
+    A slot is memory for one matrix of an expert. Only the tiers (precisions) in use are included.
+
+    - n_expert, n_expert_used: the experts per layer, and the experts that a token uses in each
+      layer.
+    - tiers: the names of the tiers, best first.
     - slots: slots[layer][tier] maps each matrix kind to its slot size in bytes.
     - bits: the bits per weight of each tier; empty if unknown.
-    - shares_slots: whether one slot can hold experts in different tiers if they are small enough,
-      as in host memory.
+    - shares_slots: whether a slot can hold an expert in one tier now and in another tier later.
+      This is possible in host memory, but not in GPU memory.
     - host_slots: like slots, but for host memory in a system with a GPU; empty without a GPU.
     """
 
@@ -131,10 +134,11 @@ class Share:
 def divide(shares: Sequence[Share], budget_bytes: int) -> list[int]:
     """Divide a memory budget among claims, and return the number of units for each claim.
 
-    A claim gets clamp(s * weight, floor, full) units. The factor s is the same for all claims, and
-    as large as the budget allows. Bytes that are left by rounding are given out one unit at a time,
-    to the claim with the fewest units in proportion to its weight. If the budget is less than the
-    sum of all floors, each claim gets its floor.
+    Each claim has its own unit size in bytes. Its number of units is s * weight, but at least
+    `floor` and at most `full`. The factor s is the same for all claims, and as large as the budget
+    allows. Bytes that are left by rounding are given out one unit at a time, to the claim with the
+    fewest units in proportion to its weight. If the budget is less than the sum of all floors, each
+    claim gets its floor.
     """
     if sum(share.unit_bytes * share.floor for share in shares) > budget_bytes:
         return [share.floor for share in shares]
@@ -177,9 +181,11 @@ def even_slots(shape: ModelShape, budget_bytes: int) -> list[int]:
 def layer_groups(shape: ModelShape, counts: Sequence[Sequence[int]]) -> SlotPlan:
     """Return a plan with a separate group of memory slots for each layer, matrix kind and tier.
 
-    A tier is a precision; tier 0 is the best. A group has counts[layer][tier] slots, each for one
-    matrix. In a group of tier 0, at most half of the slots may hold experts that only a long prompt
-    needs.
+    A slot holds one matrix of an expert. A tier is a precision, and tier 0 is the best. In tier 0,
+    experts that only a long prompt needs can use at most half of the slots of a group. The rest is
+    kept for other experts.
+
+    counts: counts[layer][tier] is the number of slots in each group of this layer and tier.
     """
     groups: list[SlotGroup] = []
     group_of: dict[tuple[int, int, int], int] = {}

@@ -74,9 +74,10 @@ class WordWrap:
         return "".join(map(self._next, text))
 
     def end(self) -> str:
-        """Return the text that was held back, at the end of all text.
+        """Finish the text, and return the part of it that was held back.
 
-        The next text begins a new line.
+        Call this after the last piece of a text. The next piece then counts as the beginning of a
+        line.
         """
         rest = self._whole_word() + self._space
         self._begin()

@@ -213,12 +213,16 @@ class Session(Closing):
         return {name: declared[name] for name in ("max_tokens", "think", *Sampling.declared())}
 
     def value(self, name: str) -> Any:
-        """Return the current value of a setting of the answers or of the runtime."""
+        """Return the current value of the setting with this name.
+
+        The settings that the method `settings` lists, such as max_tokens, belong to the
+        conversation. All other settings belong to the runtime, which computes the answers.
+        """
         config = self._config if name in self.settings() else self.runtime.config
         return config.given(name)
 
     def set(self, name: str, value: Any) -> None:
-        """Change a setting of the answers. It takes effect at the next answer.
+        """Change a setting that the method `settings` lists. It takes effect at the next answer.
 
         Raises SettingError for a wrong value.
         """

@@ -133,12 +133,11 @@ _VALUES: dict[str, dict[str, Any]] = {
 def option(said: str, help: str, **more: Any) -> Decorator:
     """Return a decorator that adds an option to a click command.
 
-    said: the names of the option, such as `-p --prompt TEXT` or `--json as_json`. A last word in
-        capitals is the placeholder of the value in the help. A last word in lower case without
-        dashes is the name of the function's parameter. Without a placeholder and a type, the option
-        is a flag.
+    said: the names of the option, and a placeholder in capitals for its value, as in `--prompt
+        TEXT`. An option without a placeholder is a flag, unless `more` has a type. A name without
+        dashes, as in `--json as_json`, is the parameter of the decorated function.
     help: the text in the help.
-    more: arguments of click.option, and `group`, the option's heading in the help.
+    more: arguments of click.option, and `group`, the heading under which the help lists the option.
     """
     names = said.split()
     if names[-1][0].isupper():
@@ -472,9 +471,10 @@ def tier_names(text: str) -> list[str]:
 
 
 def model_path(text: str) -> Path:
-    """Return the local path of a model. A model that the user named on the Hub is downloaded.
+    """Return the local path of the model that a text names.
 
-    The download shows a progress bar.
+    text: a path, the name of a downloaded model, or hf:OWNER/NAME[/FILE] for a model on the Hugging
+    Face Hub. A model on the Hub is downloaded if necessary, with a progress bar.
     """
     from orchestrator.library.models import find_model
 

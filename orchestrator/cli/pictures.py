@@ -39,9 +39,9 @@ _MARKERS = "os^DvP"
 
 
 def prepare(path: Path) -> None:
-    """Raise ConfigError if a plot cannot be written to this path.
+    """Check that a plot can later be written to this path. Raises ConfigError if not.
 
-    A command calls this function before it does any work.
+    A command calls this function before it does any work. Nothing is written yet.
     """
     require_matplotlib("--plot")
     if path.suffix.lower() not in _FORMATS:

@@ -106,10 +106,11 @@ class Bandwidth(NamedTuple):
         return self._replace(bytes_per_s=self.first_bytes_per_s or self.bytes_per_s)
 
     def with_compute_threads(self, config: Config) -> Bandwidth:
-        """Return a copy of this bandwidth for reads while the compute threads of `config` run.
+        """Return a copy of this bandwidth for a run with the compute threads of `config`.
 
-        If these threads leave a core free, reading does not delay them, so core_s_per_byte is 0 in
-        the copy. Otherwise it is unchanged.
+        The field core_s_per_byte is the processor time of reading one byte. This time delays the
+        compute threads only if they use every core. If they leave a core free, the field is 0 in
+        the copy. The other fields are unchanged.
         """
         shares_cores = (config.n_threads) >= usable_cores()
         return self._replace(core_s_per_byte=self.core_s_per_byte if shares_cores else 0.0)

@@ -52,7 +52,9 @@ class Known:
     - rows: one row for each model in each precision.
     - ram_bytes: the memory that a model may take.
     - free_bytes, disk_bytes_per_s: free space and read speed of the disk that holds the user cache.
-    - first_tokens: the length of the prompt to which first_s in the rows refers.
+    - threads, processor: the number of compute threads, and the name of the processor.
+    - first_tokens: the length in tokens of the prompt for which the rows predict first_s, the
+      seconds until the answer begins.
     - disturbed: a note if other programs ran during measurements, otherwise empty.
     """
 

@@ -210,11 +210,14 @@ class LossTable:
         return of_names
 
     def per_use(self, names: Sequence[str]) -> np.ndarray | None:
-        """Return the mean quality loss in nats of one use of each expert, for each named tier.
+        """Return the mean quality loss if a token uses an expert in each of the named tiers.
 
-        A use is the computation of one expert for one token. The result is float64 [n_layers,
-        n_expert, n_names]. It is None if one of the tiers (precisions) was not measured. If this
-        table cannot convert errors into nats, mean squared errors are returned instead.
+        Tiers are precisions. The result is in nats, float64 [n_layers, n_expert, n_names]. It is
+        None if one of the tiers was not measured.
+
+        The loss is computed from the mean squared errors of the experts' outputs. If the field
+        `fit` or `gates` is None, the errors cannot be converted into nats, and the result has the
+        errors themselves.
         """
         costs, lost = self.costs(names), self.of_tiers(names)
         if costs is None or self.gates is None:
@@ -431,9 +434,10 @@ def no_losses(reason: str, is_missing: bool = False) -> ConfigError:
     """Return an error that says which options cannot be used, because quality losses are unknown.
 
     These are the option --max-loss (a loss budget) and the policies that have such a budget.
-    reason: why the losses are unknown. is_missing: the model has no usable loss table. The error is
-    then a NoLossTableError, because `moe-edge calibrate` can make the table. Otherwise it is a
-    ConfigError.
+
+    - reason: why the losses are unknown.
+    - is_missing: whether the model has no usable loss table. If True, the error is a
+      NoLossTableError, because `moe-edge calibrate` can make the table.
     """
     spending = [name for name in POLICIES if spends_loss(name)]
     options = [policy_settings()[ALLOWED_LOSS].flag, *(f"--policy {name}" for name in spending)]
@@ -489,16 +493,16 @@ def started(placement: Placement, uses: np.ndarray | None = None) -> np.ndarray:
 
 
 def foreseen(plan: Plan, uses: np.ndarray, estimate: KlEstimate | None, base: str) -> Foreseen:
-    """Return the predicted quality loss of a plan, a KL divergence in nats per token.
+    """Predict the quality loss of a plan: a KL divergence in nats per token.
 
     The divergence is from the model with every expert in the file's best precision.
 
     - uses: the probability that a token uses each expert, [n_layers, n_expert].
-    - estimate: estimates the loss for all precisions of the file; None if unknown.
-    - base: the name of the best precision.
+    - estimate: estimates the loss for all precisions of the file; None if the losses are unknown.
+    - base: the name of the best precision, for the field `base` of the result.
 
-    A policy with a loss budget is assumed to use all of it. For a policy that uses several
-    precisions for one token, the result is an upper bound.
+    If the policy has a loss budget, the prediction includes the whole budget. If the policy uses
+    several precisions for one token, the prediction is an upper bound.
     """
     placement = plan.placement
     if placement is not None and placement.wants.all_resident:
@@ -655,11 +659,14 @@ class LossModel:
         return foreseen(plan, uses, estimate, best)
 
     def skip_budget(self, plan: Plan) -> Skips | None:
-        """Return the quality loss that the policy of a plan may cause by skipping experts.
+        """Return the loss budget of a plan's policy, and the loss of skipping each expert.
 
-        The result has the maximum loss in nats per token (the loss budget), and the loss of
-        skipping each expert once. It is None if the policy has no loss budget. Raises ConfigError
-        if the losses of the plan's tiers (precisions) are unknown.
+        The budget is the quality loss that the policy may cause by skipping experts, in nats per
+        token. The loss of skipping is an array [n_layers, n_expert], in nats for each use of an
+        expert that is skipped.
+
+        The result is None if the policy has no loss budget. Raises ConfigError if the losses of the
+        plan's tiers (precisions) are unknown.
         """
         allowed = plan.placement.spends if plan.placement else None
         if allowed is None:

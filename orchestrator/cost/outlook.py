@@ -78,11 +78,16 @@ def memory_for(config: Config, machine: Machine) -> int:
 def foresee(
     request: PlanRequest, model: ExpertModel, machine: Machine, disk: Bandwidth, speeds: Speeds
 ) -> Outlook:
-    """Return how a model would run on this machine.
+    """Predict whether a model fits in the memory of this machine, and how fast it answers.
 
-    disk: speed of the disk that would hold the model. speeds: rough timings of the processor.
-    Missing timings are measured. Raises PolicyError or ConfigError if the settings do not suit the
-    model, and NativeError if an operation cannot be timed.
+    - request: the settings.
+    - model: the model, of which only the header is needed.
+    - machine: the memory of this machine.
+    - disk: speed of the disk that would hold the model.
+    - speeds: timings of the processor. Operations that were never timed are timed now.
+
+    Raises PolicyError or ConfigError if the settings do not suit the model, and NativeError if an
+    operation cannot be timed.
     """
     from orchestrator.cost.time import PROMPT_TOKENS, TimeModel, skewed, uniform_usage
     from orchestrator.plan.planning import plan

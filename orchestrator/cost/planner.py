@@ -145,10 +145,10 @@ class Planner:
         return self.compared(config)
 
     def compared(self, config: Config) -> ResolvedPlan:
-        """Return the plan with which the model runs under these settings, even if some are unused.
+        """Return the plan with which the model runs under these settings.
 
-        Unlike `runs`, this method accepts options that have no effect with the policy of `config`.
-        A command that compares policies can thus use the same options for each policy.
+        Unlike `runs`, this method accepts settings that have no effect with the policy of `config`.
+        A command that compares policies can thus use the same settings for each policy.
 
         Raises BudgetError if the model does not fit in memory. Raises ConfigError if the user
         allows a quality loss, but the model has no loss table.
@@ -362,14 +362,15 @@ class Planner:
     def candidate(
         self, times: TimeModel, runs: ResolvedPlan, asked: Mapping[str, Any] | None = None
     ) -> Candidate:
-        """Predict the speed and the quality loss of a plan.
+        """Return the predicted speed and quality loss of a plan, as a Candidate.
 
         - times: predicts how long tokens and prompts take under a plan.
         - runs: the plan.
-        - asked: the settings that select this plan, for the field `settings` of the result.
+        - asked: the settings that select this plan. The field `settings` of the result has these
+          settings; it is empty for None.
 
         Raises NativeError if the prediction needs an operation that was never timed on this
-        machine, and `times` cannot or may not time it now.
+        machine, and the operation cannot or may not be timed now.
         """
         plan, skips = runs.plan, self.losses.skip_budget(runs.plan)
         short = times.of_plan(plan, runs.config, skips)

@@ -40,13 +40,16 @@ class Candidate:
     """One plan with its predicted speed and quality loss, as in the output of --json.
 
     - policy, settings: the name of the policy, and the settings that select this plan.
+    - tiers: the precisions in which an expert may be computed, best first.
+    - resident: whether every expert is in memory.
     - token_ms: milliseconds per token of an answer to a prompt of 512 tokens (PROMPT_TOKENS).
     - first_prompt_ms: milliseconds until the answer to such a prompt begins, right after the start.
     - prompt_ms: milliseconds until the answer to a later prompt of 512 tokens begins.
-    - hit_rate, read_bytes: averages per token of an answer.
+    - hit_rate: the fraction of the experts requested by tokens of an answer that are in memory.
+    - read_bytes: the mean number of bytes that a token of an answer reads from disk.
     - kl: mean KL divergence from the file's best tier, in nats per token; None if unknown.
-    - kl_at_most: kl is an upper bound.
-    - best: no other plan is both faster and less lossy.
+    - kl_at_most: whether kl is an upper bound.
+    - best: whether no other plan is both faster and less lossy.
     - token_ms_behind: maps numbers of context tokens in use (LENGTHS) to milliseconds per token.
     - token_ms_skewed: token_ms if few experts get most uses. It is given only if the usage of
       experts is unknown, because token_ms then assumes uniform usage.
@@ -85,12 +88,13 @@ class Candidate:
         return (self.policy, self.tiers, self.kl) == (other.policy, other.tiers, other.kl)
 
     def is_asked_by(self, settings: Mapping[str, Any] | None) -> bool:
-        """Return whether the given settings are the settings of this plan.
+        """Return whether this plan is the plan that an earlier command chose.
 
-        settings: the values by name, without max_loss. If it is None, the result is False.
+        settings: the stored settings of that earlier plan, by name. If nothing was stored,
+        `settings` is None and the result is False.
 
-        The setting max_loss of this plan (the quality loss that its policy may cause) is not
-        compared, because it depends on how often earlier runs used each expert.
+        The setting max_loss (the loss budget of the policy) is not compared, because it is not
+        stored.
         """
         mine = {name: value for name, value in self.settings.items() if name != ALLOWED_LOSS}
         return mine == settings
@@ -99,9 +103,9 @@ class Candidate:
     def is_redundant(self) -> bool:
         """Whether this plan is left out of the list of plans, because it has no advantage.
 
-        Only plans with every expert in memory are left out. If such a plan has a single tier
-        (precision), it computes the same as the plan of the baseline policy. If such a plan has a
-        loss budget, the budget has no use, because it is for experts that are not in memory.
+        This is the case if every expert is in memory, and the plan has a single tier (precision) or
+        a loss budget. With a single tier, the plan computes the same as the plan of the baseline
+        policy, which stays in the list. A loss budget only helps if some experts are not in memory.
         """
         alone = len(self.tiers) == 1 and self.policy not in (PLAIN, BASELINE)
         return self.resident and (alone or ALLOWED_LOSS in self.settings)
@@ -134,16 +138,16 @@ class Frontier:
     ) -> Frontier:
         """Sort plans by predicted speed, and choose the plan with which the model will run.
 
-        If a quality loss is allowed, the fastest plan within it is chosen, otherwise `usual`.
-
         - found: the plans. Duplicates and plans without an advantage are left out.
-        - usual: the lossless default plan, or the plan that the user's options name.
-        - best_tier: the name of the file's best precision.
-        - allowed: the allowed loss in nats per token; None if none is allowed.
-        - before: with `allowed`, the settings of the plan that an earlier command chose. Only a
-          clearly faster plan replaces it.
-        - may_switch: without `allowed`, a clearly faster plan with the same output replaces
-          `usual`.
+        - usual: the plan that is chosen if `allowed` is None.
+        - best_tier: the name of the file's best precision, for the sentence that explains the
+          choice.
+        - allowed: the allowed loss in nats per token, or None. The fastest plan within it is
+          chosen.
+        - before: the settings of the plan that an earlier command chose within `allowed`, or None.
+          This plan is chosen again, unless another plan is clearly faster.
+        - may_switch: if `allowed` is None, a clearly faster plan with the same output as `usual` is
+          chosen instead of `usual`.
 
         Raises ConfigError if every plan loses more than `allowed`.
         """
@@ -259,8 +263,10 @@ def settings_of_plans(
 
     A plan is an installed policy with precisions (tiers) of the file. `config` may limit the tiers.
 
-    left: for each tier, the loss budget (in nats per token) of a policy whose best tier it is.
-    Policies with a loss budget are left out if the budget is 0 or less, or if `left` is None.
+    left: a loss budget for each tier, in nats per token. It is the part of the allowed quality loss
+    that remains if all experts are in this tier. A policy with the setting max_loss gets the budget
+    of its best tier. Such a policy is left out if that budget is not positive, or if `left` is
+    None.
     """
     every = [tier.name for tier in model.tiers]
     names = every

@@ -71,10 +71,12 @@ class Small(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """The attention of one layer: `rows` queries over the keys and values of `cells` KV cells.
+    """A description of the attention of one layer, whose time is measured.
 
-    Keys and values have 16 bits. They are laid out as in llama.cpp's KV cache, with all heads of a
-    cell adjacent.
+    - n_head, n_head_kv: the number of heads of queries, and of keys and values.
+    - key_length, value_length: numbers per head in a key and in a value, of 16 bits each.
+    - rows: the number of tokens whose attention is computed together.
+    - cells: the length of the KV cache, in tokens.
     """
 
     n_head: int
@@ -261,7 +263,7 @@ class Timer(GgmlFunctions, Closing):
         return sorted(times)[len(times) // below] / len(ops)
 
     def close(self) -> None:
-        """Free the backend. Safe to call twice."""
+        """Free the ggml backend that computes the timed operations. Safe to call twice."""
         if self._backend:
             self.backend_free(self._backend)
         self._backend = 0

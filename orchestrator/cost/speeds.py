@@ -175,10 +175,10 @@ def _read(seconds: object, n_quiet: object, at: object) -> Timing:
 class Costs:
     """The seconds that each part of a model takes to compute on one machine.
 
-    The number of rows is the number of tokens that are computed together. An axis of length
-    len(ROWS) has one value for each number of rows in ROWS (1, 4, 16, 64, 256).
+    Several tokens can be computed together. An axis of length len(ROWS) has one value for each
+    number of tokens in ROWS (1, 4, 16, 64, 256).
 
-    - expert_s: one expert, float64 [n_layers, n_tiers, len(ROWS)].
+    - expert_s: one expert for these tokens, float64 [n_layers, n_tiers, len(ROWS)].
     - expert_bytes: bytes to read one expert, int64 [n_layers, n_tiers].
     - dense_s: everything except the experts and the output matrix, float64 [len(ROWS)].
     - output_s: the output matrix, for one token.
@@ -267,11 +267,13 @@ class Speeds(Closing):
         return self._used[key] * scale
 
     def time_again(self) -> bool:
-        """Repeat recent timings, so that the results depend less on a single moment.
+        """Time the operations of a single token again, so that results depend less on one moment.
 
-        Only operations on a single row (the input of one token) are repeated, if they were timed
-        since the previous call of time_again. They are timed in turns, in several rounds. Return
-        whether any operation was timed. Raises NativeError if an operation cannot be timed.
+        Only operations that `seconds` timed since the previous call of this method are timed again.
+        Afterwards, `seconds` returns their improved times. The result is True if any operation was
+        timed again.
+
+        Raises NativeError if an operation cannot be timed.
         """
         once, self._once = self._once, {}
         for _ in range(_ROUNDS - 1):
@@ -318,10 +320,10 @@ class Speeds(Closing):
 
     @property
     def disturbed(self) -> bool:
-        """Whether other programs ran during all timings of any operation.
+        """Whether an operation was timed only while other programs ran.
 
-        The seconds that this object returned for such an operation may be too long. Operations
-        whose seconds were not requested from this object are ignored.
+        The time that `seconds` returned for such an operation may be too long. Only operations
+        whose time was requested from this object count.
         """
         now = {key for key, rounds in self._measured.items() if _middle(rounds)[1]}
         before = set(filter(self._kept.was_quiet, self._used))

@@ -53,13 +53,13 @@ _LEAST_SPARE_BYTES = 8 << 20
 class Residency:
     """How often tokens use each expert, and how often the expert is then in memory (a hit).
 
-    - uses: the probability that a token uses an expert, float64 [n_layers, n_expert].
-    - mix: the fraction of these uses that request each tier (precision), float64 [n_layers,
-      n_expert, n_tiers]. In the remaining uses, the expert is skipped.
-    - present: the hit rate of each expert for tokens of an answer, without skipped uses, [n_layers,
-      n_expert].
-    - prompt_hit_rates: the hit rates of all experts in a long prompt. The first value is for its
-      first micro-batch, the second for each later micro-batch.
+    - uses: the probability that a token's router chooses an expert, float64 [n_layers, n_expert].
+    - mix: for each expert, the fraction of its uses in each tier (precision), float64 [n_layers,
+      n_expert, n_tiers]. If the sum over the tiers is below 1, the other uses are skipped.
+    - present: for each expert, the fraction of its computed (not skipped) uses that are hits, for
+      tokens of an answer, [n_layers, n_expert].
+    - prompt_hit_rates: the fraction of all experts that a long prompt finds in memory. The first
+      value is for its first micro-batch, the second for each later micro-batch.
     - loaded: whether experts are read before the first token.
     - foreseen: the fraction of misses that are predicted one layer ahead.
     """
@@ -80,7 +80,9 @@ class Residency:
 
 @dataclass(frozen=True, slots=True)
 class PlanTime:
-    """Predicts the seconds of tokens and prompts of a model that runs under one plan.
+    """Predicts how long one token or one prompt takes if a model runs under a plan.
+
+    A plan is a policy with its precisions and memory sizes.
 
     - costs: the compute times of the model's parts, such as an expert.
     - residency: how often tokens use each expert, and how often the expert is then in memory.
@@ -262,16 +264,19 @@ def cached(
     mix: np.ndarray,
     foreseen: float = 0.0,
 ) -> Residency:
-    """Predict how often tokens find each expert in memory, if the expert slots are LRU caches.
+    """Return the predicted residency of a plan whose expert slots are LRU caches.
+
+    A residency says how often tokens use each expert, and how often they find it in memory. Slots
+    are the memory for experts.
+
+    - shape, slots: the sizes of the model's experts, and the slots.
+    - uses: the probability that a token uses each expert, [n_layers, n_expert].
+    - mix: for each expert, the fraction of its uses in each tier (precision), [n_layers, n_expert,
+      n_tiers].
+    - foreseen: the fraction of misses that look-ahead predicts. It is only copied to the result.
 
     An expert is assumed to be in memory if one of the last t tokens used it. The number t is chosen
     so that the slots are just full on average (Che, Tung and Wang 2002).
-
-    - shape, slots: the sizes of the model's experts, and the expert slots.
-    - uses: the probability that a token uses each expert, [n_layers, n_expert].
-    - mix: for each expert, the fraction of its uses that request each tier (precision), [n_layers,
-      n_expert, n_tiers].
-    - foreseen: the fraction of misses that look-ahead predicts. It becomes a field of the result.
     """
     rates = uses[:, :, None] * mix
     found = np.zeros_like(rates)
@@ -343,15 +348,17 @@ def prompt_hit_rates(share: float, several_layers: bool) -> tuple[float, float]:
 
 
 def with_skips(known: Residency, skips: Skips, expert_bytes: np.ndarray) -> Residency:
-    """Predict how often experts are used and in memory if a policy skips experts that are missing.
+    """Return the predicted residency of a plan whose policy skips experts that are not in memory.
 
-    - known: the prediction without skipping.
-    - skips: the loss of skipping each expert, and the allowed loss, which is used completely.
+    A residency says how often tokens use each expert, and how often they find it in memory.
+
+    - known: the residency without skipping.
+    - skips: the loss of skipping each expert, and the allowed loss. The prediction assumes that the
+      policy uses the whole allowed loss.
     - expert_bytes: bytes to read one expert of each layer, [n_layers].
 
-    The experts with the least loss per byte are skipped first, but never all experts of a token in
-    a layer. The prediction assumes average gate weights. A real policy can skip more, because it
-    prefers experts with small gate weights.
+    Experts with the least loss per byte are skipped first, but never all experts of a token in a
+    layer. Gate weights are assumed to be average.
     """
     asked = known.uses * known.mix.sum(axis=2)
     missing = asked * (1.0 - known.present)
@@ -371,11 +378,12 @@ def with_skips(known: Residency, skips: Skips, expert_bytes: np.ndarray) -> Resi
 
 
 def expected(plan: Plan, uses: np.ndarray, n_cells: int = 0) -> Residency:
-    """Return the predicted residency of a plan with an expert store.
+    """Return the predicted residency of a plan with an expert store (a cache of experts in memory).
 
     A residency says how often tokens use each expert, and how often they find it in memory. If the
-    policy keeps every expert in memory, each expert is assumed to keep the tier in which it starts.
-    Otherwise, the slots are least-recently-used caches.
+    policy keeps every expert in memory, each expert is assumed to keep the tier (precision) in
+    which it starts. For any other policy, the store is assumed to evict the least recently used
+    expert.
 
     uses: the probability that a token uses each expert, [n_layers, n_expert]. n_cells: tokens of
     context in use.
@@ -460,8 +468,8 @@ class TimeModel:
         - skips: the loss that the plan's policy may cause by skipping experts, or None if it skips
           none.
         - n_cells: the number of context tokens in use.
-        - uses: the probability that a token uses each expert, [n_layers, n_expert]; by default that
-          of this object.
+        - uses: the probability that a token uses each expert, [n_layers, n_expert]. None stands for
+          the field `uses` of this TimeModel.
 
         Operations that were never timed are timed now, which takes some seconds. Raises NativeError
         if an operation cannot be timed.

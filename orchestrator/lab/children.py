@@ -122,9 +122,10 @@ def _create_limited_group(folder: Path, limit_bytes: int) -> None:
 
 
 def memory_folders() -> list[Path]:
-    """Return the folders in which a cgroup with a memory limit might be created.
+    """Return the folders in which this process can try to create a cgroup with a memory limit.
 
-    A cgroup is a group of processes whose memory Linux limits. The most likely folder comes first.
+    A cgroup is a group of processes whose memory Linux limits. The caller should try the folders in
+    this order, because the system may refuse some of them.
     """
     found = []
     for line in Path("/proc/self/cgroup").read_text().splitlines():
@@ -172,8 +173,8 @@ def memory_group(limit_bytes: int) -> Iterator[Path | str]:
 def forget_files(paths: Iterable[Path]) -> str:
     """Evict files from the page cache, so that later reads use the disk.
 
-    If the system permits it, the whole page cache is evicted and the result is "". Otherwise the
-    result is a message that says why only these files were evicted.
+    Evicts the whole page cache if the system permits it, and then returns "". If not, only these
+    files are evicted, and the result is a message that says why.
     """
     for path in paths:
         with path.open("rb") as file:

@@ -246,9 +246,11 @@ def _steps(part: str | None, folder: Folder, emulated: bool) -> Iterator[Step]:
 
 
 def find_tests(emulated: bool) -> list[Step]:
-    """Return one step for each GPU test, or for each test that uses the emulated GPU.
+    """Return the tests that `moe-edge gpu-check` runs, as steps with a command and a time limit.
 
     If no tests can be listed in time, the result is one step that fails with the reason.
+
+    - emulated: return the tests of the emulated GPU instead of those that need a real GPU.
     """
     marks = ("-k", "emulated") if emulated else ("-m", "gpu")
     pytest = (sys.executable, "-m", "pytest")
@@ -288,7 +290,10 @@ def part_of(test: str) -> str:
 
 @functools.cache
 def sources() -> str:
-    """Return a hash of the source files that the GPU checks test."""
+    """Return a hash of the source code that `moe-edge gpu-check` tests.
+
+    If the hash has changed since a test failed, the test is run again.
+    """
     digest = hashlib.sha256()
     for name in ("patches", "tests/native", "orchestrator", "gguf_tools"):
         for path in sorted((ROOT / name).rglob("*")):

@@ -248,7 +248,10 @@ class Observer(Closing):
             return ask
 
     def close(self) -> None:
-        """Free the context, then everything in `owned`. A second call has no effect."""
+        """Free the context, and then the objects that it needs, such as the model (see `owned`).
+
+        A second call has no effect.
+        """
         self._context.close()
         self.owned.close()
 
@@ -271,10 +274,12 @@ class CalibrationBudget(NamedTuple):
 
 
 def expert_input_bytes(model: ExpertModel, n_ctx: int) -> int:
-    """Return the memory that observed inputs of experts need in total, in bytes.
+    """Return how much memory is needed to record the inputs of a model's experts, in bytes.
 
-    While a model reads a batch of n_ctx tokens, the observing program holds the inputs of one
-    layer's experts in several copies. The result is the size of all these copies.
+    The inputs are recorded while the model reads a text. They are in memory for only one layer at a
+    time, in several copies.
+
+    - n_ctx: number of tokens that the model reads at once.
     """
     embd = model.hparams.embedding_length
     n_ff = max(shape[0] for layer in model.shapes if (shape := layer[DOWN]) is not None)

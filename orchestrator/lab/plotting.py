@@ -85,7 +85,10 @@ class Panel:
 
 
 def exact(values: Sequence[float]) -> list[list[float | None]]:
-    """Return [value, None] for each value: a pair for Line.y without a standard error."""
+    """Convert values without a standard error to pairs for the field `y` of Line.
+
+    Each pair is [value, None], so the plot shows no error bar.
+    """
     return [[each, None] for each in values]
 
 

@@ -77,8 +77,9 @@ def replay(
     """Simulate a recorded trace with cache policies, and return a row of measurements for each.
 
     `policy` is a name, "module:Class", a subclass of Policy, or a list of these. None means the
-    recorded policy. `options` are options of `moe-edge replay` and settings of the policies.
-    Further rows are the baseline policy, the optimum, the lower bound and the recorded run.
+    recorded policy. `options` are options of `moe-edge replay` and settings of the policies. Rows
+    for comparison follow: the policy "lru", Belady's optimal cache, a lower bound of the times, and
+    the recorded run.
 
     A row has name, kind ("policy", "optimum", "bound" or "recorded"), hit_rate,
     read_bytes_per_token, wait_ms_per_token, tpot_ms_p50, tpot_ms_mean, tpot_ms_p99, ttft_ms and

@@ -29,10 +29,10 @@ def _wait(event: threading.Event) -> None:
 
 
 class Stops:
-    """A function object that ends running native code (C code) when it is called.
+    """Functions that stop native work (in C code). A call of the object calls all of them.
 
-    Code that begins native work registers a function that can end this work (see `including`). A
-    call of this object calls all registered functions. Pass the object as `stop` to `Worker.call`.
+    Code that begins native work adds a function that stops this work (see `including`). Pass the
+    object as `stop` to `Worker.call`, which calls it when Ctrl-C is pressed.
     """
 
     def __init__(self) -> None:
@@ -92,19 +92,22 @@ class Posted(Generic[T]):
         self.ended.set()
 
     def cancel(self) -> bool:
-        """Make the posted function end soon, because its result is no longer wanted.
+        """Ask this function, which a worker thread runs, to end soon without a result.
 
-        Returns False if the function has already returned a result. The caller must then call
-        `drop` on the worker's thread. If True is returned, the worker's thread calls `drop` itself.
+        Returns False if the function has already returned a result. The caller must then free the
+        result, with a call of `drop` on the worker thread. If True is returned, the caller has
+        nothing to free.
         """
         with self._lock:
             self._is_cancelled = True
             return not self._has_result
 
     def drop(self) -> None:
-        """Free the posted function's result with `discard`, if there is a result.
+        """Free the result of the function, which is no longer wanted.
 
-        Call this on the worker's thread, after `cancel`.
+        The result is passed to the function `discard` that was given to the constructor. Nothing
+        happens without a result or without `discard`. Call this on the worker thread, after
+        `cancel`.
         """
         if self._has_result and self._discard is not None:
             self._discard(cast(T, self.result))

@@ -243,11 +243,16 @@ class CTouched(ctypes.Structure):
 
 
 class CRoom(ctypes.Structure):
-    """The arguments and results of the callback that frees memory before a batch is computed.
+    """The arguments and results of the callback that makes memory available for a batch (C struct).
 
-    C struct. The callback reads touched (the memory in use), n_tokens (tokens in the batch) and
-    n_bytes (size of a saved state that is about to be restored). It sets at_once, the micro-batch
-    size, and drop_scratch: 1 frees temporary buffers of earlier batches first.
+    The store calls it before a batch is computed or a saved state is restored. The callback reads
+    the first three fields, and sets the last two.
+
+    - touched: the memory in use.
+    - n_bytes: size of the state to be restored, or 0.
+    - n_tokens: number of tokens in the batch, or 0.
+    - at_once: the maximum number of tokens per micro-batch, initially that of the context.
+    - drop_scratch: 1 to free the temporary buffers of earlier batches.
     """
 
     _fields_ = [

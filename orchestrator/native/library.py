@@ -144,9 +144,13 @@ class Touched(NamedTuple):
 
 
 class TouchedMemory(NamedTuple):
-    """The host memory of all llama.cpp contexts of this process, without recurrent states.
+    """The host memory of all llama.cpp contexts of this process, reserved and resident (touched).
 
-    cache: the KV caches. scratch: scratch memory of compute graphs. work: ggml's work buffers.
+    Reserved memory becomes resident, page by page, when it is first accessed.
+
+    - cache: the KV caches. Recurrent states are not measured.
+    - scratch: scratch memory of compute graphs.
+    - work: ggml's work buffers.
     """
 
     cache: Touched
@@ -193,10 +197,10 @@ def measure_product(
 
 
 def measure_device(library: Library, device: DeviceInfo, threads: int) -> Bandwidths:
-    """Measure the speed of copies to a device, and the computing speed of the host.
+    """Measure the speed of copies to a GPU and the speed of the host's CPU, and return both.
 
-    threads: number of host threads that compute. Raises ConfigError if the device has too little
-    free memory or does not respond.
+    The CPU multiplies quantized weights with one token. threads: number of CPU threads that
+    compute. Raises ConfigError if the GPU has too little free memory or does not respond.
     """
     found = CBandwidths()
     if library.device_measure(device.handle, _COPY_BYTES, threads, ctypes.byref(found)) != 0:

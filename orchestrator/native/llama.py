@@ -469,7 +469,11 @@ class LlamaContext:
                 self.api.llama_set_abort_callback(self.handle, self._no_abort, None)
 
     def share(self, sequence: int) -> None:
-        """Make another sequence share the KV cells of sequence 0, instead of its own cells."""
+        """Drop all tokens of a sequence, then give it the tokens of sequence 0.
+
+        Both sequences then use the same KV cells for these tokens, so no cell is copied. sequence:
+        the number of the sequence, other than 0.
+        """
         self.api.llama_memory_seq_rm(self._memory, sequence, -1, -1)
         self.api.llama_memory_seq_cp(self._memory, 0, sequence, -1, -1)
 

@@ -60,13 +60,15 @@ class CServerConfig(ctypes.Structure):
 
 
 class CImages(ctypes.Structure):
-    """The memory and the tokens that images of a model need (C struct moe_edge_images).
+    """The memory and the number of tokens that images need (C struct moe_edge_images).
 
-    - weights, scratch: bytes of the image encoder's weights and temporary buffers.
-    - prepared: bytes of the largest image after scaling.
+    Some image encoders cut a large image into tiles.
+
+    - weights, scratch: bytes of the image encoder's weights and of its temporary buffers.
+    - prepared: bytes of the largest image after it was scaled or cut into tiles.
     - min_pixels: smaller images are enlarged to this number of pixels; 0 if the sizes are fixed.
-    - part_tokens: most tokens of a part, which is a tile of an image, or an image without tiles.
-    - is_whole: 1 if all tokens of a part must be computed in one micro-batch.
+    - part_tokens: maximum number of tokens of a tile, or of an image that is not cut.
+    - is_whole: 1 if all tokens of a tile or uncut image must be computed in one micro-batch.
     - n_embd: width of the embedding of an image token.
     """
 
@@ -91,9 +93,17 @@ _DROP = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
 
 
 class CNotes(ctypes.Structure):
-    """Callbacks that save and restore a state that the caller keeps for each sequence.
+    """Callbacks with which the server saves and restores the caller's data of a sequence.
 
-    An example is the state of a policy. C struct moe_edge_server_notes.
+    The data is, for example, a policy's state. A note is a saved copy of it. C struct
+    moe_edge_server_notes.
+
+    - note: called at some token positions of a sequence. Saves the data, and returns the number of
+      the note, or -1 if nothing was saved.
+    - recall: called when a sequence is truncated to such a position. Restores the data from the
+      note.
+    - drop: called when a note is no longer needed. Deletes the note.
+    - user: the first argument of each callback.
     """
 
     _fields_ = [
@@ -385,12 +395,12 @@ class NativeServer:
         save: Callable[[int], bytes | None],
         restore: Callable[[int, bytes], None],
     ) -> None:
-        """Set functions that save and restore a state that the caller keeps for each sequence.
+        """Set functions that save and restore data of each sequence, such as the state of a policy.
 
-        An example is the state of a policy. save: returns the current state of a sequence, or None.
-        The server calls it at some token positions, such as the start of an answer, and stores the
-        state for that position. restore: called when the server takes the sequence back to such a
-        position. It gets the sequence and the state that was stored for the position.
+        - save: returns the current data of a sequence as bytes, or None. The server calls it at
+          some token positions, such as the start of an answer.
+        - restore: gets a sequence and the bytes that `save` returned at a token position. The
+          server calls it when it truncates the sequence to this position.
 
         Call this before `run`. Both functions run on the thread of `run`. Their exceptions are
         stored in `error`.
@@ -438,9 +448,11 @@ class NativeServer:
         self.lib.moe_edge_server_run(self.handle)
 
     def keep_prompts(self, n_bytes: int) -> int:
-        """Limit the memory for copies of earlier conversations. Return the bytes that they use now.
+        """Limit the size of the prompt cache to n_bytes, and return its size after that, in bytes.
 
-        n_bytes: the limit. Call this between steps, on the thread of `run`.
+        The prompt cache holds copies of earlier conversations. If they exceed the limit, the least
+        recently used copies are dropped. Call this between two steps, on the thread that executes
+        the method `run`.
         """
         return int(self.lib.moe_edge_server_keep_prompts(self.handle, n_bytes))
 
@@ -508,11 +520,11 @@ class NativeServer:
             made = (ctypes.c_int32 * n)()
 
     def save(self, sequence: int, path: Path) -> tuple[int, int, list[FileMark]]:
-        """Save the tokens and the state of a sequence to a file.
+        """Save a sequence to a file: its tokens, its state and its checkpoints.
 
-        Returns (size of tokens and state in bytes, number of tokens, list of FileMark). Each
-        FileMark is a position to which the sequence can be truncated later. The file also has the
-        model's state at this position, after the state of the sequence. The size is 0 if saving
+        A checkpoint is a position to which the sequence can be truncated later, with the model's
+        state at this position. Returns (size of tokens and state in bytes, number of tokens, a
+        FileMark for each checkpoint). The size does not include the checkpoints. It is 0 if saving
         fails, and during shutdown.
         """
         n_tokens, n_marks = ctypes.c_int32(), ctypes.c_int32(_MOST_MARKS)
@@ -606,12 +618,13 @@ class NativeRequest:
         self.is_stream = False
 
     def run(self, ready: int = -1) -> None:
-        """Compute the whole answer, then close the request.
+        """Compute the whole answer, then close the request. Another thread calls `take` meanwhile.
 
-        ready: a file descriptor that wakes up the reader of the answer, or -1. A byte is written to
-        it at the end of the answer. A byte is also written when text arrives, if the reader's last
-        `take` returned no text. Raises NativeError if memory is short, or if the reader is too
-        slow.
+        ready: a file descriptor that wakes up the other thread, such as the write end of a pipe, or
+        -1. A byte is written to it when text arrives after a call of `take` that returned no text,
+        and at the end of the answer.
+
+        Raises NativeError if memory is short, or if the other thread takes the text too slowly.
         """
         try:
             failed = self._lib.moe_edge_request_run(self._handle, ready)

@@ -22,17 +22,19 @@ from orchestrator.native.abi import (
 
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """The matrices of one layer's experts in a file, for one matrix kind and one tier.
+    """The location of a layer's experts in a model file, for one matrix kind and one precision.
 
-    Kinds are gate, up, down, and gate and up in one matrix. Tiers are precisions.
+    The kinds are gate, up, down, and gate and up in one matrix.
 
-    - file: index in StoreSpec.files.
-    - offset: offset of expert 0; the others follow without gaps.
+    - file: index of the file in StoreSpec.files.
+    - offset, expert_bytes: offset of expert 0, and size of each expert. The other experts follow
+      without gaps.
     - type: quantization type.
-    - group: index in StoreSpec.groups of the slots that hold these matrices in memory.
+    - group: index in StoreSpec.groups. The slots of this group hold these experts in memory.
     - checksums: CRC-32 of each expert, or empty.
-    - interleaved_rows: rows of a matrix, if slots hold its rows interleaved; otherwise 0.
-    - compute_us: microseconds in which the host computes one expert that a GPU lacks; 0 if unknown.
+    - interleaved_rows: 0 if memory holds a matrix as in the file. If memory holds its rows
+      interleaved, this is the number of rows.
+    - compute_us: microseconds in which the CPU computes one matrix for one token; 0 if unknown.
     """
 
     file: int
@@ -107,7 +109,7 @@ class StoreSpec:
     def with_slices(self, change: Callable[[int, int, Slices], Slices]) -> StoreSpec:
         """Return a copy of these parameters in which `change` has replaced every Slices.
 
-        A Slices describes the matrices of a layer's experts in a file, for one matrix kind and one
+        A Slices is the location of a layer's experts in a file, for one matrix kind and one
         precision. `change` is called with the index of the MoE layer, the matrix kind and the old
         Slices. It returns the new Slices.
         """

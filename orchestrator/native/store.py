@@ -196,10 +196,12 @@ class Store(Closing):
         self.library.set_step_callback(self.handle, self._step_trampoline, None)
 
     def set_room(self, room: RoomCallback) -> None:
-        """Set a function that makes memory free before the KV cache or scratch memory grows.
+        """Set a function that the store calls before the KV cache or temporary buffers may grow.
 
         The store may call it before a batch is computed on the CPU, and before a saved sequence is
-        restored. The function may shrink the expert cache with `limit`.
+        restored. The argument (a CRoom) has the memory in use and the size of the batch or of the
+        sequence. The function can make memory free by shrinking the expert cache with
+        `Store.limit`.
         """
         self._room, self._room_trampoline = room, ROOM_CB(self._on_room)
         address = ctypes.cast(self._room_trampoline, ctypes.c_void_p)
@@ -208,16 +210,18 @@ class Store(Closing):
     def set_phase(self, phase: Phase | None) -> None:
         """Set the phase (prefill or decode) of all tokens from the next step on.
 
-        None makes the store derive the phase of each token from its batch. If a Python callback
-        failed in an earlier step, its exception is forgotten, so check_step will not raise it.
+        With None, the store determines the phase of each token from its batch. The call also clears
+        the exception of a callback in an earlier step, so that `check_step` does not raise it after
+        the next step.
         """
         self._error = None
         self.library.set_phase(self.handle, _BY_THE_BATCH if phase is None else phase)
 
     def sequence_end(self, sequence: int | None = None) -> None:
-        """Record that all tokens of a sequence were dropped; None stands for all sequences.
+        """Tell the store that all tokens of a sequence were dropped; None stands for all sequences.
 
-        If an earlier step report had tokens of the sequence, the next report lists it as ended.
+        The step callback (see `set_step_done`) finds the sequence in `ends` of its argument after
+        the next step. A sequence that had no tokens in earlier steps is left out.
         """
         self.library.sequence_end(self.handle, _EVERY_SEQUENCE if sequence is None else sequence)
 
@@ -285,18 +289,19 @@ class Store(Closing):
     def apply(self, decision: DecisionBuffer) -> None:
         """Pass a policy's decision for a layer to the store.
 
-        Call this in the route callback (see `set_route`). The call copies `n_prefetch` and
-        `renormalize` of `decision`, so set both before the call. The arrays of `decision` are not
-        copied. The store reads the arrays after the route callback has returned.
+        Call this in the route callback (see `set_route`), with `Store.decision`. Do not change
+        `decision` afterwards until the next call of the route callback, because the store reads its
+        arrays after this callback has returned.
         """
         self._decision_header[6] = decision.n_prefetch
         self._decision_header[7] = decision.renormalize
 
     def begin_step(self, phase: Phase) -> None:
-        """Begin a step (one pass through all layers) although llama.cpp computes nothing.
+        """Begin a step (one pass through all layers) without llama.cpp. phase: prefill or decode.
 
-        For simulations, tests, and to put finished changes of experts' precision into use. When
-        llama.cpp computes with a model, it begins the steps itself. phase: prefill or decode.
+        If llama.cpp computes a step, it begins the step itself. This method is for simulations and
+        tests. It also puts experts into use that were read in another precision, because an expert
+        changes its precision only when a step begins.
         """
         self._error = None
         self.library.begin_step(self.handle, phase)
@@ -355,7 +360,7 @@ class Store(Closing):
     def take_counts(self) -> np.ndarray:
         """Return how many tokens used each expert since the last call, uint32 [n_layers, n_expert].
 
-        The counts are also added to the sum that taken_counts returns.
+        These counts are also added to the total that `taken_counts` returns.
         """
         counts = self.forget_counts()
         self._taken += counts
@@ -365,15 +370,17 @@ class Store(Closing):
         """Reset the usage counts of all experts, and return the counts before the reset.
 
         A count is the number of tokens that used an expert since the last reset. The result is
-        uint32 [n_layers, n_expert]. The method take_counts also resets the counts, but adds them to
-        the sum that taken_counts returns. This method does not add them.
+        uint32 [n_layers, n_expert]. The total that `taken_counts` returns does not include these
+        counts. Use `take_counts` to include them.
         """
         return self._of_each(self.library.take_counts, ctypes.c_uint32)
 
     def taken_counts(self) -> np.ndarray:
-        """Return how many tokens used each expert, as the sum of all results of take_counts.
+        """Return how many tokens have used each expert, uint32 [n_layers, n_expert].
 
-        The result is a copy, uint32 [n_layers, n_expert]. Safe on any thread.
+        The counts cover the time from the creation of the store to the last call of `take_counts`.
+        Counts that `forget_counts` has reset are left out. The result is a copy. Safe on any
+        thread.
         """
         taken: np.ndarray = self._taken.copy()
         return taken
@@ -433,12 +440,12 @@ class Store(Closing):
     def limit(self, n_bytes: int) -> int:
         """Limit the memory of the expert cache to n_bytes, by evicting experts.
 
-        Returns how many bytes above the limit are still in use, for example by running reads. A
-        limit above the planned size of the cache means no limit.
+        Returns how many bytes above the limit are still in use, for example because reads into this
+        memory are running. A limit above the planned size of the cache means no limit.
 
-        Call this between steps or in the step callback, on any thread. Raises NativeError during a
-        step or `warm`, for slots on a GPU, and if the limit is too small for one slot of each
-        group. The earlier limit then stays.
+        Call this between steps, on any thread, or in the functions of `set_room` and
+        `set_step_done`. Raises NativeError during a step or `warm`, for slots on a GPU, and if the
+        limit is too small for one slot of each group. The earlier limit then stays.
         """
         message = ctypes.create_string_buffer(_ERROR_BYTES)
         to_come = self.library.store_limit(self.handle, n_bytes, message, _ERROR_BYTES)
@@ -465,7 +472,7 @@ class Store(Closing):
 
     @property
     def calls(self) -> int:
-        """Number of calls of the route callback so far."""
+        """Number of times that the store has called the function that `set_route` has set."""
         return self._calls
 
     def callback_us(self, since: int = 0) -> float | None:

@@ -53,11 +53,12 @@ def output_tokens(request: PlanRequest, n_vocab: int, n_ubatch: int) -> int:
     """Return for how many tokens of one sequence a step may compute logits at once.
 
     - Usually this is 1, because only the last token of a prompt needs logits.
-    - With `logits_all`, it is n_ubatch, the micro-batch size.
-    - If prompts are scored (probabilities of their tokens are requested), it is the number of
-      tokens that are scored at once. Two copies of their logits must fit into SCORING_BYTES.
+    - With the setting `logits_all`, it is n_ubatch, the micro-batch size.
+    - If the probabilities of prompt tokens may be requested, it is `request.needs.scored`, but at
+      most n_ubatch. It is also limited so that the logits and a copy of them fit into
+      SCORING_BYTES.
 
-    n_vocab: number of logits for each token.
+    n_vocab: size of the vocabulary, the number of logits of a token.
     """
     if request.config.logits_all:
         return n_ubatch

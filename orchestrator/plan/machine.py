@@ -110,9 +110,10 @@ def _read_limit(folder: Path, limits_in: Sequence[str], usage_in: str) -> tuple[
 
 
 def more_than_there(ram: int | None, machine: Machine) -> str | None:
-    """Return a note if --ram exceeds the free memory, which is then the limit instead.
+    """Return a note if --ram exceeds the free memory, otherwise None.
 
-    The result is None otherwise.
+    The note says that the free memory is the limit instead. ram: the value of --ram in bytes, or
+    None.
     """
     if ram is None or ram <= machine.memory_bytes:
         return None
@@ -122,11 +123,11 @@ def more_than_there(ram: int | None, machine: Machine) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """A device that holds experts, and the handles by which llama.cpp knows it.
+    """A device whose memory holds experts, and the handles by which llama.cpp knows it.
 
     - info: the name and the memory of the device.
-    - index: the device's number among llama.cpp's GPUs. It is None for a device that holds the
-      expert slots only.
+    - index: the device's number among llama.cpp's GPUs. It is None for the device "host", which
+      imitates a GPU in main memory for tests.
     - buffer_type: handle of ggml's buffer type for the device's memory.
     """
 
@@ -181,7 +182,10 @@ def planned_device(
 
 
 def one_of_several(bindings: Bindings, gpu: Accelerator | None) -> str | None:
-    """Return a note if the machine has more GPUs than the one in use."""
+    """Return a note that names the GPU in use if the machine has several GPUs, otherwise None.
+
+    gpu: the GPU in use. If it is None, the result is None.
+    """
     if gpu is None or gpu.index is None:
         return None
     n = bindings.count_gpus()

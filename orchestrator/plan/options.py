@@ -60,9 +60,9 @@ def unused_option(given: str, policy: str) -> ConfigError:
 def without_effect(config: Config) -> str | None:
     """Return a note if the user gave a lower precision that no expert will use, otherwise None.
 
-    This is the case if another setting makes the policy compute every expert in the best tier. The
-    note names that setting. The result is also None if the planner chooses the precisions by a
-    quality loss that the user allows.
+    No expert uses it if a setting of the policy, such as `--max-loss 0`, requires the best
+    precision for every expert. The note names that setting. The result is None if the policy is not
+    known yet, because an allowed quality loss will determine it.
     """
     lower = [each for each in ("low", "low_tier") if getattr(config, each) is not None]
     by_loss = config.policy is None and config.given(ALLOWED_LOSS) is not None

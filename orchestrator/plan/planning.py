@@ -147,7 +147,8 @@ def default_context(request: PlanRequest, model: ExpertModel) -> int:
 def smallest_default_batch(request: PlanRequest) -> int:
     """Return the smallest micro-batch size that planning may choose without --ubatch, in tokens.
 
-    It is SIZES[0], or more if all tokens of a larger image must be computed in one micro-batch.
+    Usually it is the smallest of SIZES. Some models must compute all tokens of an image in one
+    micro-batch. The result is then at least the number of tokens of the largest image.
     """
     return max(SIZES[0], request.needs.image_tokens)
 
@@ -171,22 +172,23 @@ def micro_batches(request: PlanRequest, most: int) -> list[int]:
 
 
 def line_ends(n_tokens: int, most: int) -> tuple[int, int]:
-    """Return the two context lengths (short, long) for which llama.cpp should count its memory.
+    """Return two context lengths (short, long) between which memory is interpolated linearly.
 
-    The memory for other contexts is interpolated linearly between them. short: the shortest context
-    that has space for a micro-batch of n_tokens tokens. long: the longest possible context, which
-    has `most` tokens. Both are rounded up as llama.cpp does.
+    llama.cpp counts the memory for these two lengths. short: the shortest context that has space
+    for a micro-batch of n_tokens tokens. long: the longest possible context, which has `most`
+    tokens. Both are in tokens, rounded up as llama.cpp does.
     """
     short = pad(n_tokens, CELL_STEP)
     return short, max(pad(most, CELL_STEP), short + CELL_STEP)
 
 
 def sizes_to_count(request: PlanRequest, model: ExpertModel) -> tuple[list[Size], list[Size]]:
-    """Return (first sizes, all sizes) for which llama.cpp should count its KV cache and scratch.
+    """Return the context lengths and micro-batch sizes for which llama.cpp should count its memory.
 
-    A size is (context length, micro-batch size), in tokens. The first list is a part of the second
-    list. It has only the sizes with the smallest permitted micro-batch. They are enough to decide
-    whether the whole model fits in memory. All sizes are needed to plan a model that does not fit.
+    The counted memory is the KV cache and the temporary buffers (scratch). The result is (first
+    pairs, all pairs). A pair is (context length, micro-batch size) in tokens. The counts for the
+    first pairs are enough to decide whether the whole model fits in memory. If it does not fit,
+    planning needs the counts for all pairs.
     """
     config, usual = request.config, default_context(request, model)
     most = usual if config.ctx else max(usual, own_context(request, model))
@@ -211,10 +213,11 @@ class Choice(NamedTuple):
 
 
 def rules_of(config: Config, choice: Choice) -> Rules:
-    """Return the rules that the options and the chosen tiers impose on a policy.
+    """Return the rules that a policy must obey, from the user's settings and `choice`.
 
-    The rules say whether experts may be skipped, and whether the weights of a token's other experts
-    are then rescaled. They also say whether decisions may depend on which experts are resident.
+    - skip: whether experts may be skipped. This is `choice.skip`.
+    - renormalize: whether the weights of a token's other experts are scaled up if some are skipped.
+    - exact: whether decisions must not depend on which experts are in memory.
     """
     return Rules(choice.skip, config.renormalize, config.exact_tiers)
 
@@ -262,13 +265,12 @@ def permits_plain(config: Config, model: ExpertModel) -> bool:
 def choose(config: Config, model: ExpertModel, shape_of: ShapeOf, budget: int) -> Choice:
     """Return the policy and the precisions (tiers) for a model that runs with an expert store.
 
-    Choices that the user made with options are kept. Without --policy, the policy is BASELINE if
-    every expert fits into the slots and no option sets a lower precision or a policy's setting.
-    Otherwise it is DEFAULT. Only the best tier is used, unless an option asks for lower precisions.
+    Options of the user are kept. If the user named no policy, the policy is usually DEFAULT. It is
+    BASELINE (an LRU cache) if every expert fits into the slots and no option sets a lower precision
+    or a policy's setting. Only the best tier is used, unless an option asks for lower precisions.
 
-    budget: bytes for expert slots. shape_of: a function that returns slot sizes for given tiers.
-    Raises PolicyError if the low tier is not below the high tier, or if --exact contradicts the
-    policy.
+    budget: bytes for expert slots. shape_of: returns slot sizes for given tiers. Raises PolicyError
+    if options contradict each other.
     """
     names = [tier.name for tier in model.tiers]
     policy = None if config.policy is None else policy_class(config.policy)
@@ -430,12 +432,11 @@ class _Layout:
     def shared(self, default: Plan) -> Plan | Refusal | None:
         """Return a plan in which expert slots and KV cache share memory while the model runs.
 
-        The slots shrink as the context grows. The result is None if the sizes must be fixed, for
-        example on a GPU. It is a Refusal if the memory is too small for the policy, or for the
-        context length that the user requested.
+        The KV cache grows with the context, and the slots shrink. The result is None if both must
+        have fixed sizes, for example on a GPU. If the memory is too small for the policy or for the
+        requested context length, the result is a Refusal.
 
-        default: a draft (a plan without slots) for the context that the user requested, or for the
-        default context.
+        default: a plan without slots, for the requested context length or the default length.
         """
         config = self.config
         once = config.policy == PLAIN or config.expert_ram or self.machine.device
@@ -479,8 +480,7 @@ class _Layout:
         Sizes that the user did not set are chosen here: the context length, the size of the prompt
         cache, and the micro-batch size.
 
-        default: a draft (a plan without slots) for the context that the user requested, or for the
-        default context.
+        default: a plan without slots, for the requested context length or the default length.
         """
         # A longer context and a prompt cache are used if they cost little memory. The micro-batch
         # size is the one with which a prompt and its answer read the fewest bytes, or the smallest
@@ -606,12 +606,12 @@ class _Layout:
         return found
 
     def plan_in(self, draft: Plan, prompts: int) -> Plan | Refusal:
-        """Return a draft completed with a prompt cache and expert slots, or a Refusal.
+        """Complete a draft (a plan without expert slots) with a prompt cache and expert slots.
 
-        The policy chooses the slots. There are none if the draft has no expert store and the whole
-        model fits in memory. The Refusal says that the memory is too small.
+        The policy chooses the slots. A plan that holds the whole model in memory has no slots. If
+        the memory is too small, the result is a Refusal with the reason.
 
-        draft: a plan without slots. prompts: bytes of the prompt cache.
+        prompts: bytes of the prompt cache.
         """
         # With --policy plain, a model that does not fit is refused only if the user set the limit.
         config, model, asked = self.config, self.model, self._asked
@@ -728,11 +728,13 @@ class _Layout:
         )
 
     def refusal(self, found: _TooSmall) -> Refusal:
-        """Return the Refusal for the user: its text names the smallest memory limit that works.
+        """Return a Refusal that tells the user the smallest memory limit that works.
 
-        found: the Refusal of a first attempt, which has only a lower bound of this limit. If the
-        model would fit without --cache-ram (the prompt cache), the text says that --cache-ram is
-        too large.
+        If the model would fit without --cache-ram (the prompt cache), the text says instead that
+        --cache-ram is too large.
+
+        found: the Refusal of `laid_out`, which has only a lower bound of the smallest limit. The
+        search for the smallest limit starts at this bound.
         """
         plan = self.least(found.needed_bytes)
         if isinstance(plan, Refusal):

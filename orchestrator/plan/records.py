@@ -110,9 +110,10 @@ class Counted:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """The memory and sequences that a user interface, such as the chat or the server, needs.
+    """The requirements of a user interface, such as the chat or the server, for a memory plan.
 
-    - sequences: how many sequences may decode in parallel, in addition to sequence 0.
+    - sequences: number of further sequences (such as conversations) that are decoded in parallel
+      with the first.
     - conversations: whether the interface holds conversations. They get a prompt cache, and their
       context may grow at the expense of the expert cache.
     - scored: maximum number of prompt tokens whose logits are requested at once; 0 for none.
@@ -132,11 +133,12 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """A request for a memory plan.
+    """A request for a memory plan of a model.
 
-    config: the user's configuration. needs: the memory and sequences that the user interface needs.
-    more_scratch: bytes by which llama.cpp's temporary buffers exceeded an earlier estimate.
-    counted: memory sizes that llama.cpp counted, which replace estimates.
+    - config: the user's configuration.
+    - needs: the requirements of the user interface, such as the number of parallel conversations.
+    - more_scratch: bytes by which llama.cpp's temporary buffers exceeded an earlier estimate.
+    - counted: memory sizes that llama.cpp counted. They replace estimates.
     """
 
     config: Config
@@ -145,9 +147,10 @@ class PlanRequest:
     counted: Counted = Counted()
 
     def plan_settings(self) -> dict[str, Any]:
-        """Return all values of this request on which the plan of a run depends, by name.
+        """Return all values of this request on which the plan of a run depends, as a dict by name.
 
-        They are the settings of `config` that affect memory, and the fields of `needs`.
+        They are the user's settings that affect memory, and the requirements of the user interface,
+        such as the number of parallel conversations.
         """
         return self.config.plan_settings() | asdict(self.needs)
 
@@ -189,24 +192,27 @@ class SharedMemory:
     prompts: int = 0  # maximum size of the prompt cache, which takes its memory from the slots
 
     def slots(self, n_cells: int, n_tokens: int, held: int = 0, width: int = 0) -> int:
-        """Return how many bytes of this memory a step leaves for expert slots.
+        """Return how many bytes of this memory are left for expert slots during a step.
 
         - n_cells: the number of KV cells in use after the step.
         - n_tokens: the number of tokens in the step.
-        - held: bytes of temporary buffers that earlier steps have allocated. The step uses them
-          again.
-        - width: the number of KV cells that attention covers, if this is more than n_cells.
+        - held: bytes of temporary buffers that are already allocated. The step uses these buffers
+          first, and takes more memory only if it needs more than `held`.
+        - width: the number of KV cells that attention covers. It is needed only if unused cells
+          between the used ones make it larger than n_cells.
         """
         empty, each = next(s for size, s in self.scratch.items() if size >= n_tokens)
         scratch = empty + int(max(pad(max(1, n_cells), self.cell_step), width) * each)
         return self.n_bytes - max(held, scratch) - self.cache_bytes(n_cells)
 
     def width(self, cells_end: int, n_tokens: int) -> int:
-        """Return an upper bound of the KV cells that attention covers after n_tokens more tokens.
+        """Return the most KV cells that attention can cover after n_tokens more tokens.
 
-        Attention covers all cells up to the last used one, also unused cells between them. Several
-        sequences leave such cells unused, because each reserves blocks of CELL_STEP cells.
-        cells_end: the number of cells up to the last used one before these tokens.
+        Attention covers all cells up to the last used cell. Several sequences leave some of these
+        cells unused, because each sequence reserves blocks of CELL_STEP cells. The result therefore
+        includes such a block for each sequence, and one more.
+
+        cells_end: the number of cells up to the last used cell, before the new tokens.
         """
         runs = self.sequences + 1 if self.sequences > 1 else 0
         return cells_end + n_tokens + runs * CELL_STEP
@@ -232,25 +238,27 @@ class SharedMemory:
         """Return the micro-batch sizes that leave enough memory for the minimum expert slots.
 
         A larger micro-batch needs larger temporary buffers. The smallest size comes first, and is
-        always included. n_cells: the number of KV cells in use after the micro-batch. width: the
-        number of KV cells that attention covers, if this is more than n_cells.
+        always included.
+
+        - n_cells: the number of KV cells in use after the micro-batch.
+        - width: the number of KV cells that attention covers. It is needed only if unused cells
+          between the used ones make it larger than n_cells.
         """
         smallest, least = min(self.scratch), self.least_slots
         fits = (n for n in self.scratch if self.slots(n_cells, n, 0, width) >= least)
         return [smallest, *(n for n in fits if n != smallest)]
 
     def micro_batch(self, n_cells: int, n_tokens: int, again: float = 1.0, width: int = 0) -> int:
-        """Return the micro-batch size with which a prompt reads the fewest bytes of experts.
+        """Return the micro-batch size with which a prompt and its answer read the fewest bytes.
 
-        Fewer, larger micro-batches read experts less often, but need more memory for temporary
-        buffers, so fewer experts stay in memory.
+        Larger micro-batches read experts less often. They also need larger temporary buffers, so
+        fewer experts stay in memory.
 
         - n_cells: the number of KV cells in use.
         - n_tokens: the number of prompt tokens that are left.
-        - again: mean number of reads, after the prompt, of an expert that is not in memory. These
-          reads count too.
-        - width: the number of KV cells that attention covers at the end of the prompt, if this is
-          more than n_cells + n_tokens.
+        - again: how often the answer, on average, reads an expert that is not in memory.
+        - width: the number of KV cells that attention covers at the end of the prompt. It is needed
+          only if unused cells between the used ones make it larger than n_cells + n_tokens.
         """
         # A micro-batch of hundreds of tokens uses nearly every expert, so each micro-batch reads
         # every expert that has no slot. With n tokens, u tokens at once, A bytes of all experts and
@@ -288,14 +296,15 @@ class Refusal:
 class Plan:
     """The memory plan of one model: the sizes of its parts in bytes, and sizes in tokens.
 
-    - managed: an expert store reads experts from disk into slots (memory for experts). Otherwise
-      all experts are in memory.
+    - managed: an expert store reads experts from disk into slots (memory for experts). If this is
+      False, all experts are in memory.
     - n_ctx, n_ubatch: context length and micro-batch size in tokens.
     - placement: the policy, its settings and its slots; None without a store.
     - shared: how slots and KV cache share memory; None if their sizes are fixed.
 
-    With a device, such as a GPU, the sizes are those in its memory, except for ram_bytes,
-    prompt_bytes and host_bytes.
+    If a GPU holds the experts, the sizes are in GPU memory. Only ram_bytes (the limit of host
+    memory), prompt_bytes (the prompt cache) and host_bytes (an expert cache) are then in host
+    memory.
     """
 
     managed: bool

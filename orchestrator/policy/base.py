@@ -67,8 +67,9 @@ class Precisions:
     """How many precisions (tiers) of experts a policy can use, and which tiers it uses by default.
 
     - least, most: the minimum and maximum number of tiers.
-    - keeps: words such as "two precisions" for the error message "the policy NAME needs KEEPS and
-      cannot skip experts". None for other policies.
+    - keeps: a phrase such as "two precisions" if the policy needs several tiers and cannot skip
+      experts, or None. The error message "the policy NAME needs KEEPS and cannot skip experts" has
+      this phrase as KEEPS.
     - skips: whether the policy may skip experts by default. It then uses one tier, unless the user
       names a lower tier.
     - lossless: the settings with which every expert is computed in the best tier. It is {} if the
@@ -82,16 +83,18 @@ class Precisions:
     lossless: Mapping[str, Any] | None = None
 
     def high(self, offer: TierOffer) -> FileTier:
-        """Return the best tier (precision) to use: by default, the best tier of the file.
+        """Return the best tier (precision) that the policy should use for a model file.
 
-        offer: the tiers of the model file.
+        This base class returns the best tier of the file. The subclass of a policy may return a
+        lower tier, for example to fit into the memory budget. offer: the tiers of the file, and the
+        budget.
         """
         return offer.tiers[0]
 
     def low(self, offer: TierOffer, high: FileTier) -> FileTier | None:
         """Return the lowest tier (precision) to use, or None to let the caller choose.
 
-        By default, it is the low tier that the user named, or None if the user named none.
+        This base class returns the low tier that the user named, or None if the user named none.
 
         offer: the tiers of the model file. high: the best tier that the policy will use.
         """
@@ -157,8 +160,8 @@ class History:
 
         The result is float64 [n_layers, n_expert, n_tiers], or None if the losses were not
         measured. The loss is the mean squared error of the expert's output. With `per_use`, it is
-        the KL divergence in nats that one use of the expert causes with its usual gate weight. If
-        errors cannot be converted into nats, `per_use` has no effect.
+        the KL divergence in nats that one use of the expert causes, if errors can be converted into
+        nats. The result does not tell its unit, so compare its values only with each other.
         """
         return None
 
@@ -199,11 +202,11 @@ class Placement:
 
     Expert slots are the memory that holds experts.
 
-    - policy, settings: the class of the policy, and its settings.
-    - rules: the user's rules for all policies, such as whether experts may be skipped.
+    - policy, settings: the class of the policy, and its own settings.
+    - rules: options of the user that every policy obeys, such as whether experts may be skipped.
     - shape: the model's layers, experts and slot sizes.
     - slots: the slots. If the budget is too small, they are the minimum for the policy to work.
-    - wants: the calls and data that the policy requires from the runtime.
+    - wants: what the runtime must provide for the policy, such as predictions of experts.
     - losses: the quality loss of each expert in each tier; None if it is unknown or not used.
 
     A policy that needs further values defines a subclass.
@@ -383,12 +386,14 @@ class Policy:
         """Return the experts to load before the next token, each as (layer, expert, tier).
 
         The runtime calls this method without arguments at the start of a run. If `wants.waits` is
-        set, the runtime also calls it before each answer, until no experts are returned. None lets
-        the answer begin at once. An empty result lets the answer begin when no expert is changing
-        its tier (precision).
+        set, the runtime also calls it before each answer, with these effects of the result:
 
-        resident, target: the tier of each expert, now and after the running changes, uint8
-        [n_layers, n_expert]. It is ABSENT for an expert that is not in memory.
+        - Experts: the runtime loads them, and calls the method again.
+        - An empty list: the answer begins when no expert is changing its tier.
+        - None: the answer begins at once.
+
+        resident, target: the tier (precision) of each expert now, and after the running changes,
+        uint8 [n_layers, n_expert]. It is ABSENT for an expert that is not in memory.
         """
         return self.placement.first()
 

@@ -109,9 +109,10 @@ class SequenceUse:
             use[1, layer] += np.bincount(chosen, gates[mine].ravel(), n)
 
     def step_done(self, report: StepReport) -> None:
-        """Add the counts of a successful step to its sequences.
+        """Add the expert uses of a finished step to the counts of the sequences in the context.
 
-        Before that, sequences that ended are moved to `past`, and new sequences are added.
+        An expert use is the use of one expert by one token in one layer. The counts of sequences
+        that ended are first added to `past`. The counts of new sequences start at 0.
         """
         for sequence in {*report.ends, *report.starts} - self._given:
             if (over := self._of.pop(sequence, None)) is not None:
@@ -208,14 +209,13 @@ _LEARNED_TOKENS = 1024
 
 
 class NearTiers(NamedTuple):
-    """The lower precisions (tiers) in which the less important experts are stored, best first.
+    """The lower precisions (near tiers) in which the policy stores the less important experts.
 
-    They are called near, because the near-data paper computes these experts near the memory that
-    holds them.
+    Each field has one entry per near tier, best tier first.
 
-    - tiers: the tier numbers.
-    - names: the tier names.
-    - bits: the bits per weight that the names say, such as 4 for q4_k.
+    - tiers: the indices of the tiers among all tiers of the model.
+    - names: the names of the tiers.
+    - bits: the bits per weight by the names, such as 4 for q4_k.
     - stored: the actual bits per weight; empty if unknown.
     """
 
@@ -345,13 +345,15 @@ class ContextPlacement(Placement):
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the importance of each expert for a conversation, and the tier it should have.
 
-        The importance of an expert is a weighted mean of its fractions of the layer's sums of
-        `counts`, `gates` and `before`. The longer the conversation, the less `before` matters. The
-        results are float64 and uint8. All arrays are [n_layers, n_expert].
-
         - counts: how often tokens of the conversation used each expert.
         - gates: the sum of the routing weights of these uses.
         - before: how often tokens of earlier conversations and runs used each expert.
+
+        Each array is divided by its sum over the layer. The importance is a weighted mean of the
+        three results, in which `before` counts less in longer conversations. The most important
+        experts get tier 0, the best precision, and the others lower tiers.
+
+        All arrays are [n_layers, n_expert]. The results are float64 and uint8.
         """
         settings, near = self.settings, self.near
         scores = importance(counts, gates, before, settings, self.shape.n_expert_used)
@@ -433,17 +435,14 @@ class ContextAware(Policy):
         budget_bytes: int,
         history: History,
     ) -> ContextPlacement:
-        """Divide a memory budget into slots: K experts per layer get tier 0, others lower tiers.
+        """Divide a memory budget into slots that hold every expert, and return the slots.
 
-        Tier 0 is the best precision. K is the setting hot_experts. Without this setting, K is the
-        largest number for which the slots of all experts fit the budget, at least 1.
+        In each layer, K experts get slots of tier 0, the best precision. The others get slots of
+        lower tiers, with at most near_bits (a setting) bits per weight on average. K is the setting
+        hot_experts. If it is not set, K is as large as the budget allows, and at least 1.
 
-        Raises PolicyError for these settings:
-
-        - near_tiers: too many lower tiers, or one that the model lacks.
-        - near_bits: less than the bits per weight of the lowest tier.
-        - near_slots: "shared" (each slot can hold any lower tier), although these slots would be in
-          the memory of a GPU.
+        Raises PolicyError if the settings near_tiers, near_bits and near_slots ask for lower tiers
+        that this model or machine cannot have.
         """
         near = NearTiers.of(shape, settings)
         shares_slots = settings.near_slots == SHARED and len(near.tiers) > 1
@@ -529,15 +528,13 @@ class ContextAware(Policy):
     ) -> Sequence[Transition] | None:
         """Return the experts to load before the next token, each as (layer, expert, tier).
 
-        At the start of a run, the arguments are None. The result has all experts, in tiers
-        (precisions) chosen by their use in earlier runs.
+        - At the start of a run, the runtime passes no arguments. The result has all experts.
+          Experts that earlier runs used more get better tiers (precisions).
+        - Before an answer, the runtime passes the current tiers. The policy chooses new tiers by
+          the prompt. The result has the experts for whose new tier a slot is free now. It is None
+          if answers do not wait for changes of tiers.
 
-        Before an answer, the method chooses tiers by the prompt, and returns the experts that can
-        change their tier now, because a slot is free. It returns None if answers do not wait for
-        such changes (`wants.waits` is False).
-
-        - resident: the current tier of each expert.
-        - target: its tier after the running changes.
+        resident, target: the tier of each expert, now and after the changes that are in progress.
         """
         if resident is None or target is None:
             wanted = self._latest = self._place()
@@ -615,13 +612,14 @@ class ContextAware(Policy):
     def report(self) -> Mapping[str, Any]:
         """Return figures about the policy's work since the runtime started.
 
-        - placements: how often new tiers were chosen for all experts.
-        - moves: the number of transitions (changes of one expert's tier) that were requested.
-        - steps: how many decode steps it took until every expert had the tier of the latest choice.
-        - hot_per_layer, near_per_layer: the mean number of experts of a layer in the best tier and
+        - placements: how often, after a prompt, the policy chose the tiers (precisions) of all
+          experts.
+        - moves: how many changes of an expert's tier the policy requested because of these choices.
+        - steps: how many decode steps it took until all experts had the latest chosen tiers.
+        - hot_per_layer, near_per_layer: the mean number of experts of a layer in the best tier, and
           in each lower (near) tier.
-        - near_bits, near_bits_stored: the mean bits per weight of experts in lower tiers. near_bits
-          follows from the names of the tiers, and near_bits_stored from the stored sizes.
+        - near_bits: the mean bits per weight in lower tiers, by the tiers' names (4 for q4_k).
+        - near_bits_stored: the mean bits per weight in lower tiers, by the sizes in the file.
         """
         latest, placement, names = self._latest, self.placement, self._near.names
         near = [float(n) for n in placement.near_counts]

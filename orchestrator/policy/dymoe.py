@@ -225,11 +225,13 @@ def _one_precision(shape: ModelShape, rules: Rules) -> bool:
 class Depth(NamedTuple):
     """How many experts of each layer are critical: computed in the better of two precisions.
 
+    The critical experts of a layer are chosen among the k experts that a token selects.
+
     - retention: the requested mean fraction of critical experts, 0 to 1.
-    - critical: the number of critical experts of each layer, among the k that a token selects.
-    - realised: the actual mean fraction: the mean of critical[l] / k over the layers l.
-    - least: the smallest mean fraction that is possible with the setting `schedule`, by which the
-      fraction falls from the first layer to the last.
+    - critical: the number of critical experts of each layer, 1 to k.
+    - realised: the actual mean fraction: the mean of critical / k over all layers.
+    - least: the smallest possible mean fraction. It is above 0, because each layer has at least one
+      critical expert. With most schedules, all k experts of the first layer are critical.
     """
 
     retention: float
@@ -278,9 +280,9 @@ class DyMoEPlacement(Placement):
         """Return how often the policy requests each tier (precision) of each expert.
 
         The result is float64 [n_layers, n_expert, n_tiers], in fractions of the expert's uses by
-        tokens. All experts have the same values: h for tier 0, and 1 - h for tier 1 if it is in
-        use. h is the mean fraction of a token's experts that are computed in tier 0, the better
-        precision. Without tier 1, the other uses skip the expert.
+        tokens. Every expert has the same values: h for tier 0, the better precision, and 1 - h for
+        tier 1. Here h is the mean fraction of a token's experts that are computed in tier 0. If
+        only tier 0 is in use, the result has only h, and the remaining uses skip the expert.
 
         uses: [n_layers, n_expert]. Only its shape matters.
         """
@@ -342,13 +344,14 @@ class DyMoE(Policy):
         budget_bytes: int,
         history: History,
     ) -> DyMoEPlacement:
-        """Divide a memory budget into slots for each layer, matrix kind and tier (precision).
+        """Divide a memory budget into slots for the experts of each layer, and return the slots.
 
-        First, each layer gets slots for the experts that one token selects, in the tiers in which
-        they are computed. The rest of the budget pays for further slots, in proportion to their
-        expected usefulness.
+        Each slot is for one tier (precision). First, each layer gets slots for the experts of one
+        token: tier 0 for the critical (most important) experts, and tier 1 for the others. The rest
+        of the budget adds slots, more of them for the tier that serves more requests.
 
-        Raises TiersError if the setting retention does not suit the tiers in use (see `Depth.of`).
+        Raises TiersError if the setting retention (the fraction of critical experts) is below 1,
+        but the other experts have no tier 1 and cannot be skipped.
         """
         settings = settings.with_usual()
         depth = Depth.of(shape, settings, rules)

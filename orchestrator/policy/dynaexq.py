@@ -94,13 +94,13 @@ def resident_pools(shape: ModelShape, capacity: Sequence[int]) -> TierPools:
 
 
 def fewest_high(shape: ModelShape, most: int = 1) -> list[int]:
-    """Return the smallest number of experts in the high tier, for each layer.
+    """Return the smallest possible number of experts in the high tier, for each layer.
 
     The high tier is the better of two precisions. Layers with about the same slot size share a pool
-    of high slots, and each pool has at least one slot. The result is therefore 1 for one layer of
-    each pool, and 0 for the pool's other layers.
+    of high slots. Each pool needs at least one slot, so one layer of the pool has one expert in the
+    high tier. The pool's other layers have 0.
 
-    most: the maximum number of high experts per layer. If it is 0, the result is 0 for all layers.
+    most: an upper limit for each number. With 0, no layer has an expert in the high tier.
     """
     first = {pool.layers[0] for pool in pools_by_size(shape, HIGH)}
     return [min(most, int(layer in first)) for layer in range(shape.n_layers)]
@@ -111,11 +111,11 @@ def resident_plan(
 ) -> tuple[TierPools, list[int]] | None:
     """Divide a memory budget into slots that hold all experts, each in one of two precisions.
 
-    Return (slots, number of experts of each layer in the high tier, which is the better precision).
-    The numbers are about equal. They are as large as the budget allows, but at most most_high.
+    Return (slots, n_high). n_high[layer] is the number of experts of a layer in the high tier, the
+    better precision. The other experts of the layer are in the low tier. All layers have about the
+    same number of high experts: as many as the budget allows, but at most most_high.
 
-    Return None if the budget is too small, even with the fewest experts in the high tier (see
-    `fewest_high`).
+    Return None if the budget is too small even with the fewest high experts (see `fewest_high`).
     """
     full = shape.n_expert if most_high is None else min(shape.n_expert, most_high)
     least, sizes = fewest_high(shape, full), slot_sizes(shape)
@@ -200,13 +200,13 @@ class _TwoTiers(Precisions):
     def high(self, offer: TierOffer) -> FileTier:
         """Return the better of the two precisions (tiers) that the policy uses from a model file.
 
-        If the user named the lower precision, the result is the next better precision of the file.
-        Otherwise, the policy uses two neighbouring precisions of the file: the best two with which
-        the memory budget holds all experts, almost all of them in the lower precision. If no two
-        fit, the policy uses the two lowest. If the file has only one precision, the result is that
-        precision.
+        - If the user named the lower tier, the result is the next better tier of the file.
+        - If the user named none, the policy tries each pair of neighbouring tiers, best first. It
+          uses the first pair with which all experts can fit in the memory budget, or else the two
+          lowest tiers.
+        - If the file has only one tier, the result is that tier.
 
-        offer: the file's precisions, and the memory budget.
+        offer: the file's tiers, the budget, and the lower tier that the user named.
         """
         if len(offer.tiers) < 2:
             return offer.tiers[0]
@@ -243,14 +243,14 @@ def hottest_first(scores: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class DynaExqPlacement(Placement):
-    """The expert slots of the policy `dynaexq`, with n_l experts of layer l in the high tier.
+    """The expert slots of the policy `dynaexq`, which keeps the most used experts in a high tier.
 
-    The high tier is the better of two precisions. With a large enough budget, every expert stays in
-    memory. Otherwise, experts are cached: the memory holds only a part of them.
+    The high tier is the better of two precisions. If the memory budget is too small for all
+    experts, the slots (inherited field `slots`) are a cache that holds only a part of them.
 
-    - pools: the slots of all experts; None if experts are cached.
-    - capacity: n_l, int [n_layers].
-    - cached: the number of low slots of each layer if experts are cached, else 0, int [n_layers].
+    - pools: the slots of all experts; None for a cache.
+    - capacity: the number of experts of each layer in the high tier, int [n_layers].
+    - cached: the number of low slots of each layer of a cache, int [n_layers]; 0 without a cache.
     - hotness: the fraction of tokens that used each expert in earlier runs, or None.
     """
 
@@ -264,11 +264,12 @@ class DynaExqPlacement(Placement):
         return self.pools is None
 
     def fractions(self, uses: np.ndarray) -> np.ndarray:
-        """Return how often the policy requests each tier (precision) of each expert, as 0 or 1.
+        """Return which tier (precision) the policy requests for each expert, as a mask of 0 and 1.
 
-        The result is float64 [n_layers, n_expert, 2]. The most used experts of a layer are always
-        requested in the high tier (1, 0), and the others in the low tier (0, 1). `capacity` has the
-        number of experts of each layer in the high tier.
+        The result is float64 [n_layers, n_expert, 2]. An expert has (1, 0) if it is always
+        requested in the high tier, and (0, 1) if it is always requested in the low tier. In each
+        layer, the most used experts have the high tier, as many as this object's field `capacity`
+        says.
 
         uses: how often tokens use each expert, [n_layers, n_expert].
         """
@@ -279,10 +280,9 @@ class DynaExqPlacement(Placement):
     def first(self, hotness: np.ndarray | None = None) -> Sequence[Transition]:
         """Return the experts to load before the first token, each as (layer, expert, tier).
 
-        In each layer, the most used experts are loaded in the high tier, the better precision. The
-        field `capacity` of this object has the number of these experts per layer. The others are
-        loaded in the low tier, as many as its slots hold. If the usage is unknown, experts are
-        taken by index.
+        In each layer, the most used experts are loaded in the high tier, the better precision, and
+        the others in the low tier. If the memory cannot hold all experts of a layer, the least used
+        ones are not loaded. If the usage is unknown, experts are taken by index.
 
         hotness: the fraction of tokens that use each expert, [n_layers, n_expert]. None stands for
         the usage in earlier runs.
@@ -546,10 +546,13 @@ class DynaExq(Learning):
     def report(self) -> Mapping[str, Any]:
         """Return figures about the policy's work since the runtime started.
 
+        An exchange moves one expert of a layer to the low tier (demotion). Then another expert
+        takes its place in the high tier (promotion). Promotions into free slots need no demotion.
+
         - high_per_layer: the minimum and maximum number of experts per layer in the high tier.
         - updates: the number of intervals after which the usage was updated.
-        - promotions, demotions: how many experts moved to the high tier and to the low tier.
-        - given_up: how many exchanges of two experts failed.
+        - promotions, demotions: how many of these moves were made.
+        - given_up: how many exchanges failed.
         - waiting: how many exchanges have not finished.
         """
         high = [int(self.capacity.min()), int(self.capacity.max())]

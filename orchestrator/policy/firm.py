@@ -83,12 +83,12 @@ def agreed(
 ) -> list[int]:
     """Return the experts that a layer is expected to use, from the predictions of earlier layers.
 
-    - way: "mol" for the experts that are among the first `candidates` in each of the first `layers`
-      predictions (eq. 6 of the FIRM-MoE paper). "rank" for the first `candidates` experts of
-      votes[0]. "margin" for the experts of votes[0] with a high score; fewer `candidates` require a
-      higher score.
-    - votes: the predictions: the experts that each earlier layer predicts, best first. The nearest
-      layer comes first.
+    - votes: the predictions. Each is a list of experts, best first. The nearest layer's is
+      votes[0].
+    - way: "rank" selects the first `candidates` experts of votes[0]. "mol" selects the experts that
+      are among the first `candidates` in each of the first `layers` predictions (eq. 6 of the
+      FIRM-MoE paper). "margin" selects the experts of votes[0] with a score of at least s * 2 **
+      ((k - candidates) / 2). Here k is len(scores), and s is the lowest score.
     - scores: the router scores of the experts in votes[0], only for "margin".
 
     The result has the order of votes[0].
@@ -114,14 +114,12 @@ def expected_sets(
 ) -> list[list[int]]:
     """Return the experts that a layer is expected to use, for every pair (K, P), as bit masks.
 
-    P is the number of earlier layers that predict the experts of the layer, 1 to `depth`. K is the
-    number of experts taken from each prediction, 1 to the length of a prediction. The result is
-    indexed [P - 1][K - 1].
+    For a pair, the experts are selected from the first K in the predictions of P earlier layers.
+    For example, `way` "mol" selects those that are in all P predictions. P is 1 to `depth`. K is 1
+    to the length of a prediction. The result is indexed [P - 1][K - 1].
 
-    - votes: the experts that each earlier layer predicts, best first. The nearest layer comes
-      first.
-    - way: how the predictions are combined: "mol", "rank" or "margin" (see `agreed`).
-    - scores: only for "margin" (see `agreed`).
+    - votes: the predictions. Each is a list of experts, best first. The nearest layer's is first.
+    - way, scores: how experts are selected, see `agreed`.
     """
     numbers = range(1, len(votes[0]) + 1)
     return [
@@ -144,14 +142,14 @@ def group_of(n_layers: int) -> list[int]:
 
 
 def absent_of(missing: Mapping[int, int], kinds: Sequence[int]) -> Absent:
-    """Return which experts lack matrices in memory, as pairs (experts, n).
+    """Return which experts lack matrices in memory, as pairs (mask of experts, n).
 
-    An expert has the matrices gate, up and down. In a pair, n matrices are absent for exactly the
-    experts in the bit mask `experts`. For example, gate and up are absent for experts 0 and 2, and
-    down is absent for expert 2. The result is then ((0b101, 2), (0b100, 1)).
+    For each kind of matrix (gate, up, down), a bit mask has the experts without this matrix. n is
+    the number of kinds with the same mask. For example, experts 0 and 2 lack gate and up, and
+    expert 2 also lacks down. The result is then ((0b101, 2), (0b100, 1)).
 
-    - missing: maps each expert to a bit mask of its absent matrices.
-    - kinds: the bits of the matrices to include: those that are prefetched.
+    - missing: maps each expert to a bit mask of its absent kinds.
+    - kinds: the bits of the kinds to include: those that are prefetched.
     """
     sets = (mask_of(e for e, bits in missing.items() if bits & kind) for kind in kinds)
     return tuple(Counter(sets).items())
@@ -160,10 +158,12 @@ def absent_of(missing: Mapping[int, int], kinds: Sequence[int]) -> Absent:
 def unused_and_missed(expected: int, used: int, absent: Absent) -> tuple[int, int]:
     """Return how many matrices were prefetched in vain, and how many had to be read on demand.
 
-    A matrix of an expert was prefetched in vain if the expert was expected but not used. A matrix
-    had to be read on demand if its expert was used but not expected. Matrices that were already in
-    memory do not count. The two numbers are n_unused and n_miss - n_hit in eq. 11 of the FIRM-MoE
-    paper.
+    A matrix was prefetched in vain if its expert was expected but not used. A matrix had to be read
+    on demand if its expert was used but not expected. Matrices that were already in memory do not
+    count.
+
+    In eq. 11 of the FIRM-MoE paper, the first number is n_unused. The second is n_miss - n_hit: all
+    used matrices that were not expected, minus those in memory.
 
     - expected, used: bit masks of experts.
     - absent: the matrices that were not in memory, from `absent_of`.
@@ -206,16 +206,15 @@ class Weights(NamedTuple):
     def mean(self, counts: np.ndarray, n: int) -> Any:
         """Return the mean prediction loss per layer and token (eq. 11 of the FIRM-MoE paper).
 
-            mean = (waste * unused + miss * missed) / (matrices * n)
-
-        waste and miss are the weights of the two errors. matrices is the number of prefetched
-        matrices per expert. All three are fields of this object.
-
-        - counts: the totals (unused, missed), [..., 2]: how many matrices of experts were
-          prefetched in vain, and how many were read on demand.
+        - counts: two totals, [..., 2]: how many expert matrices were prefetched in vain (`unused`),
+          and how many had to be read on demand (`missed`).
         - n: how many pairs (layer, token) the totals cover.
 
-        The result is a float, or nested lists if `counts` has more dimensions.
+        The fields waste and miss are the weights of the totals, and matrices is the number of
+        prefetched matrices per expert. The result is a float, or nested lists if `counts` has more
+        dimensions:
+
+            (waste * unused + miss * missed) / (matrices * n)
         """
         lost = self.waste * counts[..., 0] + self.miss * counts[..., 1]
         return (lost / self.matrices / max(1, n)).tolist()
@@ -228,12 +227,12 @@ class Climb:
     P is the number of earlier layers that predict the experts of a layer, 1 to depth. K is the
     number of experts taken from each prediction, 1 to k.
 
-    The search starts at (k, depth). Each update tries a pair in which K or P differs by 1, and
-    moves to it if its mean prediction loss is smaller.
+    The search starts at (k, depth). Each update tries the next pair in one of four directions (K or
+    P larger or smaller by 1), and moves to it if its mean prediction loss is smaller.
 
-    - patience: the number of updates without success after which the search changes its direction.
+    - patience: the number of failed updates after which the direction changes.
     - at: the current pair.
-    - seen: all pairs that were compared.
+    - seen: all pairs that were tried.
     """
 
     # The search first decreases P. After `patience` updates without success, or at a limit, it
@@ -258,14 +257,15 @@ class Climb:
         self.seen.add(self.at)
 
     def update(self, means: Sequence[Sequence[float]]) -> None:
-        """Move the search to the next pair (K, P) if its mean prediction loss is smaller.
+        """Compare the next pair (K, P) with the current one, and move to it if its loss is smaller.
 
         P is the number of earlier layers that predict the experts of a layer. K is the number of
-        experts taken from each prediction. In the next pair, one of these numbers differs by 1.
-        After several updates without a smaller loss, the search changes its direction.
+        experts taken from each prediction. In the next pair, one of them is larger or smaller by 1:
+        this is the direction of the search. After several updates without a move, the direction
+        changes.
 
-        means: the mean loss of each pair since the start (eq. 11 of the FIRM-MoE paper), indexed
-        [P - 1][K - 1].
+        means: the mean prediction loss of each pair since the start (eq. 11 of the FIRM-MoE paper),
+        indexed [P - 1][K - 1].
         """
         ahead = self._ahead()
         for _ in range(3):  # try the other three directions at a border
@@ -380,23 +380,22 @@ class Tuner:
 
     @property
     def counts(self) -> bool:
-        """Whether the predictions for the current token are compared with the experts that it uses.
+        """Whether the current token is used for tuning, which is the case for every fourth token.
 
-        This is the case for every fourth token only (attribute `every`), because the token waits
-        during the comparison.
+        For such a token, the experts that layers predict are compared with the experts that the
+        token then uses. The token waits for this comparison, so other tokens are left out.
         """
         return self.tokens % self.every == 0
 
     def count(
         self, layer: int, sets: Sequence[Sequence[int]], used: Sequence[int], absent: Absent
     ) -> None:
-        """Count the prefetching errors that each pair (K, P) would make for a token in a layer.
+        """Count the prefetching errors that each pair (K, P) would make for one token in one layer.
 
-        P is the number of earlier layers that predict the experts of a layer. K is the number of
-        experts taken from each prediction. The errors are expert matrices that would be prefetched
-        in vain or read on demand. The method `means` computes losses from all counted errors.
+        A pair prefetches the first K experts in the predictions of P earlier layers. An error is an
+        expert matrix that would be prefetched in vain, or would have to be read on demand.
 
-        - sets: the experts that each pair would prefetch, from `expected_sets`.
+        - sets: the experts that each pair would prefetch, as bit masks, indexed [P - 1][K - 1].
         - used: the experts that the token uses.
         - absent: the matrices that are not in memory, from `absent_of`.
         """
@@ -418,7 +417,9 @@ class Tuner:
         return found
 
     def observe(self, layer: int, unused: int, missed: int) -> None:
-        """Add the prefetching errors of one token in one layer to the sums for `losses`.
+        """Count the prefetching errors that were made for one token in one layer.
+
+        The method `losses` returns a weighted sum of these errors per token and layer.
 
         - unused: how many matrices of experts were prefetched in vain.
         - missed: how many matrices had to be read on demand.
@@ -428,12 +429,11 @@ class Tuner:
         self._n_ran[group] += 1
 
     def token(self) -> None:
-        """Count a finished token, and choose again how many predicted experts to prefetch, if due.
+        """Count a finished token. At intervals, choose how many predicted experts to prefetch.
 
-        The choice is a pair (K, P) for each group of layers. P is the number of earlier layers that
-        predict the experts of a layer. K is the number of experts taken from each prediction. A new
-        choice is due after each interval of tokens (setting tune_steps). The choice is final after
-        `until` tokens.
+        The choice is a pair (K, P) for each group of layers: the first K experts in the predictions
+        of P earlier layers are prefetched. The interval, in tokens, is the setting tune_steps.
+        After a total of tune_tokens tokens (a setting), the choice is final.
         """
         self.tokens += 1
         if self.tuned or (self.tokens % self._steps and self.tokens < self.until):
@@ -457,11 +457,11 @@ class Tuner:
         return {GROUPS[group]: self.chosen[group] for group in self._used()}
 
     def losses(self) -> dict[str, float | None]:
-        """Return the mean prediction loss of each group of layers, by the name of the group.
+        """Return the mean loss from wrong predictions, for each group of layers.
 
-        The loss grows with each matrix of an expert that was prefetched in vain or read on demand
-        (eq. 11 of the FIRM-MoE paper). It is the mean per layer and token since the start. The
-        value is None for a group without data.
+        The groups are "shallow", "middle" and "deep". The loss of a token in a layer is a weighted
+        sum of two numbers: experts that were prefetched in vain, and experts that had to be read on
+        demand (eq. 11 of the FIRM-MoE paper). The value is None for a group without data.
         """
         ran = {group: self._weights.mean(self._ran[group], n) for group, n in self._n_ran.items()}
         return {GROUPS[group]: ran.get(group) for group in self._used()}
@@ -612,44 +612,53 @@ class FIRMSettings(LookAhead):
 
     @property
     def deepest(self) -> int | None:
-        """The maximum number of earlier layers that vote on a layer, by the setting `votes`.
+        """The largest number of earlier layers that predict for one layer, by the setting `votes`.
 
-        To vote is to predict the experts of the layer. The value is None if `votes` was not set.
-        Raises ValueError if `votes` cannot be parsed.
+        The setting has a pair K,P for each group of layers, and P is this number. For example, the
+        value is 3 for "4,1/8,3/8,3". It is None if `votes` was not set. Raises ValueError if
+        `votes` cannot be parsed.
         """
         return None if self.votes is None else max(p for _, p in read_votes(self.votes))
 
     @property
     def way(self) -> str:
-        """The method that tunes the number of prefetched experts: "climb", "all" or "off".
+        """How the number of prefetched experts is tuned while running: "climb", "all" or "off".
 
-        "climb" is hill climbing. "all" compares all possible numbers on the same tokens. "off"
-        keeps the numbers fixed.
+        - climb: hill climbing.
+        - all: all possible numbers are compared on the same tokens.
+        - off: the number stays fixed.
 
-        This is the value of the setting `tune`. If the user did not set it, the method is "all". If
-        the user set the numbers themselves (setting `votes`), it is "off".
+        If the setting `tune` was not set, the value is "off" if the setting `votes` fixes the
+        number, and "all" if not.
         """
         return self.tune or (ALL if self.votes is None else OFF)
 
     def with_usual(self) -> FIRMSettings:
         """Return these settings with a value for n_ahead, the number of layers to predict ahead.
 
-        If n_ahead was set, it is kept. If the setting `votes` was set, n_ahead is the largest
-        number of earlier layers whose predictions `votes` combines. Otherwise, n_ahead is 3 if the
-        setting `agree` is "mol", as in the FIRM-MoE paper, and 1 if not.
+        - If n_ahead was set, it is kept.
+        - If the setting `votes` was set, n_ahead is its largest number of earlier layers, such as 3
+          for "4,1/8,3/8,3".
+        - If neither was set, n_ahead is 1, so that only the previous layer predicts. With the
+          setting `agree` "mol", n_ahead is 3, because 3 earlier layers must agree, as in the
+          FIRM-MoE paper.
         """
         if self.n_ahead is not None:
             return self
         return replace(self, n_ahead=self.deepest or depth_of(self.agree, 3))
 
     def limited(self, depth: int, asked: Collection[str]) -> FIRMSettings:
-        """Return these settings for replaying a trace with predictions for `depth` layers ahead.
+        """Return these settings, limited to the predictions that a recorded trace has.
 
-        In the result, n_ahead (the number of layers to predict ahead) is at most `depth`. If the
-        recorded value of the setting `votes` needs more layers, it is removed.
+        To replay the trace, a policy can prefetch only experts that the trace predicts. In the
+        result, the setting n_ahead (for how many layers ahead) is at most `depth`. The setting
+        `votes` says how many earlier layers must predict an expert. If that number is more than
+        `depth`, `votes` gets its default.
 
-        Raises ConfigError if a setting that the user set needs more layers. asked: the names of the
-        settings that the user set.
+        - depth: for how many layers ahead the trace predicts experts.
+        - asked: the names of the settings that the user set.
+
+        Raises ConfigError if a setting in `asked` needs more predictions.
         """
         if self.deepest is None or self.deepest <= depth:
             return super().limited(depth, asked)
@@ -665,9 +674,10 @@ class FIRMSettings(LookAhead):
     def changed(cls, recorded: Mapping[str, Any], changes: Mapping[str, Any]) -> FIRMSettings:
         """Return the settings of a recorded run with some changes.
 
-        The settings prefetch, agree, votes, tune and n_ahead determine how the experts to prefetch
-        are predicted. If one of them changes, the recorded values of votes, tune and n_ahead are
-        dropped, because they suit only the recorded predictions.
+        The settings prefetch, agree, votes, tune and n_ahead control which experts are predicted
+        and prefetched. If `changes` has a new value for one of them, the recorded values of votes,
+        tune and n_ahead no longer fit. These three settings then get the values in `changes`, or
+        their defaults.
 
         recorded, changes: the values of settings by name.
         """
@@ -704,10 +714,10 @@ class FIRMPlacement(Placement):
     def text(self) -> str:
         """The policy's part of the status line, such as "firm q4_k, one precision, n=3, rank 8,1".
 
-        n is the number of matrices per expert that are prefetched. "rank" is the setting `agree`,
-        the method that selects experts from predictions. "8,1" means the first 8 experts in the
-        prediction of 1 earlier layer. Groups of layers can have different pairs. Tuning may change
-        the pairs later.
+        - n=3: of each expert, 3 matrices are prefetched.
+        - rank: how the experts to prefetch are selected from predictions (setting `agree`).
+        - 8,1: the first 8 experts in the prediction of 1 earlier layer are prefetched. These are
+          the numbers at the start. Tuning may change them.
         """
         n_ahead = self.wants.n_ahead
         if not n_ahead:
@@ -719,13 +729,14 @@ class FIRMPlacement(Placement):
         return self.status_text(chosen[group] for group in groups)
 
     def status_text(self, votes: Iterable[Votes]) -> str:
-        """Return the policy's part of the status line, for these numbers of predicted experts.
+        """Return the policy's part of the status line, with the given numbers of predicted experts.
 
-        An example is "firm q4_k, one precision, n=3, rank 8,1". n is the number of matrices per
-        expert that are prefetched. "rank" is the setting `agree`, the method that selects experts
-        from predictions. "8,1" means the first 8 experts in the prediction of 1 earlier layer.
+        votes: a pair (K, P) for each group of layers. It means that the first K experts in the
+        predictions of P earlier layers are prefetched.
 
-        votes: a pair such as (8, 1) for each group of layers. Equal pairs are shown once.
+        For example, the pair (8, 1) is the end of "firm q4_k, one precision, n=3, rank 8,1". n is
+        the number of matrices per expert that are prefetched. "rank" is the method that selects
+        experts from predictions (setting `agree`). Equal pairs are shown once.
         """
         pairs = " ".join(f"{k},{p}" for k, p in dict.fromkeys(votes))
         asked = self.settings
@@ -736,12 +747,12 @@ class FIRMPlacement(Placement):
 class FIRM(Policy):
     """Computes every expert in one precision, and prefetches experts that earlier layers predict.
 
-    In decode, the first K experts that the previous layer predicts are prefetched. The setting
-    `agree` "mol" selects the method of the FIRM-MoE paper: an expert is prefetched if it is among
-    the first K predictions of each of P earlier layers (eq. 4 to 6). The attribute `tuner` tunes K
+    By default, the first K experts that the previous layer predicts are prefetched in decode. With
+    the setting `agree` "mol", as in the FIRM-MoE paper, an expert is prefetched if it is among the
+    first K predictions of each of P earlier layers (eq. 4 to 6). The attribute `tuner` chooses K
     and P for shallow, middle and deep layers (eq. 9 to 11, Algorithm 1).
 
-    In a step with several sequences, the experts that are expected for any token are prefetched.
+    In prefill, all experts that the previous layer predicts are prefetched, if they fit.
     """
 
     about = About(
@@ -770,8 +781,8 @@ class FIRM(Policy):
     ) -> FIRMPlacement:
         """Divide a memory budget into expert slots, with about the same number for each layer.
 
-        If an earlier run tuned the number of prefetched experts, and this number suits the run, the
-        settings of the result contain it.
+        Return the slots and the settings to use. If an earlier run under about the same conditions
+        tuned how many predicted experts are prefetched, these settings contain the tuned numbers.
 
         Raises PolicyError if the setting `votes` asks for more experts per layer than a token uses.
         """
@@ -821,15 +832,15 @@ class FIRM(Policy):
             self.tuner.chosen, self.tuner.tuned = read_votes(asked.votes), True
 
     def learned(self) -> Learned:
-        """Return the tuned numbers of prefetched experts, from which the next run starts.
+        """Return how many predicted experts the next run should prefetch, as tuned in this run.
 
         The result is empty until tuning is finished. Its field `tuned` is a dict:
 
-        - votes: a value of the setting `votes`, such as "8,1/6,1/4,1" for shallow, middle and deep
-          layers. "8,1" means the first 8 experts in the prediction of 1 earlier layer.
-        - slots: the number of expert slots.
-
-        Other keys are the settings that affect tuning.
+        - votes: a text such as "8,1/6,1/4,1", with a pair for shallow, middle and deep layers. The
+          pair 8,1 means that the first 8 experts in the prediction of 1 earlier layer are
+          prefetched.
+        - slots: the number of expert slots in this run.
+        - Other keys are the settings that affect tuning.
         """
         asked, tuner = self.settings, self.tuner
         if not (tuner.tuned and tuner.tokens and self.wants.n_ahead) or asked.way == OFF:
@@ -921,11 +932,12 @@ class FIRM(Policy):
             self.tuner.count(layer, every, used, absent)
 
     def on_step(self, report: StepReport) -> tuple[()]:
-        """Count a finished step for tuning and for the statistics of prefetching.
+        """Count a finished decode step with one token. Other steps are ignored.
 
-        Tuning chooses how many predicted experts are prefetched. It counts only decode steps with
-        one token. The result is always empty, because this policy never changes the precision of
-        experts.
+        The count decides when the policy tunes how many predicted experts it prefetches. The time
+        of the step is used to find out whether prefetching makes decoding faster.
+
+        The result is always empty, because this policy never changes the precision of experts.
         """
         if report.phase == _DECODE and report.n_tokens == 1 and self._ahead.on:
             self.tuner.token()
@@ -935,15 +947,14 @@ class FIRM(Policy):
     def report(self) -> Mapping[str, Any]:
         """Return figures about prefetching and tuning since the runtime started.
 
-        - prefetch: whether prefetching is on, off or paused.
+        - prefetch: "on", "off", or "paused" while decoding is faster without prefetching.
         - recall (eq. 7): the fraction of used experts that were prefetched, for each layer.
         - precision (eq. 8): the fraction of prefetched experts that were used, for each layer.
-        - size: the mean number of prefetched experts, for each layer.
-        - votes: a pair [K, P] for each group of layers. K is the number of experts taken from each
-          earlier layer's prediction. P is the number of earlier layers whose predictions are used.
-        - loss: the mean prediction loss (eq. 11) for each group of layers. It grows with the
-          matrices that were prefetched in vain or read on demand.
-        - tuned: whether K and P are final, so that tuning no longer changes them.
+        - size: the mean number of prefetched experts per step, for each layer.
+        - votes: a pair [K, P] for shallow, middle and deep layers. The first K experts in the
+          predictions of P earlier layers are prefetched.
+        - loss (eq. 11): the mean loss from wrong predictions, for these groups of layers.
+        - tuned: whether K and P are final.
         """
         return {
             **self._ahead.report(),
@@ -980,14 +991,14 @@ def recalled(
     shape: ModelShape,
     rules: Rules,
 ) -> FIRMSettings:
-    """Return the settings with the numbers of prefetched experts that an earlier run tuned.
+    """Return the settings, with the number of experts to prefetch that an earlier run tuned.
 
-    These numbers are a value of the setting `votes` (see `FIRM.learned`). They are used only if
-    this run has about the same number of expert slots and the same settings that affect tuning. If
-    the numbers do not suit this run, `settings` is returned unchanged.
+    In the result, the setting `votes` has the tuned value. It is a text such as "8,1": the first 8
+    experts in the prediction of 1 earlier layer are prefetched. If this run has clearly more or
+    fewer expert slots, or other settings that affect tuning, `settings` is returned unchanged.
 
-    tuned: `FIRM.learned().tuned` of the earlier run. n_slots: the number of expert slots in this
-    run.
+    - tuned: `FIRM.learned().tuned` of the earlier run.
+    - n_slots: the number of expert slots in this run.
     """
     votes, slots = tuned.get("votes"), tuned.get("slots")
     n_ahead = look_ahead(settings, rules)

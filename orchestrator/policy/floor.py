@@ -80,8 +80,8 @@ class LayerCosts:
       [n_expert].
     - high_bytes, low_bytes: the size of an expert in tiers 0 and 1. low_bytes is 0 without a tier
       1.
-    - present_bytes: the bytes that count as saved if an expert in memory is skipped. This saves
-      only computing time.
+    - present_bytes: the bytes that count as saved if an expert in memory is skipped. They stand for
+      the saved computing time. 0 if such experts are never skipped.
     """
 
     skip: memoryview
@@ -94,8 +94,8 @@ class LayerCosts:
     def dearest(self) -> float:
         """An upper limit for the quality loss per saved byte of skipping any expert of the layer.
 
-        The limit is in nats per byte, for gate weight 1. It combines the highest loss of an expert
-        with the smallest saving.
+        It is the highest loss of an expert in nats, at gate weight 1, divided by the smallest
+        number of bytes that skipping an expert can save.
         """
         saved = (self.high_bytes, self.low_bytes, self.present_bytes)
         return max(self.skip) / min(each for each in saved if each)
@@ -104,17 +104,22 @@ class LayerCosts:
     def lowest_resident_cost(self) -> float:
         """The lowest quality loss per saved byte of skipping an expert that is in memory.
 
-        The value is in nats per byte, for gate weight 1. It is infinite if skipping such an expert
-        counts as no saving (present_bytes is 0).
+        The loss is in nats, at gate weight 1. Skipping such an expert saves computing time, which
+        counts as a number of saved bytes. The value is infinite if such experts are never skipped.
         """
         return min(self.skip) / self.present_bytes if self.present_bytes else math.inf
 
     def ways(self, expert: int, square: float, resident: int) -> Sequence[Way]:
-        """Return the ways in which one expert can be skipped or computed in tier 1 (low precision).
+        """Return the ways to skip one expert or to compute it in tier 1 (low precision).
 
-        A way is a tuple (loss per saved byte, expert, tier or SKIP, loss at gate weight 1,
-        instead_of). Losses are in nats. If instead_of is a tier, this tier must be chosen for the
-        expert before.
+        A way is a tuple of five values:
+
+        - the quality loss per saved byte, in nats.
+        - the expert.
+        - its new tier, or SKIP.
+        - the quality loss in nats, at gate weight 1.
+        - 1 if the expert must be lowered to tier 1 before, so that the losses are the difference
+          from tier 1. Otherwise None.
 
         square: the sum of the squared gate weights of the tokens that use the expert. resident: the
         expert's tier in memory, or ABSENT.
@@ -136,12 +141,12 @@ class LayerCosts:
 
 
 def layer_costs(shape: ModelShape, estimate: KlEstimate, present: float) -> list[LayerCosts]:
-    """Return the losses and the savings of skipping or lowering experts, for each layer.
+    """Return each layer's quality losses and saved bytes, for skipping or lowering its experts.
 
-    To lower an expert means to compute it in a lower precision.
+    To lower an expert means to compute it in a lower precision. Losses are in nats.
 
     estimate: the estimated quality losses. present: the fraction of an expert's bytes that counts
-    as saved if the expert is in memory and is skipped. This saves computing time, but no reading.
+    as saved if the expert is in memory and is skipped. It stands for the saved computing time.
     """
     found = []
     for layer, nats in enumerate(estimate.nats):
@@ -155,16 +160,17 @@ def layer_costs(shape: ModelShape, estimate: KlEstimate, present: float) -> list
 def spend(
     ways: list[Way], squares: Mapping[int, float], account: Account, price: float, allowed: float
 ) -> dict[int, int]:
-    """Choose which experts of one token to skip or compute in a lower tier. Returns {expert: tier}.
+    """Choose which experts of one token to skip or compute in a lower tier (precision).
 
-    Choices with the least quality loss per saved byte come first. Their losses raise account.spent,
-    at most to account.left + allowed.
+    Returns {expert: tier or SKIP}. Choices with the least quality loss per saved byte come first.
+    The token's loss (account.spent) may rise to `allowed` plus the loss that earlier tokens did not
+    use (account.left). Losses are in nats.
 
-    - ways: the possible choices (see LayerCosts.ways), sorted in place.
+    - ways: the possible choices (see LayerCosts.ways); sorted in place.
     - squares: each expert's squared gate weight, which multiplies the loss.
-    - account: the losses of the token's sequence so far.
-    - price: the maximum loss per saved byte, in nats.
-    - allowed: the allowed loss of a token up to this layer, in nats.
+    - account: the losses of the token's sequence.
+    - price: the maximum loss per saved byte.
+    - allowed: the allowed loss of a token in all layers up to this one.
     """
     lowered: dict[int, int] = {}
     spent, most = account.spent, account.left + allowed
@@ -186,16 +192,16 @@ def spend_all(
     price: float,
     allowed: float,
 ) -> dict[int, int]:
-    """Choose which experts of several tokens to skip or compute in a lower tier.
+    """Choose which experts of several tokens to skip or compute in a lower tier (precision).
 
-    Returns {expert: tier}. Choices with the least quality loss per saved byte come first. Their
-    losses raise account.spent of each token, at most to account.left + allowed.
+    Returns {expert: tier or SKIP}. Choices with the least quality loss per saved byte come first. A
+    token's loss (spent in its account) may rise to `allowed` plus the loss that earlier tokens of
+    its sequence did not use (left in its account). Losses are in nats.
 
-    - ways: the possible choices (see LayerCosts.ways), sorted in place.
-    - claims: for each expert, (account, squared gate weight) of the tokens that use it. An account
-      has the losses of a token's sequence.
-    - price: the maximum loss per saved byte, in nats.
-    - allowed: the allowed loss of a token up to this layer, in nats.
+    - ways: the possible choices (see LayerCosts.ways); sorted in place.
+    - claims: (account, squared gate weight) of each token that uses an expert, by expert.
+    - price: the maximum loss per saved byte.
+    - allowed: the allowed loss of a token in all layers up to this one.
     """
     lowered: dict[int, int] = {}
     ways.sort()
@@ -244,13 +250,13 @@ class ReadBehind:
         resident: memoryview,
         out: DecisionBuffer,
     ) -> None:
-        """Prefetch the experts of one layer that were skipped or lowered twice within a few steps.
+        """Choose experts of this layer to prefetch, and request those that the previous call chose.
 
-        Call this for each layer of a step. The requests are made at the next call, because the
-        store accepts none for the layer that is being computed. Requests above the rate limit are
-        dropped.
+        Experts are chosen if they are skipped or lowered twice within a few steps. They are
+        requested one call later, because the store accepts no requests for the running layer.
+        Requests above the limit in bytes per second are dropped. Call this for each layer.
 
-        - step, layer: the numbers of the running step and layer.
+        - step, layer: the running step and layer.
         - lowered: the experts that are skipped or computed in a lower tier now.
         - resident: each expert's best tier in memory, or ABSENT.
         - out: receives the requests.
@@ -346,10 +352,10 @@ class FloorPlacement(Placement):
     This policy skips experts that are not in memory, or computes them in a lower tier (precision),
     within an allowed loss.
 
-    - room: the number of experts for which each layer has slots in each tier, indexed
-      [layer][tier].
+    - room: the number of slots (each for one expert) of each layer in each tier, [layer][tier].
     - estimate: the estimated loss of lower tiers and of skipping; None if unknown.
-    - share: the loss that a token may cause now, as a fraction of the setting max_loss.
+    - share: the fraction of the setting max_loss that a token may cause. Usually 1, but 0.5 while
+      the estimate may be wrong for the current text.
     """
 
     room: Sequence[Sequence[int]]
@@ -376,9 +382,9 @@ class Floor(Policy):
     """A policy that skips missing experts, or computes them in low precision, to read less.
 
     The setting max_loss is the allowed quality loss per token. Experts with the least estimated
-    loss per saved byte are chosen, up to a maximum loss per saved byte (the price). The price rises
-    while tokens use too little of the allowed loss, and falls while they use too much. At a high
-    price, experts in memory are skipped too.
+    loss per saved byte are skipped or computed in low precision first, up to a maximum loss per
+    saved byte, the price. The price rises while tokens lose less than max_loss, and falls while
+    they lose more. At a high price, experts in memory are skipped too.
 
     Prompts are computed without loss, and so are each token's `keep_top` experts with the highest
     gate weights.
@@ -473,8 +479,8 @@ class Floor(Policy):
     def allowed(self) -> float:
         """The quality loss that one token may cause now, in nats.
 
-        This is the setting max_loss. It is halved while recent tokens use other experts than the
-        texts with which quality losses were measured.
+        This is the setting max_loss, or half of it while the loss estimates may be wrong for the
+        current text.
         """
         return self.placement.allowed
 
@@ -666,15 +672,16 @@ class Floor(Policy):
         out.prefetch_all(layer, [expert for expert in wanted if expert not in skipped], 0)
 
     def on_step(self, report: StepReport) -> tuple[()]:
-        """Adjust the limits for the quality loss of later tokens, after a step.
+        """After a step, adjust how much quality loss later tokens may cause.
 
-        Returns no transitions. Allowed loss that a token did not cause is kept for later tokens of
-        its sequence, up to a maximum. The price (the maximum loss per saved byte at which experts
-        are skipped or lowered) rises if much of the allowed loss is left, and falls if little is
-        left.
+        Returns no transitions.
 
-        If report.unusual is true, the loss estimates may be wrong for the text. Tokens may then
-        cause only half of the setting max_loss.
+        - If a token lost less than allowed, later tokens of its sequence may lose the rest, up to a
+          maximum.
+        - The maximum loss per saved byte (the price) rises if much of the allowed loss is left, and
+          falls if little is left.
+        - If report.unusual is true, each token may lose only half of the setting max_loss, because
+          the loss estimates may be wrong for the current text.
         """
         if report.unusual is not None:
             self._spend_share(0.5 if report.unusual else 1.0)

@@ -63,9 +63,12 @@ def wants_to_learn(wants: PolicyRequirements, settings: Intervals) -> PolicyRequ
 class Learning(Policy):
     """Base class of policies that learn how often tokens use each expert.
 
-    After each interval of steps, the average usage S of an expert becomes a S + (1 - a) f (DynaExq,
-    section 3.5). Here, f is the fraction of the layer's tokens that used the expert. The factor a
-    is hotness_decay ** w, where w is 1, or less for layers that computed few tokens.
+    Each expert has an average usage S. After each interval of steps, S becomes a S + (1 - a) f
+    (DynaExq, section 3.5).
+
+    - f: the fraction of the layer's tokens that used the expert.
+    - a: hotness_decay ** w.
+    - w: the tokens that the layer computed, divided by those of a full interval; at most 1.
 
     An interval ends after update_steps decode steps or a prefill step. With the setting update_ms,
     it ends after this many milliseconds of compute time.

@@ -43,16 +43,16 @@ from orchestrator.settings import inherit
 def exchanges(
     losses: np.ndarray, tiers: np.ndarray, pool_of: np.ndarray, free: np.ndarray, margin: float
 ) -> list[tuple[int, int]]:
-    """Return pairs (riser, faller) of experts that should exchange their precisions (tiers).
+    """Return pairs (riser, faller) of experts that should exchange their tiers (precisions).
 
-    The riser gets the better tier. Pairs that save the most loss come first. An expert is the
-    number layer * n_expert + index.
+    The faller is in the better tier now, and the riser gets it. Pairs that save the most loss come
+    first. An expert is the number layer * n_expert + index.
 
     - losses: each expert's quality loss in each tier, multiplied by its use, [n_layers, n_expert,
       n_tiers].
     - tiers: the current tiers, [n_layers, n_expert].
-    - pool_of: the memory pool of each layer and tier; -1 for unused tiers. Both experts of a pair
-      use the same pools.
+    - pool_of: the memory pool of each layer and tier; -1 for unused tiers. Only experts whose
+      layers share both pools can form a pair.
     - free: the experts that may be exchanged.
     - margin: the minimum saving, relative to the mean loss difference of all experts between the
       two tiers.
@@ -99,9 +99,9 @@ def moves(
 ) -> list[Transition]:
     """Return the transitions to start now, so that experts get their wanted tiers (precisions).
 
-    A transition is (layer, expert, tier). Only transitions with free memory slots are returned. If
-    there are none, experts that wait for a lower tier go to the lowest tier, which has reserve
-    slots. Their old slots then become free for others.
+    A transition (layer, expert, tier) needs a free memory slot. Only the lowest tier has spare
+    slots. If no other transition is possible, experts that wait for a lower tier go to the lowest
+    tier for now. Their old slots become free for others.
 
     - wanted: each expert's wanted tier.
     - resident, target: each expert's tier now, and after a transition that is under way.
@@ -140,12 +140,11 @@ class _AnyTiers(Precisions):
     def high(self, offer: TierOffer) -> FileTier:
         """Return the best tier (precision) that the policy uses for a model.
 
-        Usually, this is one tier better than the best tier in which all experts fit in the memory
-        budget. Some experts can then have the better tier.
+        The result is the better of two tiers:
 
-        If the experts are tiny compared with the budget, the policy can afford still better tiers.
-        The result is then the best tier in which an average expert takes at most the fraction SMALL
-        of the budget.
+        - one tier better than the best tier in which all experts fit in the memory budget. Some
+          experts can then have the better tier.
+        - the best tier in which an average expert takes at most the fraction SMALL of the budget.
 
         offer: the tiers of the model file, and the budget.
         """
@@ -181,7 +180,7 @@ class MixedPlacement(Placement):
 
     @property
     def per_tier(self) -> list[int]:
-        """The number of experts in each tier, which exchanges of two experts do not change."""
+        """The planned number of experts in each tier (precision), best tier first."""
         found: list[int] = np.bincount(self.tiers.ravel(), minlength=len(self.shape.tiers)).tolist()
         return found
 
@@ -353,9 +352,9 @@ class Mixed(Learning):
 def pools_of(shape: ModelShape, settings: MixedSettings, tiers: np.ndarray) -> TierPools:
     """Return the memory slots for a planned assignment of experts to precisions (tiers).
 
-    The slots are grouped in pools of one size. Each tier gets its own slots. However, if the plan
-    has no experts in a tier, this tier may use the slots of the next better tier. Slots must then
-    be able to hold different tiers.
+    The slots are grouped in pools of one size. Each tier with experts has slots of its own. A tier
+    without experts uses the slots of the next better tier with experts, if the model's slots can
+    hold several tiers (shape.shares_slots).
 
     tiers: the tier of each expert, [n_layers, n_expert]. Tier 0 is the best.
     """

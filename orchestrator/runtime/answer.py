@@ -57,8 +57,8 @@ class Pace:
     def nothing(self) -> None:
         """Record that the reader of an answer found no new text.
 
-        `rests` then becomes false: the reader should wait for the next text, instead of a fixed
-        time.
+        The reader should then read again as soon as new text arrives, without a pause. So the
+        property `rests` becomes false.
         """
         self._n_fast = 0
 

@@ -56,11 +56,11 @@ class BaseDriver:
         """
 
     def set_prompts(self, n_bytes: int, keep: Callable[[int], int]) -> None:
-        """Set the maximum memory for copies of earlier conversations.
+        """Set the maximum memory of the prompt cache, which has copies of earlier conversations.
 
-        n_bytes: this maximum. keep: a function that shrinks the copies to a number of bytes, and
-        returns how many bytes they then use. The driver calls it before steps. If the KV cache or
-        the expert slots need the memory, the driver passes less than n_bytes.
+        n_bytes: this maximum. keep: a function that the driver calls before steps. keep(n) shrinks
+        the cache to at most n bytes, and returns its size. The driver makes n smaller than n_bytes
+        if the KV cache or the expert slots need the memory.
         """
 
     def begin(self, phase: Phase) -> None:
@@ -99,10 +99,11 @@ class BaseDriver:
         """
 
     def warmup_mode(self) -> AbstractContextManager[None]:
-        """Make steps in the `with` block use only a few experts, so that few must be read.
+        """Return a context manager for warm-up steps, which use only a few experts.
 
-        In each layer, these steps use at most one expert per precision (tier). The policy and all
-        counters ignore the steps.
+        It affects the steps that the caller computes in the `with` block. In each layer, such a
+        step uses one expert in the default precision, and at most one in each other precision. So
+        few experts must be read. The policy and all counters ignore the steps.
         """
         return nullcontext()
 
@@ -195,8 +196,8 @@ class Driver(BaseDriver):
     """Connects a policy with the expert store.
 
     The driver passes the routing of each layer to the policy, and the policy's decisions to the
-    store. Between two steps, the caller may replace `policy` by a policy with the same expert
-    slots. steps: number of steps that were reported to the policy.
+    store. Between two steps, the caller may replace `policy`. The new policy must be made for the
+    memory slots that the store has. steps: number of steps that were reported to the policy.
     """
 
     store: Store
@@ -303,9 +304,9 @@ class Driver(BaseDriver):
         A transition (layer, expert, tier) makes the store read an expert in another precision
         (tier).
 
-        unusual: whether the measured quality losses may be wrong for recent tokens (see
-        judge_routing), or None if not known. The policy gets this value in the report. A driver
-        that estimates losses (`meter`) ignores the argument, and calls judge_routing instead.
+        unusual: whether estimates of the quality loss may be wrong for recent tokens, or None if
+        not known. The policy gets this value in the report. If the driver has a loss meter
+        (`meter`), the result of judge_routing is reported instead.
         """
         policy = self.policy
         wants, is_reported = policy.wants, step.phase in policy.wants.told_in
@@ -343,10 +344,10 @@ class Driver(BaseDriver):
         )
 
     def judge_routing(self, n_tokens: int) -> bool | None:
-        """Return whether recent tokens use experts so unusually that measured losses may be wrong.
+        """Return whether estimates of the quality loss may be wrong for recent tokens.
 
-        These are the quality losses of experts in lower precision. They were measured with other
-        texts, and only apply to texts that use the experts about as often.
+        The quality loss of each expert in lower precision was measured with some texts. The
+        measured values may be wrong for a text that uses other experts than these texts.
 
         The check takes place once every ROUTING_TOKENS tokens, and only if the policy has a loss
         budget. The result is None if there was no check. n_tokens: number of tokens of the step

@@ -87,9 +87,13 @@ class Evaluator:
     """Evaluates tokens that the caller chooses, and returns their logits.
 
     Use it in a `with` block of `Runtime.evaluator`. The methods eval and eval_each append tokens to
-    the main sequence. The method decode_batch appends tokens to other sequences, if the model was
-    loaded with `Needs.sequences`. inside: the parts of the loaded model. costs: returns
-    measurements since the block began, such as hit_rate, by field names of GenerationStats.
+    one sequence, the main sequence. If the model was loaded with `Needs.sequences`, there are
+    additional sequences, to which decode_batch appends tokens.
+
+    - inside: gives access to the loaded model, such as its policy, expert store and llama.cpp
+      context.
+    - costs: returns measurements since the block began, such as hit_rate, by field names of
+      GenerationStats.
     """
 
     def __init__(self, inside: Inside, costs: Callable[[], dict[str, Any]]) -> None:

@@ -98,15 +98,13 @@ _AGAIN = "save the image again as PNG or JPEG"
 class ImageLimits:
     """Limits for the images of one request.
 
+    A prepared image is an image that llama.cpp has scaled or cut into tiles for the model.
+
     - file_bytes: the bytes of all image files together.
     - pixels: width times height of one image.
     - count: the number of images.
     - shape: the longer side of an image divided by the shorter side.
-    - decode_bytes: the memory for decoding (see the function decode_bytes).
-
-    For the model, llama.cpp scales the decoded images or cuts them into tiles. The result is called
-    prepared.
-
+    - decode_bytes: the memory for decoding the image files (see the function decode_bytes).
     - prepared_bytes: the memory of the largest prepared image.
     - min_pixels: smaller images are enlarged to this many pixels; 0 if tiles have a fixed size.
     - held_bytes: the memory for all prepared images.
@@ -126,7 +124,12 @@ class ImageLimits:
     held_bytes: int = 0
 
     def as_dict(self) -> dict[str, int]:
-        """Return the limits that a program should check before it sends images."""
+        """Return limits that a program can check before it sends the images of a request.
+
+        - bytes: the bytes of all image files together.
+        - pixels: width times height of one image.
+        - count: the number of images.
+        """
         return {"bytes": self.file_bytes, "pixels": self.pixels, "count": self.count}
 
     def with_prepared(self, prepared_bytes: int, min_pixels: int) -> ImageLimits:
@@ -134,8 +137,8 @@ class ImageLimits:
 
         For the model, llama.cpp scales each image or cuts it into tiles.
 
-        prepared_bytes: the memory of the largest image in this form. min_pixels: smaller images are
-        enlarged to this many pixels. If it is 0, the limits assume that each image takes
+        prepared_bytes: the memory of the largest image after scaling or cutting. min_pixels:
+        smaller images are enlarged to this many pixels. If it is 0, each image is assumed to take
         prepared_bytes.
         """
         held = _COPIES * 2 * prepared_bytes + prepared_bytes
@@ -315,7 +318,7 @@ class _Chunk(NamedTuple):
 
     @property
     def is_critical(self) -> bool:
-        """Whether a reader that does not know the type must refuse the file."""
+        """Whether a program that does not know this type of PNG chunk must refuse the file."""
         return not self.type[0] & 0x20
 
 

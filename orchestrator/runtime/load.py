@@ -40,9 +40,12 @@ MOST_LOADS = 3
 class Loaded:
     """A model in memory, ready to decode. Loader.load makes the object; free it with close.
 
-    runs: the plan with which the model was loaded. driver: connects the policy with the expert
-    store, or does nothing on llama.cpp's own path (`--policy plain`). steps: evaluates tokens.
-    parts: the objects to close, in this order.
+    - runs: the memory plan and the configuration with which the model was loaded.
+    - driver: connects the policy with the expert store, or does nothing on llama.cpp's own path
+      (`--policy plain`).
+    - model, context: llama.cpp's model, and its context with the KV cache.
+    - steps: the object that computes tokens with the model.
+    - parts: the objects that close must close, in this order.
     """
 
     runs: ResolvedPlan
@@ -133,8 +136,8 @@ class Loader:
     def on_disk(self) -> str:
         """A text with the names and sizes of the model's lookup tables; empty if it has none.
 
-        A lookup table is a tensor of which a token needs only a few rows. It stays on disk if an
-        expert store holds the experts.
+        A lookup table is a tensor, such as the token embeddings, of which a token needs only a few
+        rows. It stays on disk, except with `--policy plain`.
         """
         return self._model.lookup_text
 

@@ -75,7 +75,7 @@ class LossMeter:
 
     @property
     def needs_tiers(self) -> bool:
-        """Whether `set_tiers` must be called before `add_counts`: no precisions are known yet."""
+        """Whether `set_tiers` must still be called before `add_counts` can be used."""
         return self._tiers is None
 
     def set_tiers(self, tiers: np.ndarray) -> None:
@@ -98,8 +98,9 @@ class LossMeter:
     def step_done(self, phase: int, n_tokens: int) -> None:
         """Add the tokens and the estimated quality loss of a computed step to the totals.
 
-        The loss is the sum of the estimates of `decided` or `add_counts` for this step. phase:
-        Phase.PREFILL or Phase.DECODE. n_tokens: number of tokens of the step.
+        The loss was estimated before: by `decided` if the policy chose the precisions of the step,
+        or else by `add_counts`. phase: Phase.PREFILL or Phase.DECODE. n_tokens: number of tokens of
+        the step.
         """
         self.nats[phase] += self._in_step
         self.tokens[phase] += n_tokens

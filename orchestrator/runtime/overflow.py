@@ -141,7 +141,10 @@ def first_kept(
 
     If a prompt leaves too little space for its answer, the oldest exchanges are dropped until at
     most half of the context is full. An exchange is a question and everything up to the next
-    question. The latest exchange stays. This rule is applied to each answer's prompt in turn.
+    question. The latest exchange stays.
+
+    The function repeats the cuts for earlier answers. So the index stays the same until another cut
+    is needed.
 
     parts: the result of parts_of. lengths: their numbers of tokens. n_head: tokens before the first
     part. n_ctx: context length. n_answer: maximum answer length.

@@ -54,11 +54,11 @@ def usable(length: int, has_part: bool, marks: Sequence[int], common: int) -> in
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A length to which a sequence can be truncated, with the state of the model at that point.
+    """A length to which a sequence can be truncated, with the states to restore at that point.
 
-    length: number of tokens that remain. part: state of sliding windows or recurrent layers, uint8,
-    or None without such a state. policy: the state that the policy stores for the sequence, or
-    None.
+    length: number of tokens that remain. part: the model's state of sliding windows or recurrent
+    layers, uint8, or None if it has no such state. policy: the policy's own data about the
+    sequence, such as how often it used each expert, or None.
     """
 
     length: int
@@ -92,8 +92,8 @@ class Stored(NamedTuple):
     """The sizes and places of the data that llama.cpp wrote to a file for one sequence.
 
     n_bytes: size of the tokens and the state of the whole sequence, with which the file begins.
-    marks: further states of the model in the file. Each FileMark has the byte offset and the size
-    of a state, and the length to which the sequence can be truncated with it.
+    marks: places of the checkpoints in the file. A checkpoint is the model's state at an earlier
+    length of the sequence. It is restored if the sequence is truncated to this length.
     """
 
     n_bytes: int
@@ -101,12 +101,14 @@ class Stored(NamedTuple):
 
 
 class ListedMark(NamedTuple):
-    """An entry in a prompt-cache file: a length to which its sequence can be truncated.
+    """The description of a checkpoint in a prompt-cache file.
 
-    length: number of tokens that remain. part_bytes: size of the model's saved state at this
-    length. policy_bytes: size of the policy's saved state at this length. A size is -1 if no such
-    state was saved. pos_min, pos_max: first and last token position in the model's state; -1 if the
-    file does not record them.
+    A checkpoint has the states of the model and the policy at one length of the sequence. They are
+    restored if the sequence is truncated to this length.
+
+    length: number of tokens. part_bytes, policy_bytes: size of the model's state and of the
+    policy's state; -1 if it was not saved. pos_min, pos_max: first and last token position in the
+    model's state; -1 if the file does not record them.
     """
 
     length: int
@@ -125,11 +127,13 @@ class ListedMark(NamedTuple):
 class Listed:
     """The description of a prompt-cache file, which holds one sequence of tokens and its state.
 
-    key: identifies the model and settings of the run (state_key). tokens: the tokens, int32.
-    has_part: whether the model has sliding windows or recurrent layers. The sequence can then be
-    truncated only to the lengths in `marks`. marks: these lengths, with the sizes of the saved
-    states. state_end: size of llama.cpp's data at the start of the file, in bytes. n_stored: number
-    of integers in llama.cpp's token list, which may also describe images.
+    - key: identifies the model and settings of the run (state_key).
+    - tokens: the tokens, int32.
+    - has_part: whether the model has sliding windows or recurrent layers. The sequence can then be
+      truncated only to lengths for which the file has a state of the model.
+    - marks: describe the states in the file, one entry for each such length.
+    - state_end: size of llama.cpp's data at the start of the file, in bytes.
+    - n_stored: number of integers in llama.cpp's token list, which may also describe images.
     """
 
     path: Path
@@ -151,11 +155,11 @@ class Listed:
         return usable(len(self.tokens), self.has_part, places, common)
 
     def file_marks(self) -> list[FileMark]:
-        """Return the places of the model's states in this prompt-cache file.
+        """Return the places of the checkpoints in this prompt-cache file.
 
-        With such a state, the sequence in the file can be truncated to an earlier length. Only
-        models with sliding windows or recurrent layers need this. Each FileMark has the byte offset
-        and the size of a state, and the length.
+        A checkpoint is the model's state at one length of the sequence. It is restored if the
+        sequence is truncated to this length. Only models with sliding windows or recurrent layers
+        need checkpoints.
         """
         found, at = [], self.state_end
         for each in self.marks:
@@ -233,10 +237,10 @@ class PromptFolder:
         If saving fails, a sentence is added to `notes`, and no error is raised.
 
         - key: identifies the model and settings (state_key).
-        - has_part: whether the sequence can be truncated only at some lengths.
-        - marks: such lengths, with the states to save for them.
-        - write_state: lets llama.cpp write its data to a path. Returns a Stored, or the size of the
-          data in bytes; 0 on failure; None to save nothing.
+        - has_part: whether the sequence can be truncated only to lengths with a saved state.
+        - marks: lengths of the sequence, with the states to save for them.
+        - write_state: lets llama.cpp write its data to a path. Returns a Stored or the size of the
+          data in bytes, 0 if writing failed, or None to save no file.
         """
         path = self._target(key, tokens)
         remove_abandoned(path)
@@ -277,9 +281,9 @@ class PromptFolder:
         Returns None if the file is damaged, cannot be read or does not fit in memory. A damaged
         file is removed.
 
-        most_bytes: maximum total size of the returned states; if necessary, the shortest lengths
-        are left out. If it is None, only the policy's states are returned. read_state: restores the
-        sequence from a path; returns False if memory is too small.
+        - most_bytes: maximum total size of the returned states. If necessary, the shortest lengths
+          are left out. If it is None, the field `part` (the model's state) of all results is None.
+        - read_state: restores the sequence from a path; returns False if memory is too small.
         """
         try:
             with open(listed.path, "rb") as file:

@@ -179,14 +179,18 @@ class Runtime(Closing):
         ignore_unused: bool = False,
         say: Callable[[str], None] = lambda _sentence: None,
     ) -> Runtime:
-        """Load a model into memory, and return it as a Runtime.
+        """Load a model into memory, and return the Runtime that computes with it.
 
-        config: the settings. A PlanRequest adds the memory and sequences that the program needs.
-        progress: gets the name of the current work, and the share of it that is done. answering:
-        settings for answering requests. Without them, the runtime can only evaluate tokens.
-        ignore_unused: whether to ignore settings that have no effect with the chosen policy,
-        instead of raising an error. say: gets sentences for the user, on any thread. Raises
-        MoeEdgeError if the model cannot be loaded.
+        Raises MoeEdgeError if the model cannot be loaded.
+
+        - config: the settings. A PlanRequest also says how much memory, and how many sequences of
+          tokens, the caller needs.
+        - progress: gets the name of the current work, and the finished share of it.
+        - answering: the settings for answering requests. Without them, the runtime can only
+          evaluate tokens.
+        - ignore_unused: ignore settings that have no effect with the chosen policy, instead of
+          raising an error.
+        - say: gets sentences for the user, on any thread.
         """
         request = config if isinstance(config, PlanRequest) else PlanRequest(config)
         model = ExpertModel.open(request.config.model, request.config.low)
@@ -569,13 +573,13 @@ class Runtime(Closing):
     def set(self, **changes: Any) -> bool:
         """Change settings of the loaded model, by their names in Config.
 
-        A live setting is a setting of a policy that takes effect at the next token. After a change
-        of any other setting, the model is loaded again when the running answers have ended, and all
-        sequences are emptied. If loading fails, the former settings stay, and MoeEdgeError, OSError
-        or KeyboardInterrupt is raised.
+        Live settings can change without loading the model again, and the next token uses the new
+        values. If any change is not live, the model is loaded again after the running answers have
+        ended, and all sequences are emptied. If loading fails, the former settings stay, and
+        MoeEdgeError, OSError or KeyboardInterrupt is raised.
 
-        Returns False if all changes are live settings that the current policy does not have. They
-        are then stored for a policy that is chosen later. Otherwise returns True.
+        Returns False if all changes are live settings of other policies, which are then kept until
+        such a policy is chosen. Otherwise returns True.
         """
         config = self.config.with_changes(**changes)
         known = policy_settings()
@@ -670,7 +674,7 @@ class Runtime(Closing):
     def close(self, end_s: float | None = None) -> bool:  # type: ignore[override]
         """Free the model, and save the recorded expert usage if the config asks for that.
 
-        end_s: how long to wait for running steps, as a time of the monotonic clock. Returns False
+        end_s: the time of the monotonic clock until which to wait for running steps. Returns False
         if a step still runs then. In that case only the usage is saved, and the caller should end
         the process. Safe to call twice. Raises OSError if a profile that the user named cannot be
         written.

@@ -73,7 +73,7 @@ class Sequences:
     def undo(self, sequences: Sequence[int]) -> None:
         """Drop the tokens that a failed step has added to the sequences.
 
-        A sequence that cannot be truncated there is emptied instead.
+        A sequence is emptied completely if the model cannot drop only these tokens.
         """
         for number in sequences:
             if not self._context.forget_from(self.lengths[number], self.name_of(number)):
@@ -81,7 +81,7 @@ class Sequences:
                 self.lengths[number] = 0
 
     def forget(self) -> None:
-        """Set all lengths to 0, after the context was cleared."""
+        """Record that all additional sequences are empty, after the context was cleared."""
         self.lengths = [0] * len(self.lengths)
 
 
@@ -131,7 +131,7 @@ class Steps:
     def rewind(self, length: int) -> None:
         """Truncate the main sequence to its first `length` tokens.
 
-        If the model cannot do that, drop all tokens of all sequences.
+        If the model cannot truncate a sequence at that point, drop all tokens of all sequences.
         """
         if not self._context.forget_from(length):
             self.reset()

@@ -73,14 +73,14 @@ class StoreSpecs:
 
 
 def store_spec(config: Config, model: ExpertModel, plan: Plan, misses: Misses) -> StoreSpec:
-    """Return the parameters of the expert store (a cache of experts in memory) for a memory plan.
+    """Return the basic parameters of the expert store (a cache of experts in memory) for a plan.
 
-    The result is not complete. `StoreSpecs.of` adds checksums, compute times, and the CPU's own
-    memory layout of the experts. Without this addition, the store keeps experts in the layout of
+    Call `StoreSpecs.of` for the complete parameters. It adds checksums, compute times, and the
+    memory layout of experts that suits the CPU. In the basic parameters, experts have the layout of
     the file.
 
-    misses: how the store handles experts that are missing in a GPU's memory. Raises ConfigError for
-    a plan without an expert store.
+    plan: the memory plan. misses: how the store handles experts that are missing in a GPU's memory.
+    Raises ConfigError for a plan without an expert store.
     """
     placement = plan.placement
     if placement is None:
@@ -130,15 +130,15 @@ def store_layers(
     tiers: Sequence[int],
     slots: SlotPlan,
 ) -> StoreLayers:
-    """Return the file positions of each layer's experts, and the slot groups that cache them.
+    """Return the positions of experts in the model's files, and the slot groups that cache them.
 
-    The result has the form of StoreSpec.layers: (layer number, {(kind, tier): Slices}) for each MoE
-    layer. A kind is a matrix of an expert (up, gate, gate_up or down). A tier is a precision, as a
-    position in `tiers`.
+    The result has a pair (layer number, {(kind, tier): Slices}) for each MoE layer. A Slices object
+    has the file position of the experts' matrices of one kind (up, gate, gate_up or down) and one
+    tier (a precision, as an index into `tiers`). It also has the index of their slot group.
 
     layer_ids: llama.cpp's layer numbers. slices: file positions, [layer][kind][precision]. tiers:
-    the precisions in use, as positions in the last axis of `slices`. slots: has the slot group
-    (slots of one size) for each layer, kind and tier.
+    indices of the used precisions in `slices`. slots: assigns each (layer, kind, tier) to a group
+    of slots of one size.
     """
     return tuple(
         (

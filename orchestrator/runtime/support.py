@@ -55,7 +55,10 @@ class Support:
 
 
 class ChildAborted(Exception):
-    """llama.cpp ended the child process. The text is its reason."""
+    """Raised by `ask_child` if llama.cpp aborted the child process.
+
+    The message of the exception is the reason that llama.cpp printed.
+    """
 
 
 def ask_child(question: Callable[..., Any], *args: Any) -> Any:

@@ -85,12 +85,13 @@ _SHARED = ("system", "developer")
 
 @dataclass(eq=False)
 class Ticket:
-    """A request's position in the queue of `Gate`, and the resources that it reserves.
+    """A request in the queue of `Gate`, with the resources that it reserves.
 
-    `places` is the number of answers to the request, and `cells` the number of its KV cells. The
-    future `turn` completes when the request may run. It fails with Refusal (an error response) if
-    another client's request takes the position in a full queue. `client` names the sender of the
-    request: a digest of its API key, or its address.
+    - places: the number of answers to the request. `Gate` limits how many answers run at once.
+    - cells: the number of KV cells for the prompt and the answers.
+    - client: the sender of the request: a digest of its API key, or its address.
+    - turn: a future that completes when the request may run. It fails with Refusal (an error
+      response) if another client's request displaces this one from a full queue.
     """
 
     places: int
@@ -137,11 +138,14 @@ class Gate:
         self._cells = cells
 
     def join(self, places: int = 1, cells: int = 0, client: str = "") -> Ticket:
-        """Put a request into the queue and return its ticket. Its turn may come at once.
+        """Put a request into the queue and return its ticket.
 
-        The request reserves `places` answers and `cells` KV cells, for its prompt and its answers.
+        The future `turn` of the ticket completes when the request may run, possibly at once.
+        `places` is the number of answers to the request, and `cells` the number of KV cells for its
+        prompt and its answers. `client` names the sender.
+
         Raises Refusal (an error response) if the queue is full. Raises ValueError if `places`
-        exceeds the number of places that the gate has in total.
+        exceeds the number of answers that the gate allows at once.
         """
         if not 1 <= places <= self.places:
             raise ValueError(f"{places} places of {self.places}")
@@ -186,7 +190,7 @@ class Gate:
     def leave(self, ticket: Ticket) -> None:
         """End a request: free its reservation, or remove it from the queue.
 
-        Call this exactly once.
+        Call this exactly once for each ticket.
         """
         turn = ticket.turn
         if turn.done() and not turn.cancelled() and turn.exception() is None:
@@ -271,11 +275,11 @@ class Conversation:
     n_common: int = 0
 
     def n_shared_with(self, before: Conversation) -> int:
-        """Return how many digests at the start of this conversation equal those of an earlier one.
+        """Return how many digests at the start of this and of an earlier conversation are equal.
 
-        `before` is the earlier conversation. A digest stands for a message, or for a piece of a
-        prompt. The result is 0 if only tools and system messages are equal, or if the conversations
-        differ before the last digest of `before`.
+        A digest stands for a message, or for a piece of a prompt. The result is 0 unless this
+        conversation continues the earlier one, `before`: only the last digest of `before` may
+        differ or be missing here. The result is also 0 if only tools and system messages are equal.
         """
         shared = 0
         for ours, theirs in zip(self.pieces, before.pieces, strict=False):
@@ -287,12 +291,14 @@ class Conversation:
 
 
 def conversations_of(data: dict[str, Any], most: int) -> list[Conversation]:
-    """Return a Conversation (digests of a prompt) for each sequence that a request needs.
+    """Return a Conversation (digests of a prompt) for each answer that a request asks for.
 
-    SlotManager uses the digests to find a sequence of llama.cpp's server that already holds the
-    beginning of the prompt. If several answers to one prompt are requested, only the first
-    Conversation has digests. If the request `data` has more than `most` prompts, the result has
-    `most` Conversations without digests.
+    `SlotManager` uses the digests to find a sequence of llama.cpp's server that already holds the
+    beginning of the prompt. If a prompt gets several answers, only the first Conversation has
+    digests.
+
+    `data` is the request. If it has more than `most` prompts, the result has `most` Conversations
+    without digests.
     """
     n = data.get("n_cmpl", data.get("n", 1))  # llama.cpp prefers n_cmpl, too
     messages = data.get("messages", data.get("input"))
@@ -356,9 +362,11 @@ class SlotManager:
         """Take a free slot for each conversation. Return (slot numbers, number of old KV cells).
 
         A slot is a sequence of llama.cpp's server. It keeps the KV cells of its previous request
-        until a new prompt starts. The number of old KV cells is an upper bound, summed over the
-        taken slots. `cells` is the number of KV cells that the new request may use in each slot. It
-        is recorded for the next request in the slot.
+        until a new prompt starts. The second result says how many of these old cells the taken
+        slots hold together, at most.
+
+        `cells` is the number of KV cells that the new request may use in each slot. When the slot
+        is taken again, they count as its old KV cells.
         """
         taken, held = [], 0
         for each in asked:
@@ -407,8 +415,8 @@ async def finish_despite_cancel(
 def bodies_bytes(longest_bytes: int, parallel: int, factor: int, image_bytes: int = 0) -> int:
     """Return the memory to reserve for the bodies of all HTTP requests together, in bytes.
 
-    It is enough for KEPT bodies that arrive or wait (KEPT_IMAGES of them with images), one body
-    that is being parsed, and the bodies of `parallel` running answers.
+    It is enough for the bodies that arrive or wait, for a body that is being parsed, and for the
+    bodies of `parallel` running answers.
 
     `longest_bytes` is the length of the longest allowed body without its images, and `image_bytes`
     the largest allowed length of its images. `factor` is the memory for parsing and tokenizing
@@ -464,11 +472,14 @@ class Bodies:
     async def run(
         self, call: Callable[[], T], client: str, give_up: Callable[[], None] = lambda: None
     ) -> T:
-        """Run `call`, which parses the body of a client's request, on the parsing thread.
+        """Run `call` on the thread that parses the bodies of requests, and return its result.
 
-        Returns the result of `call`. The clients that wait for the thread take turns. If this
-        coroutine is cancelled before `call` starts, `call` never runs. If this coroutine is
-        cancelled while `call` runs, it calls `give_up` to end `call` soon, and waits for that end.
+        `client` names the sender of the body that `call` parses. Clients that wait for the thread
+        take turns.
+
+        If the caller is cancelled before `call` starts, `call` never runs. If the caller is
+        cancelled while `call` runs, this method calls `give_up`, which should make `call` end soon,
+        and waits for its end.
         """
         ticket = self._line.join(client=client)
         try:
@@ -511,11 +522,11 @@ class Body:
         self._n_bytes = n_bytes
 
     async def run(self, call: Callable[[], T]) -> T:
-        """Run `call`, which parses this body, on the thread that parses all bodies.
+        """Run `call`, which parses this body, on the parsing thread, and return its result.
 
-        Returns the result of `call`. The clients that wait for the thread take turns. `call` may
-        use `ask` to query llama.cpp's server. If this coroutine is cancelled, the running query is
-        cancelled, too.
+        One thread parses the bodies of all requests. Clients that wait for the thread take turns.
+        `call` can query llama.cpp's server with the method `ask` of this body. If the caller of
+        `run` is cancelled, that query is cancelled, too.
         """
         return await self._bodies.run(call, self._client, self.give_up)
 

@@ -102,15 +102,16 @@ class Outlet:
 
 @dataclass(eq=False)
 class Exchange:
-    """An ASGI response that waits for the request's turn, then computes and sends the answer.
+    """An ASGI response that waits until its request may run, then computes and sends the answer.
 
-    - places, cells: the numbers of answers and of KV cells that the request reserves in `Gate`.
-    - conversations: digests of the prompts. With these, `SlotManager` finds sequences of
-      llama.cpp's server that already hold the beginning of a prompt.
+    - places, cells: how many of the server's parallel answers, and how many KV cells, the request
+      reserves.
+    - conversations: digests of the prompts, to find sequences of llama.cpp's server that already
+      hold the beginning of a prompt.
     - settings: the policy settings of the request.
-    - shape: converts llama.cpp's answer to the format of the path `route`.
-    - compute: replaces llama.cpp's server, if given.
-    - outlet: makes the writer of the HTTP response; `Outlet` by default.
+    - shape: converts llama.cpp's answer to the format of `route`.
+    - compute: a function that computes the answer, instead of llama.cpp's server.
+    - outlet: a function that makes the writer of the HTTP response; `Outlet` by default.
     """
 
     state: State

@@ -169,8 +169,9 @@ class Lines(Outlet):
     ) -> None:
         """Send the HTTP status and the headers of an answer.
 
-        `content_type` is the media type of OpenAI's answer. If it is that of a stream, Ollama's
-        media type for lines of JSON is sent instead. `more` holds further header fields.
+        `content_type` is the media type of the answer in OpenAI's format. The media type of a
+        stream is replaced by Ollama's media type for lines of JSON. `more` holds further header
+        fields.
         """
         self._is_stream = content_type == STREAM
         await super().begin(status, LINES if self._is_stream else content_type, more)
@@ -198,7 +199,7 @@ class Lines(Outlet):
     async def ping(self) -> None:
         """Send the HTTP headers to a waiting client, if they have not been sent yet.
 
-        Later calls do nothing, because Ollama's format has no line that clients would ignore.
+        Later calls do nothing, because Ollama's format has no keep-alive message.
         """
         if self.status is None:
             await self.begin(200, STREAM)

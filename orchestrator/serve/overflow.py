@@ -31,10 +31,12 @@ def drop_oldest(
     """Remove the oldest exchanges from a conversation that is too long for the context.
 
     An exchange is a question and everything up to the next question. Returns the number of removed
-    messages. `data` is the request of the path `route`, checked by `settle_request`. It is changed
-    in place. `setting` is the value of --overflow. If it is None, the field `overflow` of the
-    request decides. `asker` is the request's body, which can query llama.cpp's server for numbers
-    of tokens. Call this on a thread, because it waits for llama.cpp.
+    messages.
+
+    `data` is the request to the path `route`, checked by `settle_request`. It is changed in place.
+    `setting` is the value of --overflow. If it is None, the field `overflow` of the request decides
+    whether messages may be removed. `asker` sends queries to llama.cpp's server, which counts
+    tokens. Call this on a thread, because it waits for these queries.
     """
     wish = _TRUNCATION.get(data.pop("truncation", ""), data.pop("overflow", REFUSE))
     name = "input" if route == RESPONSES else "messages"

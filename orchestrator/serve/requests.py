@@ -777,12 +777,12 @@ def settle_probs(
     """Translate the fields of a request for token probabilities into llama.cpp's fields, in place.
 
     Returns an object that converts llama.cpp's answer to the format of the path `route`, or None if
-    no conversion is needed. The length of the answer is limited, so that its probabilities fit in
-    memory (PROBS_BYTES). Raises Refusal (an error response) if the request's own limit is too large
-    for that.
+    no conversion is needed. `n_dropped` is the number of messages that --overflow removed from the
+    request. The converted answer reports it.
 
-    `most_tokens` is the longest possible answer. `n_dropped` is the number of messages that
-    --overflow removed from the request. The converted answer reports it to the client.
+    The probabilities of an answer must fit in PROBS_BYTES of memory. If necessary, a request
+    without a limit of generated tokens gets a limit. Raises Refusal (an error response) if the
+    request has a limit of more tokens than fit. `most_tokens` is the longest possible answer.
     """
     shaping = Shaping(route, data, n_dropped)  # before the fields change
     name = {CHAT: "top_logprobs", COMPLETIONS: "logprobs"}.get(route, "n_probs")
@@ -858,12 +858,12 @@ def settle_length(
 ) -> int:
     """Return the number of KV cells to reserve for a request: those of its prompt and its answers.
 
-    If the request `data` has no limit of generated tokens, a limit for each answer is added: the
-    server's --max-tokens, or else about 1/--parallel of all KV cells. It never exceeds the rest of
-    the context.
+    If the request `data` has no limit of generated tokens, a limit for each answer is added. The
+    added limit is the server's --max-tokens, or else about 1/--parallel of all KV cells. The added
+    limit never exceeds the part of the context that the prompt leaves free.
 
-    `served` is the loaded model. `n_answers` is the number of answers to one prompt. `asker` is the
-    request's body, which can query llama.cpp's server. Raises Refusal (an error response) if the
+    `served` is the loaded model. `n_answers` is the number of answers to one prompt. `asker` sends
+    queries to llama.cpp's server, which counts tokens. Raises Refusal (an error response) if the
     prompt is too long.
     """
     body, most = written(data), served.about.n_ctx
@@ -886,8 +886,9 @@ def check_length(route: str, body: bytes, served: Served, asker: Body) -> int | 
     prompts. Raises Refusal (an error response) if the prompt does not fit or the chat template
     fails.
 
-    `body` is the request as JSON text, and `served` the loaded model. `asker` is the same request's
-    Body, which can query llama.cpp's server. Call this on a thread, because it waits for llama.cpp.
+    `body` is the request as JSON text, and `served` the loaded model. `asker` sends queries to
+    llama.cpp's server, which counts tokens. Call this on a thread, because it waits for these
+    queries.
     """
     counting = COUNTED_BY.get(route)
     prompt = json.loads(body).get("prompt") if counting is None else None

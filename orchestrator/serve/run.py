@@ -149,10 +149,11 @@ class _Server(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen on the sockets, with a queue of BACKLOG new connections in the operating system.
+        """Listen on the sockets. The operating system then queues up to BACKLOG new connections.
 
-        asyncio is started with a queue length (backlog) of 1, and the length is raised afterwards.
-        With a larger length, asyncio would repeat a failed accept that many times without a pause.
+        asyncio is given a queue length of 1, because it uses this number also as the number of
+        times that it tries a failed accept again without a pause. The sockets get their real queue
+        length afterwards.
         """
         asyncio.get_running_loop().set_exception_handler(self._failed)
         await super().startup(sockets)
@@ -288,7 +289,7 @@ class Running:
         return has_ended
 
     def stop(self) -> None:
-        """Start the shutdown, and return at once."""
+        """Tell the server to shut down, and return at once. `run` returns after the shutdown."""
         self._stopped_s = min(self._stopped_s, monotonic())
         self._server.should_exit = True
         self._service.stop()

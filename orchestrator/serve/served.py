@@ -44,11 +44,11 @@ def most_scored(config: Config) -> int:
 
 
 def answering(config: Config, settings: ServeSettings, words: Words, threads: str) -> Answering:
-    """Return the settings of the runtime that computes answers for the server.
+    """Return the settings for a Runtime that computes the answers of the server.
 
-    One setting is the memory that the server itself needs, for HTTP, the bodies of requests, and
-    unread answers. `words` estimates the memory for tokenizing a body. `threads` is the prefix of
-    the names of the runtime's threads. Raises ConfigError or TextFileError if the file of
+    The settings are options of `moe-edge serve`, and the memory to reserve for the server itself.
+    `words` estimates the memory for tokenizing a request's body. `threads` is the prefix of the
+    names of the runtime's threads. Raises ConfigError or TextFileError if the file of
     --chat-template or --mmproj cannot be used.
     """
     encoder = encoder_of(config)
@@ -144,7 +144,9 @@ class Served:
     def count_tokens(self, text: str) -> tuple[int, int]:
         """Return (approximate number of tokens, length of the longest word) of a text.
 
-        Returns (0, 0) if the tokenizer does not split texts into words.
+        The memory for tokenizing depends on these numbers. Returns (0, 0) if the tokenizer does not
+        split texts into words. Nothing needs to be counted then, because the length of the text
+        limits the memory.
         """
         return self._words.count_tokens(text, self.runtime.vocabulary)
 

@@ -139,7 +139,10 @@ class ServeSettings(Settings):
 
     @property
     def hosts(self) -> frozenset[str]:
-        """The names that the Host header of a request may have if only this machine can connect."""
+        """The names of this server that the Host header of a request may have.
+
+        The server checks the header only if no other machine can connect (`is_local`).
+        """
         more = (name.strip() for name in (self.allow_host or "").lower().split(","))
         return frozenset({*LOCAL_NAMES, self.host.lower(), *filter(None, more)})
 
@@ -153,10 +156,10 @@ class ServeSettings(Settings):
     def most_with_images(self, n_ctx: int | None) -> tuple[int, int]:
         """Return (text limit, image limit) for the body of a request to a model that takes images.
 
-        Both limits are in bytes. Text is everything except the images. The text limit is the
-        default length of a body, or --body-limit if that is smaller. Images may take the rest of
-        --body-limit. Without --body-limit they may take IMAGE_BYTES. n_ctx is the value of --ctx,
-        or None if the option was not given.
+        Both limits are in bytes. Text is everything except the images. It may take BODY_BYTES for
+        each token of the context, but at least LEAST_BODY_BYTES and at most --body-limit. Images
+        may take the rest of --body-limit. Without --body-limit they may take IMAGE_BYTES. n_ctx is
+        the value of --ctx, or None if the option was not given.
         """
         usual = max(LEAST_BODY_BYTES, BODY_BYTES * (n_ctx or 0))
         if self.body_limit is None:

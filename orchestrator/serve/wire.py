@@ -156,7 +156,10 @@ def check_text(body: bytes, most_bytes: int) -> None:
 
 
 def too_long_text(most_bytes: int) -> Refusal:
-    """Return the error response to a body that is longer than most_bytes without its images."""
+    """Return the error response to a request with more than most_bytes of text.
+
+    The text of a request is its body without the images.
+    """
     return Refusal(
         413,
         f"the request without its images is longer than {format_size(most_bytes)}, the limit for "
@@ -256,16 +259,18 @@ def is_whole(last: bytes, is_stream: bool) -> bool:
     """Return whether an answer is complete. `last` is the last part of it that is not empty.
 
     A stream is complete if `last` contains a final event or an error. Any other answer arrives in
-    one piece, so it is complete as soon as there is a `last`.
+    one piece, so it is complete if `last` is not empty.
     """
     return bool(last) and (not is_stream or any(mark in last for mark in _LAST_EVENTS))
 
 
 def failure_at(status: int, text: bytes) -> int:
-    """Return the position of an error about a failed step or grammar in llama.cpp's answer, or -1.
+    """Return the offset in `text` at which llama.cpp reports that an answer failed, or -1.
 
-    The position is an offset in `text`. `status` is the HTTP status of the answer. In a stream,
-    `text` holds whole events. Text that the model generated is never taken for such an error.
+    An answer fails if llama.cpp cannot evaluate its tokens, or cannot follow the grammar that the
+    request gives. For other errors the result is -1. `text` is a complete answer with the HTTP
+    status `status`, or whole events of a stream. Text that the model generated is never taken for
+    such a report.
     """
     if STEP_FAILED not in text and GRAMMAR_FAILED not in text:
         return -1
@@ -293,7 +298,8 @@ def grammar_failure(text: bytes) -> str | None:
 def progress_of(events: bytes) -> bytes:
     """Return the last of a stream's events if it reports how much of the prompt is read.
 
-    Otherwise returns b"". Events with names, which Anthropic's clients get, are ignored.
+    Returns b"" if the last event is of any other kind, even if an earlier event is such a report.
+    In Anthropic's format, the result is always b"".
     """
     last = events.removesuffix(EVENT_END).rpartition(EVENT_END)[2]
     reports = last.startswith(b"data: {") and b'"prompt_progress"' in last
@@ -329,11 +335,12 @@ def error_event(route: str, error: bytes) -> bytes:
 
 
 def takes_costs(part: bytes, is_stream: bool, route: str) -> bool:
-    """Return whether measurements, such as cache hits, should be added to this part of an answer.
+    """Return whether `with_costs` should add the costs of an answer to this part of it.
 
-    `part` is a complete answer, or events of a stream, for the path `route`. The measurements
-    belong in the part with llama.cpp's own measurements (`timings`). On paths without `timings`,
-    they belong in the complete answer, or in Anthropic's event `message_delta`.
+    Costs are measurements, such as cache hits. `part` is a complete answer, or whole events of a
+    stream, for the path `route`. The costs belong in the part that has llama.cpp's own measurements
+    (`timings`). On paths without `timings`, they belong in the complete answer, or in Anthropic's
+    event `message_delta`.
     """
     if not is_stream and route in _WITHOUT_TIMINGS:
         return True

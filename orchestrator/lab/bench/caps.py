@@ -97,10 +97,11 @@ class Computing(NamedTuple):
     def of_mix(self, run: int, mix: Mapping[str, float]) -> float:
         """Estimate the compute time per token if some experts have low precision or are skipped.
 
-        The result is in milliseconds. It is interpolated between the measured times `high`, `low`
-        and `fewer` of one run of the benchmark.
+        The result is in milliseconds, for one run of the benchmark. It is estimated from the times
+        with all experts in the high precision (`high`), all experts in the low precision (`low`),
+        and fewer experts per token (`fewer`).
 
-        - run: the number of this run, an index into the three lists.
+        - run: the number of the run, an index into these three lists.
         - mix: fraction of the experts with the low precision ("low"), and of skipped ones ("skip").
         """
         high = self.high[run]
@@ -116,11 +117,12 @@ class Computing(NamedTuple):
 def computing(rows: Sequence[Result], fewer_share: float) -> Computing:
     """Return upstream llama.cpp's compute times per token with everything in memory.
 
-    - rows: the rows of the benchmark's table. Each row has the times of one system, one time for
-      each run (repetition). The role of a row, "upstream", "low" or "fewer", selects the field of
-      the result (`high` for "upstream"). If several rows have the same role, the fastest one of
-      each run counts.
-    - fewer_share: the fraction of the usual experts per token that rows with the role "fewer" use.
+    - rows: the rows of the benchmark's table. The role of a row names the measurement: "upstream"
+      (all experts in the high precision), "low" (all experts in the low precision) or "fewer"
+      (fewer experts per token). Other rows are ignored. A row has one time for each run
+      (repetition). If several rows have the same role, the smallest time of each run is used.
+    - fewer_share: the number of experts per token in the rows "fewer", as a fraction of the usual
+      number.
     """
     high, low, fewer = (
         best_runs([row for row in rows if row["cap"] is None and row["role"] == role])
@@ -212,11 +214,13 @@ class Caps(Benchmark):
         return listed
 
     def largest_whole(self, cap: float) -> str | None:
-        """Return the largest quantization type of experts with which the model fits in memory.
+        """Return the largest quantization of experts with which the model fits under a memory cap.
 
-        The result is None if no type is small enough. cap: the memory cap, as a fraction of the
-        size of the model file. If the option `caps_process` is False, only the experts must fit,
-        and `cap` is a fraction of their size in the model file.
+        The result is a type such as "q4_k", or None if no type is small enough.
+
+        - cap: the memory cap. If the option `caps_process` is True, it limits the whole process,
+          and is a fraction of the size of the model file. If the option is False, it limits only
+          the experts, and is a fraction of their size in the model file.
         """
         model, options = self.model, self.on
         config = Config.build(model=self.high, ctx=options.n_ctx, ubatch=options.n_ubatch)

@@ -18,9 +18,10 @@ class Case:
     - system: "upstream" (upstream llama.cpp, with settings of PlainModel) or "engine" (ours, with
       settings of Config).
     - cap: the memory cap; None for no cap. If it limits the whole process, it is a fraction of the
-      model file. If it limits expert slots or GPU memory, it is a fraction of the experts.
-    - one_token: the expert slots hold only the experts of one token in one layer, so there are no
-      cache hits.
+      model file. If it limits only the memory for experts, or GPU memory, it is a fraction of the
+      experts.
+    - one_token: the memory for experts holds only the experts of one token in one layer, even if
+      the cap allows more. Each expert is then read again for each token.
     - tier: type of all experts. None keeps the types of the model file.
     - role: how a report uses the case.
 

@@ -40,9 +40,11 @@ class Part(NamedTuple):
     - name: identifies the part in the results.
     - kind: PROMPT, PROMPTS (a prompt for each sequence) or DECODE.
     - seconds, at_least: decode steps end early after `seconds`, but not before `at_least` steps.
-    - sequences: number of sequences that decode in one batch; 0 for a single sequence. After a part
-      of kind PROMPTS, each sequence continues its own prompt. After any other part, all sequences
-      continue the same prompt.
+    - sequences: the number of prompts, or of sequences that decode in one batch. 0 stands for one
+      sequence without a batch.
+
+    Decode steps continue the text of the previous part. After PROMPTS, each sequence continues its
+    own prompt. After PROMPT, all sequences of the batch continue the same prompt.
     """
 
     name: str
@@ -63,10 +65,10 @@ def prompt(n: int, name: str = PROMPT) -> Part:
 
 
 def settle(n: int, seconds: float) -> Part:
-    """Return a description of one part of a measurement: n decode steps, until speeds are settled.
+    """Return a description of n decode steps that warm up a measurement.
 
-    Reports ignore the times of this part. The function `play` runs it later, and ends it early
-    after `seconds`.
+    Reports ignore the times of these steps, because speeds still change. The function `play` runs
+    the steps later, and stops early after `seconds`.
     """
     return Part("settle", DECODE, n, seconds)
 
@@ -81,10 +83,11 @@ def decode(n: int, seconds: float) -> Part:
 
 
 def longest_context(parts: Sequence[Part], shared: bool = True) -> int:
-    """Return the context length that a measurement needs, rounded up to a multiple of 256.
+    """Return the context length that a measurement needs, rounded up to a multiple of 256 tokens.
 
-    With shared=True, the result is the length for all sequences of a batch together. With
-    shared=False, it is the length that one sequence needs.
+    - parts: the prompts and decode steps of the measurement, in order.
+    - shared: if True, the result is the length for all sequences of a batch together. If False, it
+      is the length that one sequence needs.
     """
     longest = length = 0
     for part in parts:
@@ -277,7 +280,11 @@ def slow_link(job: Job) -> None:
 
 
 def run_device(job: Job) -> Result:
-    """Measure a GPU: its name, its memory and its copy bandwidth."""
+    """Return the name, the number, the memory and the copy bandwidth of a GPU, as a dict.
+
+    job: its field `device` names the GPU. Its field `copy_times` says how often the GPU repeats
+    each copy, to imitate a slower link. Raises ConfigError if the device is not a GPU.
+    """
     from orchestrator.errors import ConfigError
     from orchestrator.native import measure_device
     from orchestrator.native.llama import Bindings

@@ -213,22 +213,23 @@ class FixedMemory:
     layers: tuple[int, ...]
 
     def vram_bytes(self, share: float) -> int:
-        """Return the GPU memory in bytes that a model needs with a part of its experts on the GPU.
+        """Return the bytes of GPU memory for a model with a part of its experts on the GPU.
 
-        The rest of the model needs different amounts of memory in our engine and in upstream
-        llama.cpp. The result includes the larger of the two amounts.
+        - share: this part, as a fraction of the bytes of all experts.
 
-        - share: the part of the experts, as a fraction of the bytes of all experts.
+        The result is enough for our engine and for upstream llama.cpp. They need different amounts
+        of memory for the rest of the model, of which the larger one is used.
         """
         return max(self.ours, self.theirs) + int(share * sum(self.layers))
 
     def cpu_moe(self, share: float) -> int:
         """Return how many layers must keep their experts on the CPU if llama.cpp runs the model.
 
-        The result is the smallest value of llama.cpp's option --n-cpu-moe with which the model fits
-        in `vram_bytes(share)` bytes of GPU memory.
+        - share: the fraction of the experts, by bytes, for which the GPU has memory. Together with
+          the rest of the model, this memory is `vram_bytes(share)`.
 
-        - share: fraction of the experts for which this memory has space, by bytes.
+        The result is the smallest value of llama.cpp's option --n-cpu-moe with which the model
+        fits.
         """
         left = self.vram_bytes(share) - self.theirs
         n = len(self.layers)
@@ -471,9 +472,9 @@ class Gpu(Benchmark):
     def bandwidth(self, number: int, seconds: float = 1.5) -> disk.Bandwidth:
         """Return the measured read speed of the disk.
 
-        The benchmark measures the disk several times in each run of all cases. The first call in a
-        run also measures the speed of copies to the GPU, and appends it to `copies`. With the
-        option --table3, later calls in the run return the disk speed of the first call.
+        The benchmark runs all cases several times. The first call in each run also measures the
+        speed of copies to the GPU, and adds it to the attribute `copies`. With the option --table3,
+        only the first call in a run measures the disk, and later calls return its result.
 
         - number: index of the run.
         - seconds: approximate duration of the disk measurement.
@@ -502,12 +503,12 @@ class Gpu(Benchmark):
         return found
 
     def measured(self, case: Case, runs: Sequence[Result]) -> None:
-        """Report the results of a case as a progress message, after each of its runs.
+        """Called after each run of a case (a system under a memory cap). Reports its speed at once.
 
-        A case is one system under one memory cap. The message has the times per token and of the
-        prompts. It is sent only with the option --table3.
+        The report is a progress message. It has the time per token, and the times to read a short
+        and a long prompt. It is sent only with the option --table3.
 
-        - runs: the results of all runs of the case so far.
+        - runs: the results of the case so far.
         """
         if self.on.table3:
             self.note(table3.line(case, self.row(case, runs), self.on.prompt_tokens))

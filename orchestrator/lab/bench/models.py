@@ -55,7 +55,13 @@ def build_models(options: BenchOptions, tiers: Sequence[str], note: Note) -> lis
 
 
 def model_bytes(options: BenchOptions, tiers: Sequence[str]) -> int:
-    """Return the total size in bytes of the random-weight models, one for each expert type."""
+    """Return the total size of several model files with random weights, in bytes.
+
+    The files differ only in the quantization type of their experts.
+
+    - options: the options that select the shape of the model.
+    - tiers: the quantization type of each file, such as "q4_k".
+    """
     return sum(synthetic.file_bytes(_shape(options), tier) for tier in tiers)
 
 

@@ -203,7 +203,11 @@ class BenchOptions(Settings):
         return longest_context(self.parts())
 
     def parts(self) -> list[Part]:
-        """Return what a child process runs: a prompt, warm-up steps, and measured decode steps."""
+        """Return the parts of a measurement, in the order in which a child process runs them.
+
+        The first part reads a prompt. The second decodes some tokens to warm up. The third decodes
+        the tokens whose times are reported.
+        """
         return [
             prompt(self.prompt_tokens),
             settle(self.warmup, self.max_seconds / 3),

@@ -187,7 +187,8 @@ def _parsed(words: Sequence[str], known: Mapping[str, Callable[[str], Any]]) -> 
 class Side:
     """The child process of one of the two sides (configurations) that are compared.
 
-    The process computes only when it is asked to. `ms` has the times of its measured steps.
+    The process computes only during calls of `run`. The caller collects the measured times in the
+    list `ms`, in milliseconds.
     """
 
     def __init__(self, process: subprocess.Popen[str], errors: IO[str]) -> None:
@@ -238,10 +239,10 @@ class Side:
         return line
 
     def run(self, steps: int, prompt: int) -> list[float]:
-        """Run several steps and return their times in milliseconds.
+        """Run several steps in the child process and return their times in milliseconds.
 
-        With prompt=0 a step decodes one token. Otherwise it reads a prompt of `prompt` tokens. The
-        first step is left out, because it finds cold CPU caches.
+        Each step reads a prompt of `prompt` tokens, or decodes one token if `prompt` is 0. The time
+        of the first step is left out, because the CPU caches are cold.
         """
         assert self._process.stdin is not None
         self._process.stdin.write(f"{steps} {prompt}\n")
@@ -251,14 +252,14 @@ class Side:
 
 
 def in_turns(sides: Mapping[str, Side], prompt: int, turns: int = TURNS) -> None:
-    """Time the decode steps or the prompts of several configurations in alternation.
+    """Time several configurations by turns, so that other load on the machine affects all equally.
 
-    Each configuration has a child process with a loaded model. Only one process computes at a time,
-    so that other load on the machine affects all equally. Their order is reversed after each turn.
+    Each configuration has its own child process with a loaded model. In each of `turns` rounds, the
+    processes compute one after another. The next round has the reverse order.
 
-    - sides: the child processes, by name. The measured times are appended to the list `ms` of each.
-    - prompt: length of the timed prompts, in tokens; 0 times decode steps instead.
-    - turns: number of turns of each process.
+    - sides: the child processes, by name. The measured times of a process are appended to its list
+      `ms`.
+    - prompt: length of the timed prompts, in tokens. With 0, decode steps are timed instead.
     """
     steps = 2 if prompt else STEPS
     order = list(sides.values())

@@ -39,12 +39,13 @@ def _experts_on_cpu(bindings: Bindings, n_layers: int) -> Any:
 class PlainModel(Closing):
     """Runs a model with upstream llama.cpp, without our engine. Also a context manager.
 
-    - mmap: map the weights, so that they are read when they are used. Otherwise they are read at
-      load.
-    - extra_bufts: allow the weights to be repacked for the CPU.
-    - gpu: number of the GPU that holds everything except the experts of the first `cpu_moe` layers,
-      as with llama.cpp's --n-cpu-moe. None uses the CPU only.
-    - experts_used: (metadata key, experts per token), which replaces the file's value.
+    - mmap: map the model file, so that weights are read when they are first used. If False, all
+      weights are read at load.
+    - extra_bufts: allow llama.cpp to repack weights for faster products on the CPU.
+    - gpu: number of the GPU, or None to use the CPU only. The experts of the first `cpu_moe` layers
+      stay on the CPU, as with llama.cpp's --n-cpu-moe.
+    - experts_used: a pair (metadata key, n). Each token uses n experts, instead of the number that
+      the model file has under this key.
 
     Raises NativeError if the model cannot be loaded.
     """

@@ -58,11 +58,12 @@ def good(rows: Sequence[Result]) -> list[Result]:
 def best_runs(rows: Sequence[Result], key: str = "tpot_ms_p50_runs") -> list[float]:
     """Return the smallest time among several table rows, separately for each run.
 
-    A run is one repetition of the measurement. Each row has a list of times, one for each run, and
+    A run is one repetition of the measurement. Each row has a list with one time for each run, and
     the result is such a list too. Rows whose measurement failed are ignored. If all rows failed,
     the result is [].
 
-    - key: the key of the list in a row. By default, its times are those of the median decode step.
+    - key: the key of the list in a row. By default, a time in the list is the median over all
+      decode steps of the run.
     """
     return [min(each) for each in zip(*(row[key] for row in good(rows)), strict=True)]
 
@@ -70,9 +71,12 @@ def best_runs(rows: Sequence[Result], key: str = "tpot_ms_p50_runs") -> list[flo
 def add_ratio(
     rows: Sequence[Result], name: str, bases: Sequence[Result], key: str = "tpot_ms_p50_runs"
 ) -> None:
-    """Add to each row its speed relative to the fastest row of `bases`, under the key `name`.
+    """Add to each table row its speed relative to the fastest row of `bases`, under the key `name`.
 
-    `key` selects the time, by default the median decode step. Does nothing if `bases` is empty.
+    Does nothing if `bases` is empty.
+
+    - key: the key under which a row has its list of times. By default, these are the median times
+      of decode steps.
     """
     best = best_runs(bases, key)
     for row in good(rows):
@@ -90,13 +94,14 @@ def caps_of(rows: Sequence[Result]) -> list[list[Result]]:
 
 
 def add_bound(row: Result, compute_ms: Sequence[float], waits_ms: Sequence[list[float]]) -> None:
-    """Add to a row a lower bound of the time per token.
+    """Add a lower bound of the time per token to a table row, under the key "bound_tpot_ms".
 
-    A step takes at least its compute time, and at least the time to load its missing experts. The
-    entry "of_bound" is the bound divided by the measured time, so 1 is the best value.
+    A decode step takes at least its compute time, and at least the time to load its missing
+    experts. The bound is the median over the steps of a run (a repetition of the measurement), and
+    then over all runs. The entry "of_bound" is the bound divided by the measured time.
 
     - compute_ms: the compute time of a step, for each run.
-    - waits_ms: the time to load the missing experts of each step, for each run.
+    - waits_ms: for each run, the time to load the missing experts of each step.
     """
     bounds = [
         statistics.median(max(compute, wait) for wait in waits)
@@ -205,10 +210,11 @@ def moved(key: str = "bytes_per_token") -> Column:
 
 
 def row_notes(rows: Sequence[Result]) -> list[str]:
-    """Return the footnotes of a table.
+    """Return the footnotes of a benchmark table, as lines of text.
 
-    They give the memory use of rows with an expert store, and of rows that exceed their memory
-    limit. For rows with a lower bound of the time per token, they explain the bound.
+    A row of our engine gets a footnote with its memory use. A row of llama.cpp gets one only if it
+    exceeds its memory limit. If the highest possible speed of a row is known (see add_bound),
+    another footnote states it.
     """
     lines = []
     for row in good(rows):

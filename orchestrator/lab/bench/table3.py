@@ -83,11 +83,13 @@ def on_gpu() -> list[Case]:
 def cases_under(cap: float, first: bool, retention: float, table: Path) -> list[Case]:
     """Return the benchmark cases (policies with settings) of our engine for one cap on GPU memory.
 
-    - cap: fraction of the experts that fits on the GPU. Up to 0.25, the cases are the six rows of
-      Table 3 of the DyMoE paper, and the policies dynaexq and floor. Above 0.25, only rows 2, 3, 5
-      and 6 are returned.
-    - first: return row 1 for any cap.
-    - retention: fraction of experts that dymoe keeps in high precision.
+    Six cases are the rows of Table 3 of the DyMoE paper. Row 1 loads each expert on demand, and
+    rows 2 to 6 use techniques of DyMoE.
+
+    - cap: fraction of the experts that fits on the GPU. Up to 0.25, the result is all six rows, and
+      the policies dynaexq and floor. Above 0.25, it is rows 2, 3, 5 and 6.
+    - first: include row 1 above 0.25 too.
+    - retention: fraction of experts that DyMoE keeps in high precision.
     - table: file with each expert's error in each precision, for floor.
     """
     paper = paper_rows(cap, retention)

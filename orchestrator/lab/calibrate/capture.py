@@ -213,9 +213,10 @@ class LayerActivations:
         return np.diff(self._order[1])
 
     def places(self, expert: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens that use an expert, and the expert's index among the k experts of each.
+        """Return the positions at which an expert occurs in the field `ids`, as (rows, columns).
 
-        Both arrays are int64 [n], in the order of the text.
+        A row of `ids` is a token of the text, and its columns are the k experts that the token
+        uses. Both arrays are int64 [n], in the order of the text.
         """
         order, bounds = self._order
         token, slot = np.divmod(order[bounds[expert] : bounds[expert + 1]], self.ids.shape[1])

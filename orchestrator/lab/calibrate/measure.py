@@ -246,12 +246,12 @@ class OutputSums:
     def add_product(self, layer: int, kind: int, node: Node) -> None:
         """Update the statistics after llama.cpp has computed a matrix product of a layer's experts.
 
-        A product multiplies the experts' matrices of one kind, such as DOWN, by their inputs. A
-        gate or up product shows the inputs of the experts, which may be sampled. A down product
-        shows their outputs, whose mean squares are added to `squares`.
+        The product of the down matrices is the output of the experts. Its mean squares are added to
+        the field `squares`. The inputs of the other products are the inputs of the experts. If
+        samples were requested, some of these inputs are stored in the field `samples`.
 
         - layer: index among the MoE layers.
-        - kind: the kind of the matrices.
+        - kind: the kind of the matrices, such as DOWN.
         - node: the tensor of llama.cpp's graph that holds the product.
         """
         if kind != DOWN:
@@ -316,9 +316,10 @@ class Precisions:
 
     @property
     def listed(self) -> list[_Precision]:
-        """The precisions in the table, from the highest to the lowest number of bits.
+        """All precisions whose losses are measured, from the most to the fewest bits per weight.
 
-        They are the precisions (tiers) of the model file, and those in the field `types`.
+        They are the precisions that the model file contains, and the quantization types in the
+        field `types`.
         """
         found = [
             _Precision(TablePrecision(tier.name, round(tier.bpw, 4), True), index, None)

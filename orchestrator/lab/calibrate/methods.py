@@ -208,12 +208,11 @@ def _reading(
 
 @contextmanager
 def gptq_of(method: Method, source: Path, progress: Progress) -> Iterator[Gptq]:
-    """Yield one GPTQ quantizer for all experts of the model file `source`.
+    """Yield a quantizer that applies GPTQ to all experts of the model file `source`.
 
-    GPTQ needs the experts' inputs. The model therefore reads the calibration text of `method`
-    before the quantizer is yielded, and records the inputs of the first layers. When the caller
-    quantizes a later layer, the model reads the text again if needed. The caller must quantize the
-    layers in order.
+    GPTQ needs the inputs of the experts. To record them, the model reads the calibration text of
+    `method`. If the inputs of all layers are too large to store at once, the model reads the text
+    again for each further group of layers. The caller must therefore quantize the layers in order.
 
     - progress: receives the completed fraction of the reading.
     """

@@ -79,13 +79,13 @@ PARTS, ALL = "skip in parts", "skip"
 class Moved(NamedTuple):
     """The measured effect on a model's output if some of its experts are changed.
 
-    A changed expert is computed in a lower precision, or skipped. All values are means over the
-    tokens of each of n windows (pieces of a text).
+    A changed expert is computed in a lower precision, or skipped. Each value is a mean over the
+    tokens of one of n windows (pieces of a text).
 
     - kl float64 [n]: KL divergence from the unchanged model, in nats.
-    - lost float64 [n, n_layers]: sum of the mean squared output errors of a token's changed
-      experts, each times its squared gate weight.
-    - surprise float64 [n]: larger if the window uses experts that are otherwise rarely used.
+    - lost float64 [n, n_layers]: error of a token in each layer. Each changed expert of the token
+      adds its squared gate weight times its mean squared output error.
+    - surprise float64 [n]: how unusual the used experts are. It is large if they are rarely used.
     """
 
     kl: np.ndarray
@@ -106,13 +106,13 @@ def passes(tiers: Sequence[str]) -> list[tuple[str, str | None]]:
 
 
 def parts_of(n_layers: int, n_windows: int) -> np.ndarray:
-    """Divide the layers of a model into groups of consecutive layers, called parts.
-
-    In one pass of a calibration, each window (piece of the text) is read with experts skipped in
-    only one part. Each part needs at least one window. The number of parts is therefore at most
-    n_windows, and at most 8.
+    """Divide the layers of a model into at most 8 groups of consecutive layers, called parts.
 
     Returns the index of each layer's part, int [n_layers].
+
+    A calibration measures the effect of skipped experts for each part. For this purpose, the model
+    reads each window (piece of the text) with experts skipped in a single part. Because each part
+    needs a window, there are at most n_windows parts.
     """
     n = min(_PARTS, n_layers, n_windows)
     return np.arange(n_layers) * n // n_layers
@@ -126,16 +126,15 @@ def moved(
     against: Reference,
     progress: Progress,
 ) -> Moved:
-    """Read a text once with some experts changed, and measure the effect on the model's output.
+    """Read a text once with some experts skipped or in a lower precision, and measure the effect.
 
-    A changed expert is computed in a lower precision, or skipped. Returns the KL divergence from
-    the unchanged model, with statistics of each window (piece of the text).
+    Returns, for each window (piece of the text), the KL divergence from the unchanged model, the
+    error of the changed experts, and how unusual the used experts are.
 
     - reader: the model with its text.
     - name: one of the names from passes(). It decides how experts are changed.
-    - costs float64 [n_layers, n_expert]: each expert's mean squared output error after the change,
-      for the statistics.
-    - unusual float64 [n_layers, n_expert]: larger for rarely used experts, for the statistics.
+    - costs float64 [n_layers, n_expert]: mean squared output error of each expert if it is changed.
+    - unusual float64 [n_layers, n_expert]: how unusual one use of each expert is.
     - against: log-probabilities of the unchanged model.
     """
     n_layers, n_windows = len(costs), len(reader.scored)
@@ -182,15 +181,15 @@ def moved(
 def fitted(tiers: Sequence[str], found: dict[str, Moved], text: str, weights: np.ndarray) -> Fit:
     """Fit the factors that convert errors of experts' outputs to KL divergence of the model.
 
-    Returns a Fit, with a factor for each layer and each precision. The model has read a text
-    several times (passes). In each pass, some experts had a lower precision or were skipped.
+    The model has read a text several times. Readings with skipped experts give a factor for each
+    layer. Readings with experts in a lower precision give a factor for this precision.
 
     - tiers: the precisions of the model file, best first.
-    - found: the measurements of each pass. The keys are the names from passes().
+    - found: the measurements of each reading, by its name from passes().
     - text: a description of the text.
     - weights: number of tokens of each window (piece of the text), float64 [n].
 
-    Raises ConfigError if the changes had no measurable effect.
+    Raises ConfigError if skipping experts or lowering their precision had no measurable effect.
     """
     n_layers = found[ALL].lost.shape[1]
     part = parts_of(n_layers, len(weights))
@@ -246,13 +245,13 @@ def fitted(tiers: Sequence[str], found: dict[str, Moved], text: str, weights: np
 
 
 def spread(measured: np.ndarray, foreseen: np.ndarray) -> float:
-    """Return the standard error of log(sum(measured) / sum(foreseen)).
+    """Return how uncertain the ratio sum(measured) / sum(foreseen) is.
 
-    It is estimated with a bootstrap over the n windows (pieces) of a text, with a fixed random
-    seed.
+    The result is the standard error of the ratio's logarithm. It is estimated with a bootstrap over
+    the n windows (pieces) of a text, with a fixed random seed.
 
-    - measured, foreseen: for each window, float64 [n], the measured and the predicted KL divergence
-      times the window's share of the tokens.
+    - measured: KL divergence of each window, weighted by its number of tokens, float64 [n].
+    - foreseen: predicted KL divergence of each window, with the same weights, float64 [n].
     """
     n = len(measured)
     drawn = np.random.default_rng(_SEED).integers(0, n, (_DRAWS, n))
@@ -477,13 +476,15 @@ class _Run:
     def measured(
         self, reference: Path | None, types: Sequence[str], note: Callable[[str], None]
     ) -> LossTable:
-        """Measure how much each precision changes each expert's output, and return a loss table.
+        """Measure the loss of each expert in each precision, and return the losses as a table.
 
-        The factors that convert these losses to KL divergence are still missing in the table. Also
-        saves the log-probabilities of the model's best tier to a file.
+        A loss is the mean squared error of an expert's output on the calibration text. Also saves
+        the model's log-probabilities for this text, in the best precision of the model file. The
+        method `fit` needs them later.
 
-        - reference: the model in full precision. None uses the best tier of the model.
-        - types: further quantization types that the table includes.
+        - reference: file of the model in full precision. None uses the best precision of the model
+          file.
+        - types: quantization types to measure in addition to the precisions of the model file.
         - note: receives messages for the user.
         """
         # rtn does not use the text, but the measurement of the losses does.
@@ -529,10 +530,13 @@ class _Run:
     def fit(self, table: LossTable, tiers: Sequence[str]) -> Fit:
         """Compute the factors that convert the losses of a loss table to KL divergence.
 
-        For this purpose, the text is read several times. Each time, some experts are computed in a
-        lower precision or are skipped. Measurements that an interrupted calibration saved are not
-        repeated. Raises ConfigError if no factor can be computed, and the exceptions of loading a
-        model.
+        For this purpose, the model reads the calibration text several times. Each time, some
+        experts are skipped or have a lower precision. Readings that an interrupted calibration has
+        completed are not repeated.
+
+        - tiers: the precisions of the model file, best first.
+
+        Raises ConfigError if no factor can be computed, and the exceptions of loading a model.
         """
         plain = replace(table, fit=Fit((1.0,) * len(table.counts), (), "", 0.0))
         found = {}

@@ -93,9 +93,10 @@ PROMPT_TOKENS = 128
 
 
 def machine_of(config: Config) -> Machine:
-    """Measure the memory of this machine, and of the GPU that the config selects.
+    """Return the size of the free memory on this machine, and on the GPU that the config selects.
 
-    Raises ConfigError if the device is unknown.
+    Raises ConfigError if the GPU does not exist, or if the config has a limit on GPU memory but no
+    GPU.
     """
     gpu = find_gpu(Bindings.load(), config.device, config.vram)
     return probe(gpu.device if gpu else None)
@@ -174,11 +175,11 @@ def three_budgets(config: Config, planner: Planner, tier: str) -> Iterator[tuple
 
 
 def budgets_of(config: Config, path: Path, tier: str) -> list[tuple[str, Config]]:
-    """Return (budget name, config) for runs of a model with three memory budgets.
+    """Return a list of (name of the memory budget, config) for the runs of `moe-edge check`.
 
-    The budgets are the smallest possible one, a medium one, and one for all experts. The medium one
-    has a config for each policy of half_way() that can run with it. Each config computes all
-    experts in the precision `tier`, without loss.
+    There are three budgets: the smallest possible one, a medium one, and one for all experts. The
+    medium budget has a config for each policy from half_way(), and the others have one config each.
+    Every config computes all experts in the precision `tier`.
 
     - config: the user's settings, with the memory cap.
     - path: the model file.
@@ -197,11 +198,11 @@ def budgets_of(config: Config, path: Path, tier: str) -> list[tuple[str, Config]
 
 
 def half_way() -> list[str]:
-    """Return the names of the policies that a check runs with the medium memory budget.
+    """Return the names of the policies that a check runs with a medium memory budget.
 
-    This budget is half way between the smallest possible budget and a budget for all experts. The
-    policies are those that can run losslessly. The baseline policy and the policies with a limit on
-    the quality loss (`max_loss`) are left out.
+    They are all policies that can compute every expert in the same precision, as llama.cpp does.
+    The baseline policy (an LRU cache) is left out, because the check runs it with the smallest and
+    the largest budget. Policies with a limit on the quality loss (`max_loss`) are left out, too.
     """
     return [
         name

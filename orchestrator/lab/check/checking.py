@@ -384,14 +384,20 @@ class _Check:
 
 
 def compare_rows(rows: Path, reference: Path, n_vocab: int) -> dict[str, Any]:
-    """Compare two files of logits, float32 [n, n_vocab], bit by bit. Returns a dict.
+    """Compare the logits of our engine with those of llama.cpp, bit by bit.
 
-    - rows: number of rows in our file. equal: whether all bits are equal.
-    - first: index of the first row that differs, or None.
-    - first_error: largest difference in the row `first`. most: largest difference in all rows. Both
-      are None if the difference is not finite.
-    - choices: number of rows in which the most likely token differs.
-    - finite: whether all our values are finite.
+    - rows, reference: files with the logits of our engine and of llama.cpp, float32 [n, n_vocab]. A
+      row has the logits after one token.
+
+    Returns a dict with these keys:
+
+    - "rows": number of rows of our engine.
+    - "equal": whether all bits are equal.
+    - "first": index of the first row that differs, or None.
+    - "first_error", "most": largest difference of two logits in this row and in all rows; None if
+      it is not finite.
+    - "choices": number of rows in which the most likely token differs.
+    - "finite": whether all logits of our engine are finite.
     """
     ours, theirs = (
         np.memmap(path, np.float32, "r").reshape(-1, n_vocab) for path in (rows, reference)

@@ -9,7 +9,10 @@ from gguf_tools.units import format_size
 
 
 def render(report: dict[str, Any]) -> str:
-    """Format the report of a check as a page of text for the user."""
+    """Format the report of `moe-edge check` as a page of text for the user.
+
+    - report: the result of examine(), which compares our engine's logits with llama.cpp's.
+    """
     machine = report["machine"]
     versions = ", ".join(f"{name} {found or '?'}" for name, found in machine["versions"].items())
     pair = f" with {report['low']}" if report["low"] else ""
@@ -44,12 +47,13 @@ def render(report: dict[str, Any]) -> str:
 
 
 def row(report: dict[str, Any]) -> list[str]:
-    """Return lines of text with one row for the table in docs/reports.md.
+    """Return the results of `moe-edge check` as a row for the table in docs/reports.md.
 
-    The row has the speed and the memory use of the check's last run, which uses the user's own
-    options. The list is empty if that run is missing or failed, or if the check found a problem.
+    The row has the speed and the memory use that the check measured with the user's own options.
+    The result is a list of lines of text. It is empty if this measurement is missing or failed, or
+    if the check found a problem.
 
-    - report: the report of `moe-edge check`.
+    - report: the report of the check.
     """
     run, machine = report["as_asked"], report["machine"]
     if not report["ok"] or not run or "error" in run:

@@ -88,7 +88,11 @@ class VirtualStore(Closing):
         real.set_step_done(self.on_step)
 
     def close(self) -> None:
-        """End the simulation. The policy's choices then depend on the real expert store again."""
+        """End the simulation and free the simulated expert store.
+
+        From now on, the model's policy sees the real expert store again instead of the simulated
+        one.
+        """
         self._inside.driver.set_route()
         self._inside.store.set_step_done(self._inside.driver.step_done)
         self._store.close()

@@ -265,7 +265,9 @@ def near_data(on: Measured) -> list[dict[str, Any]]:
 
     The simulated machine is the paper's: a GPU with a near-data memory, which computes experts in
     the memory that holds them. Each of the paper's models and bit widths is simulated twice: with
-    random routing, and with the routing of our model `on`.
+    random routing, and with the routing of our model, which is recorded on our text (`on`).
+
+    Returns a dict for each simulation, with the simulated times of each method.
     """
     found = []
     for shape in SHAPES:

@@ -246,7 +246,8 @@ def _loads_panel(load: Load) -> Panel:
 def figure_5(on: Measured) -> Made:
     """Reproduce Figure 5 of the DyMoE paper: the quality loss with one layer in low precision.
 
-    Each layer in turn has the low precision, and all other layers have the best precision.
+    For each layer, a measurement is made in which only this layer has the low precision. All other
+    layers have the best precision.
 
     `on` is the model and the text. Returns a table, plots, and the comparison with the paper.
     """
@@ -343,9 +344,10 @@ def simulated(on: Measured) -> Times:
     Each system is a way to load experts from the disk, such as a cache with prefetching. `on` is
     the model and the text.
 
-    Returns milliseconds by system name, cache size (fraction of all experts) and part. The part
-    "prompt 64" is the time to read a prompt of 64 tokens, starting with an empty cache. The part
-    "decode" is the mean decode step after the prompt of LENGTHS[1] tokens.
+    Returns a dict of times in milliseconds. A key has the name of the system, the size of its cache
+    (fraction of all experts), and the timed work. "prompt 64" is to read a prompt of 64 tokens,
+    starting with an empty cache. "decode" is the mean decode step after the prompt of LENGTHS[1]
+    tokens.
     """
     high, found = on.subject().high, Times()
     for n in LENGTHS:
@@ -374,9 +376,10 @@ def live(on: Measured) -> Times:
     Each system is a way to load experts from the disk, such as a cache with prefetching. `on` is
     the model and the text.
 
-    Returns milliseconds by system name, cache size (fraction of all experts) and part. The part
-    "prompt 64" is the time to read a prompt of 64 tokens, and "decode" is the time of a decode
-    step. Times are medians over several rounds, in which the systems take turns.
+    Returns a dict of times in milliseconds. A key has the name of the system, the size of its cache
+    (fraction of all experts), and the timed work. "prompt 64" is to read a prompt of 64 tokens, and
+    "decode" is one decode step. The times are medians over several rounds. Each system runs once in
+    each round.
     """
     subject = on.subject()
     with subject.model() as model:

@@ -348,10 +348,10 @@ def figure_3(on: Measured) -> Made:
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """A way to serve the model whose speed is compared with others, such as DynaExq.
+    """A configuration of our engine whose speed is compared with that of others.
 
     - name: its name in tables.
-    - settings: the options of our engine that select it, by name.
+    - settings: the options of our engine that it sets, by name.
     """
 
     name: str
@@ -401,12 +401,12 @@ def _timed(on: Measured, parts: list[Part]) -> dict[str, list[list[Any]]]:
 def timed_batches(on: Measured) -> list[Row]:
     """Measure on this machine how long prompts and decode steps take, by batch size.
 
-    Three configurations of our engine are measured: those of `systems`. `on` is the model and the
-    text.
+    Three configurations of our engine are measured: all experts in low precision, all experts in
+    high precision, and the policy DynaExq. `on` is the model and the text.
 
-    Returns a table row for each configuration and batch size. A row has the time to the first
-    token and the time of a decode step, in milliseconds, and the tokens per second. Raises
-    Unavailable if the memory is too small for a configuration.
+    Returns a table row for each configuration and batch size. A row has the time to the first token
+    and the time of a decode step, in milliseconds, and the tokens per second. Raises Unavailable if
+    the memory is too small for a configuration.
     """
     parts: list[Part] = [prompt(PROMPT, "first"), settle(16, 20.0)]
     for batch in BATCHES:

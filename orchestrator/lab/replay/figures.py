@@ -92,16 +92,16 @@ Expert = tuple[int, int]  # (layer, expert)
 
 
 def belady(trace: Trace, shape: ModelShape, plan: SlotPlan, tier: int) -> dict[str, list[int]]:
-    """Compute the cache hits of an optimal cache, which knows the whole trace in advance.
+    """Compute the cache hits of an optimal cache of experts, which knows all requests in advance.
 
-    It has the same slots as the replay, holds one precision, and keeps the experts whose next use
-    is soonest. Its hits are an upper bound for policies that load experts of one precision on
-    demand.
+    The cache holds experts in one precision, and keeps those whose next use is soonest. Its hits
+    are an upper bound for all policies that load experts of one precision on demand.
 
-    - tier: index of the precision among the tiers of the trace's model.
+    - plan: the slots of the cache. A slot holds one matrix of an expert.
+    - tier: index of the precision in the model.
 
-    Returns the number of "requests" and "hits" of expert matrices, and the "miss_bytes". Each value
-    is a list [prefill, decode].
+    Returns a dict with the number of "requests" and "hits", and the size of the missing matrices
+    ("miss_bytes"). Each value is a list [prefill, decode].
     """
     # All assumptions favor the optimum. The slots of one matrix kind and slot size form one pool,
     # even if the plan groups them differently. An expert may be evicted right after its use, and

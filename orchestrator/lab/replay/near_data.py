@@ -402,13 +402,14 @@ def folded(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Merge groups of `fold` neighboring experts of a trace into one expert each.
 
-    The gate weight of a merged expert is the sum of the gate weights of its group. Each token keeps
-    the merged experts with the largest weights.
+    The gate weight of a merged expert is the sum of the gate weights of its group.
 
-    - ids, weights: the experts and gate weights of each token, [T, k].
+    - ids, weights: the experts and gate weights of each token in the trace, [T, k].
+    - shape: the model to which the merged experts belong. Each token uses its n_expert_used merged
+      experts with the largest weights.
 
-    Returns the ids and weights of the merged experts of each token, [T, n_expert_used], the largest
-    weight first. The id is -1 if a token has fewer experts.
+    Returns the ids and gate weights of each token's experts after the merge, [T, n_expert_used],
+    the largest weight first. If a token has fewer experts, the remaining ids are -1.
     """
     rows = np.broadcast_to(np.arange(len(ids))[:, None], ids.shape)
     sums = np.zeros((len(ids), shape.n_expert))
@@ -495,11 +496,14 @@ class Decoded:
 
 
 def placed(asked: NearData, scores: np.ndarray) -> Plan:
-    """Return the placement with the n_hot best experts of each layer on the GPU.
+    """Decide for each expert whether it is on the GPU or in the near-data memory.
 
-    The best experts have the largest `scores` [n_layers, n_expert]. All other experts are in the
-    near-data memory, which computes them itself, with at most near_bits bits per weight on average.
-    n_hot and near_bits are options in `asked`.
+    A near-data memory computes the experts that it holds. In each layer, the n_hot experts with the
+    largest scores are on the GPU, with 16 bits per weight. The others have at most near_bits bits
+    per weight on average. These bits are divided such that the total quality loss is small.
+
+    - asked: the options, which have n_hot and near_bits.
+    - scores: the importance of each expert, float64 [n_layers, n_expert].
     """
     losses = nominal_losses(NEAR_BITS, *asked.model.size)
     tiers = place(scores, asked.n_hot, losses, NEAR_BITS, asked)
@@ -571,11 +575,14 @@ def on_demand(
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The simulated times of one method of placing experts, in milliseconds.
+    """The simulated times of prompts and their answers, for one method of placing experts.
 
-    - decoded: the decoding of each sequence's answer.
-    - prompts: time of each prompt, [n_sequences, len(LENGTHS)].
-    - moves: time to move experts between prompt and answer, [n_sequences, len(LENGTHS)].
+    Times are in milliseconds. The simulation has several sequences (prompts with their answers).
+    Each of them is simulated with each pair of prompt length and answer length in LENGTHS.
+
+    - decoded: mean times of the decode steps of each sequence. They do not depend on the lengths.
+    - prompts: time to compute the prompt, [n_sequences, len(LENGTHS)].
+    - moves: time to copy experts to the GPU after the prompt, [n_sequences, len(LENGTHS)].
     """
 
     decoded: list[Decoded]
@@ -586,10 +593,13 @@ class Run:
         return float(np.mean([getattr(each, name) for each in self.decoded]))
 
     def times(self) -> list[dict[str, float]]:
-        """Return mean times as one dict for each pair of prompt and answer length in LENGTHS.
+        """Return a dict of times for each pair of prompt length and answer length in LENGTHS.
 
-        A dict has the two lengths, the time of the prompt, the time to move experts, and the total
-        time including the answer. Times are in milliseconds.
+        A dict has the two lengths and these times in milliseconds, as means over all sequences:
+
+        - "prompt_ms": to compute the prompt.
+        - "migration_ms": to copy experts to the GPU after the prompt.
+        - "total_ms": to do both, and to decode the answer.
         """
         rows = []
         for column, (prompt, answer) in enumerate(LENGTHS):
@@ -710,7 +720,14 @@ def replay_near_data(asked: NearData, trace: Trace | None) -> dict[str, Any]:
 
 
 def near_tables(result: dict[str, Any]) -> list[Table]:
-    """Return two tables for a result of `replay_near_data`: decode steps, and whole answers."""
+    """Return two tables that compare simulated methods of placing experts.
+
+    The simulated machine is a GPU with a near-data memory, which computes the experts that it
+    holds. The first table has the times of decode steps. The second has the times of whole answers
+    with their prompts.
+
+    - result: the result of replay_near_data.
+    """
     name, times, seconds = Column("", "name", left=True), fixed(2), fixed(2, 1e3)
     ratios = [
         Column("x near-only", "over_near_only", times),

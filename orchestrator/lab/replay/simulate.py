@@ -91,17 +91,19 @@ class Simulation:
         sequences: np.ndarray | int = 0,
         phases: np.ndarray | None = None,
     ) -> None:
-        """Tell the store which experts the T tokens of a layer use.
+        """Simulate the router of one MoE layer, which selects experts for T tokens.
 
-        The store then calls the policy hook.
+        The policy then chooses the precision of each of these experts, and the store reads those
+        that are not in memory.
 
-        - ids, weights: the k experts of each token, and gate weights [T, k].
+        - ids, weights: the k experts of each token, and their gate weights [T, k].
         - tokens, sequences: position and sequence of each token [T] (or one sequence for all).
-        - ahead_ids, ahead: experts predicted for the next A layers, and their scores [A, T, k].
+        - ahead_ids, ahead: predicted experts of each of the A layers after this layer, and their
+          scores [A, T, k].
         - importance: attention that each token receives [T]; None if unknown.
-        - phases: phase of each token [T]. None uses the step's phase.
+        - phases: phase (prefill or decode) of each token [T]. None uses the step's phase.
 
-        Raises NativeError, and the exceptions of the policy hook.
+        Raises NativeError, and the exceptions of the policy.
         """
         n, n_ahead = len(ids), len(ahead_ids)
         spec = self._store.spec
@@ -221,7 +223,7 @@ class Setup:
     """A policy and its expert slots, ready for the replay of a trace.
 
     - tiers: the precisions in use, as indices into the trace's tiers.
-    - estimate: quality loss of these precisions; None if unknown.
+    - estimate: an estimator of the quality loss in these precisions; None if it is unknown.
     """
 
     policy: Policy
@@ -265,10 +267,12 @@ def set_up(
 
     - expert_bytes: total memory of the slots.
     - tiers: the precisions to use, as indices into the trace's tiers, best first.
+    - rules: limits on the policy's decisions, such as whether it may skip experts.
     - threads: number of concurrent reads.
-    - estimate: quality loss of these precisions; None if unknown.
+    - estimate: an estimator of the quality loss in these precisions; None if it is unknown.
     - whole_experts: compute an expert only when all its matrices are in memory.
-    - rigid: use one queue for demand reads and prefetches.
+    - rigid: serve all reads in the order of the requests. With False, reads for which the
+      computation waits overtake prefetches.
 
     Raises PolicyError for unsuitable tiers, and BudgetError for too little memory.
     """
@@ -298,10 +302,11 @@ def set_up(
 
 
 class RecordedHistory(History):
-    """The expert usage and losses that a policy knows at the start of a replay.
+    """The knowledge about a model that a policy has at the start of a replay.
 
-    They are those that the policy knew at the start of the recorded run. `estimate` is the quality
-    loss of the precisions in use; None if unknown.
+    The expert usage and the losses of experts come from the trace: the recorded run started with
+    them. The argument `estimate` is an estimator of the quality loss in lower precisions; None if
+    it is unknown.
     """
 
     def __init__(
@@ -322,13 +327,14 @@ class RecordedHistory(History):
 
 
 def foreseen(trace: Trace, tiers: tuple[int, ...], path: Path | None) -> KlEstimate | None:
-    """Return an estimate of the quality loss in each precision, or None if it is unknown.
+    """Return an object that estimates the quality loss if experts have these precisions.
 
-    It is relative to the best of these precisions. It is computed from the losses stored in the
-    trace. If `path` is given, it is computed from this loss table of another model instead.
+    The loss is relative to the best of them. It is computed from the losses in the trace, or from
+    the loss table in the file `path`. This table may belong to another model: it is stretched to
+    the trace's layers and experts.
 
-    `tiers` are the precisions, as indices into the trace's tiers, best first. Raises ConfigError if
-    the loss table lacks a precision of the trace.
+    `tiers` are the precisions, as indices into the trace's tiers, best first. The result is None if
+    the losses are unknown. Raises ConfigError if the table lacks a precision.
     """
     names = trace.header.tiers
     costs = trace.arrays["costs"]

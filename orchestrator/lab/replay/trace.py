@@ -214,7 +214,11 @@ class Trace:
 
     @property
     def slices(self) -> list[tuple[tuple[Slice | None, ...], ...]]:
-        """Position, size and type of each expert matrix in the file: [layer][kind][tier]."""
+        """The positions of the expert matrices in the model's files: [layer][kind][tier].
+
+        A kind is a matrix of an expert, such as up or down, and a tier is a precision. An element
+        is None if the model does not have these matrices.
+        """
         return [
             tuple(
                 tuple(
@@ -277,9 +281,9 @@ class Trace:
         return found
 
     def lengths(self) -> dict[str, int]:
-        """Return the length of each axis of the trace's arrays.
+        """Return a dict with the length of each axis of the trace's arrays.
 
-        A key is the letter that names the axis in ARRAYS, such as "S" for the steps.
+        The keys of the dict are the names of the axes in ARRAYS, such as "S" for the steps.
         """
         a, header = self.arrays, self.header
         tokens = a["event_tokens"].astype(np.int64)

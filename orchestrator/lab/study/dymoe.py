@@ -92,9 +92,11 @@ class Accuracy(ScoredStudy):
 
 
 class Retention(ScoredStudy):
-    """Study for Figure 11 of DyMoE: quality by the retention ratio.
+    """Study for Figure 11 of DyMoE: how the retention ratio affects quality.
 
-    The retention ratio is the fraction of critical experts, which keep the high precision.
+    The retention ratio is the fraction of a token's experts that have the high precision. These are
+    the experts with the highest gate weights. The other experts have the low precision, or are
+    skipped. Quality is measured as KL divergence and perplexity.
     """
 
     def cases(self, on: Subject) -> list[Case]:
@@ -209,9 +211,10 @@ class Critical(ScoredStudy):
 
 
 class Depth(ScoredStudy):
-    """Study for Figure 5 of DyMoE: quality with one layer at a time in the low tier.
+    """Study for Figure 5 of DyMoE: quality if the experts of a single layer have low precision.
 
-    All other layers are in the best tier.
+    The study measures each layer separately. All other layers have the model's best precision.
+    Quality is measured as KL divergence and perplexity.
     """
 
     def cases(self, on: Subject) -> list[Case]:

@@ -85,7 +85,8 @@ class Played(NamedTuple):
         step.
 
         - policy, settings: name of the policy, and its settings.
-        - every: number of steps between two updates of FIRM's tuner. None keeps the default.
+        - every: how often the policy "firm" checks its predictions of experts; 4 means at every
+          fourth token. None keeps the default. Other policies ignore it.
         - changes: replay options that replace those of this object.
         """
         asked = replace(self.options, policy=policy, settings=settings, **changes)
@@ -112,13 +113,17 @@ class Played(NamedTuple):
 
 
 def parts(k: int) -> dict[str, list[Variant]]:
-    """Return two lists of policies with settings, to compare their simulated speeds.
+    """Return the policies whose simulated speeds are compared, in two lists.
 
-    - NO_PREFETCH: FIRM-MoE with and without prefetching, and other policies.
-    - BASE: the baseline of the FIRM-MoE paper, and techniques that are added to this baseline.
+    The result is a dict. A key is the name of the baseline with which the policies in its list are
+    compared. The list includes the baseline.
 
-    Each key is also the name of the baseline in its list. `k` is the number of experts per
-    token.
+    - NO_PREFETCH: FIRM-MoE without prefetching. The list has FIRM-MoE with prefetching, and other
+      policies.
+    - BASE: the baseline of the FIRM-MoE paper. The list has this baseline with and without
+      techniques of the paper.
+
+    `k` is the number of experts per token.
     """
     off, whole, rigid = {"prefetch": "off"}, {"wait": WHOLE}, {"link": RIGID}
     dymoe = {"prefetch": "on", "retention": 1.0}
@@ -161,11 +166,13 @@ def expert_bytes(trace: Trace, precision: str | None = None) -> int:
 
 
 def on_link(trace: Trace, reads: float, tier: str | None = None) -> ReplayOptions:
-    """Return replay options for a simulated disk, with a speed that is relative to computing.
+    """Return replay options for a simulated disk whose speed is relative to the computing speed.
 
-    The disk reads all experts of one token in `reads` times the time in which the recorded run
-    computed a token. `tier` is the precision of these experts, such as "q4_k". None is the high
-    precision of the recorded run.
+    `reads` is the time to read all experts of one token, divided by the time in which the recorded
+    run computed a token. With 2, reading takes twice as long as computing.
+
+    `tier` is the precision of the experts, such as "q4_k". None is the high precision of the
+    recorded run.
     """
     # The ratio of two replayed speeds then does not depend on the load of the machine.
     decoded = trace.arrays["step_phase"] == Phase.DECODE
@@ -175,13 +182,14 @@ def on_link(trace: Trace, reads: float, tier: str | None = None) -> ReplayOption
 
 
 def played_parts(on: Played, base: str, shares: Sequence[float]) -> tuple[Table, Panel]:
-    """Replay a recorded run with techniques of FIRM-MoE, and compare the speeds with a baseline.
+    """Replay a recorded run with variants of FIRM-MoE and other policies, and compare their speeds.
 
-    Returns a table and a plot.
+    The variants show the effect of each part of FIRM-MoE, such as prefetching only gate matrices.
+    Returns a table and a plot with speeds relative to the variant `base`.
 
     - on: the recorded run and its replay options.
-    - base: NO_PREFETCH, which reads missing experts on demand, or BASE, the paper's baseline. BASE
-      prefetches whole experts over a link that serves all reads in order.
+    - base: NO_PREFETCH, which reads missing experts on demand, or BASE, the baseline of the paper,
+      which prefetches whole experts.
     - shares: sizes of the memory for experts, as fractions of the size of all experts. A size that
       is too small is left out.
 
@@ -269,12 +277,12 @@ def _measured(on: Played, variant: Variant, expert_bytes: int) -> Row:
 
 
 def measure_votes(on: Played) -> Findings:
-    """Return tables and plots of FIRM-MoE's prediction loss (eq. 11) for each pair (K, P).
+    """Return tables and plots of FIRM-MoE's prediction loss for all values of its numbers K and P.
 
-    To predict the experts of a layer, each of the P layers before it names K experts. K is at most
-    the number of experts per token. The loss counts wrong and missing predictions, except for
-    experts that are in memory already. The tables also have the pairs that the tuning methods
-    choose.
+    P is the number of earlier layers that predict the experts of a layer. K is the number of
+    experts taken from each prediction, at most the number of experts per token. The loss (eq. 11)
+    counts wrong and missing predictions, except for experts that are in memory already. The tables
+    also show which K and P the policy chooses when it tunes itself.
 
     `on` is a recorded run, which is replayed. Raises ConfigError if all experts were in memory,
     because every loss is then 0.

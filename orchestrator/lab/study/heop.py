@@ -38,10 +38,10 @@ PATIENCE = 2
 class Losses:
     """Computes the prediction loss of FIRM-MoE (eq. 11) for each pair of the parameters K and P.
 
-    To predict the experts of a layer, each of the P layers before it names K experts. The loss
-    counts wrong predictions: experts that are predicted but not used, or used but not predicted.
-    Experts in a simulated cache are not counted. Losses are kept for each token and each group of
-    layers: shallow, middle and deep.
+    P is the number of earlier layers that predict the experts of a layer. K is the number of
+    experts taken from each prediction. An expert counts as predicted if all P predictions have it.
+    The loss counts wrong and missing predictions, except for experts in a simulated cache. Losses
+    are kept for each token and each group of layers: shallow, middle and deep.
     """
 
     def __init__(self, n_layers: int, n_expert: int, k: int, slots: int) -> None:
@@ -58,8 +58,9 @@ class Losses:
     ) -> None:
         """Compute and store the prediction losses of all tokens of one text, for each K and P.
 
-        To predict a layer's experts, each of the P layers before it names K experts. The loss
-        (eq. 11 of FIRM-MoE) counts wrong and missing predictions. `of` returns the stored losses.
+        P is the number of earlier layers that predict the experts of a layer. K is the number of
+        experts taken from each prediction. The loss (eq. 11 of FIRM-MoE) counts wrong and missing
+        predictions. `of` returns the stored losses.
 
         - read: the activations of the text.
         - layer_ids: layer number of each MoE layer.
@@ -129,8 +130,9 @@ class Losses:
 class SearchResult:
     """The pair of numbers K and P that one search method chose.
 
-    To predict the experts of a layer, each of the P layers before it names K experts. Wrong and
-    missing predictions have a loss (eq. 11 of FIRM-MoE).
+    P is the number of earlier layers that predict the experts of a layer. K is the number of
+    experts taken from each prediction. Wrong and missing predictions have a loss (eq. 11 of
+    FIRM-MoE).
 
     - way: the name of the method.
     - votes: the chosen pair (K, P).
@@ -145,9 +147,9 @@ class SearchResult:
 def searches(losses: np.ndarray) -> list[SearchResult]:
     """Search the best numbers K and P for predictions of experts, with several search methods.
 
-    To predict a layer's experts, each of the P layers before it names K experts. The methods are
-    Algorithm 1 of the FIRM-MoE paper, our hill climbing, and a search of all pairs. Returns the
-    pair that each method chose.
+    P is the number of earlier layers that predict the experts of a layer. K is the number of
+    experts taken from each prediction. The methods are Algorithm 1 of the FIRM-MoE paper, our hill
+    climbing, and a search of all pairs. Returns the pair that each method chose.
 
     `losses[t, p - 1, k - 1]` is the prediction loss of token t with K = k and P = p.
     """
@@ -174,11 +176,12 @@ def searches(losses: np.ndarray) -> list[SearchResult]:
 
 
 def as_printed(losses: np.ndarray, axis: int, delta: int) -> Votes:
-    """Choose the numbers K and P with Algorithm 1 of the FIRM-MoE paper, and return the pair.
+    """Choose the numbers K and P with Algorithm 1, exactly as the FIRM-MoE paper prints it.
 
-    To predict a layer's experts, each of the P layers before it names K experts. The algorithm
-    changes K or P by 1 at a time. When the mean loss stops falling, it changes the other number, in
-    the other direction.
+    P is the number of earlier layers that predict the experts of a layer. K is the number of
+    experts taken from each prediction. The algorithm starts at the largest values, and adds `delta`
+    to one number at a time. When the mean loss stops falling, it reverses the sign of `delta` and
+    changes the other number. Returns the best pair (K, P).
 
     - losses: losses[t, p - 1, k - 1] is the prediction loss of token t with K = k and P = p.
     - axis: the number that changes first: 0 is K, 1 is P.
@@ -203,10 +206,10 @@ def as_printed(losses: np.ndarray, axis: int, delta: int) -> Votes:
 
 
 def climbed(losses: np.ndarray) -> Votes:
-    """Search the numbers K and P with our hill climbing, and return the pair that it chooses.
+    """Choose the numbers K and P with our hill climbing, and return the pair (K, P).
 
-    To predict a layer's experts, each of the P layers before it names K experts. The search
-    minimizes the mean prediction loss.
+    P is the number of earlier layers that predict the experts of a layer. K is the number of
+    experts taken from each prediction. The search minimizes the mean prediction loss.
 
     `losses[t, p - 1, k - 1]` is the prediction loss of token t with K = k and P = p.
     """

@@ -125,17 +125,18 @@ def captured(scores: np.ndarray, used: np.ndarray, n_hot: int) -> float:
 
 
 def choices(usages: Sequence[Usage], at: int, k: int) -> Choices:
-    """Predict how often the answer to one prompt uses each expert, with several methods.
+    """Predict how often an answer uses each expert, with several methods.
 
-    The methods use the prompt, other texts of the same or of another kind, or both. For comparison,
+    The experts with the highest predictions are a method's choice of hot experts. The methods use
+    the answer's prompt, other texts of the same kind or of other kinds, or both. For comparison,
     the result also has uniform usage and the actual usage.
 
     - usages: the expert usage of many prompts and their answers.
-    - at: the index in `usages` of the prompt.
+    - at: the index of this prompt and answer in `usages`.
     - k: number of experts per token.
 
-    Returns the predicted usage [n_layers, n_expert] by method, or None if the method needs other
-    texts and has none.
+    Returns the predicted usage [n_layers, n_expert] by method. A method that needs other texts has
+    None if `usages` does not contain any.
     """
     own, uniform = usages[at], np.zeros(usages[at].counts.shape)
 
@@ -164,9 +165,10 @@ def choices(usages: Sequence[Usage], at: int, k: int) -> Choices:
 
 
 def blend(profile: str) -> str:
-    """Return the name of the method that predicts an answer's experts from prompt and other texts.
+    """Return the name of the method that mixes a prompt's expert usage with that of other texts.
 
-    `profile` is the name of the method that predicts from these other texts alone.
+    `profile` is the name of the method that uses these other texts alone: RIGHT for texts of the
+    prompt's kind, or WRONG for texts of other kinds.
     """
     return f"prompt + {USUAL_PRIOR} of {profile}"
 
@@ -279,14 +281,16 @@ def usage_of(
     n_expert: int,
     gating: int = SOFTMAX,
 ) -> Usage:
-    """Count the uses of each expert in one window, a piece of text with a prompt and an answer.
+    """Count how often the tokens of one window (piece of text) use each expert.
 
-    The result has separate counts for the prompt and the answer.
+    The result has separate counts for the window's prompt and for its answer. In the last layer,
+    the prompt's experts are predicted, because a real run computes this layer for only one token of
+    a prompt.
 
     - found: activations of the window.
     - layer_ids: layer number of each MoE layer.
-    - router: router matrix of the last layer, float32 [n_expert, width]. It predicts the prompt's
-      experts in this layer from the layer before. With None, the chosen experts are counted.
+    - router: router matrix of the last layer, float32 [n_expert, width], for this prediction. With
+      None, the experts that the prompt uses are counted there, too.
     - gating: the function that the router applies to its logits, SOFTMAX or SIGMOID.
     """
     # In a real run, the last layer computes only one token of a prompt, so the policy predicts the
@@ -319,9 +323,10 @@ def _scores(logits: np.ndarray, gating: int) -> np.ndarray:
 def domain_rows(usages: Sequence[Usage], every: Sequence[Choices], n_hot: int) -> Iterator[Row]:
     """Yield table rows that show how well each method predicts which experts answers use.
 
-    There is a row for each domain (kind of text) and method. It has the cosine similarity of
-    predicted and actual usage. For the n_hot experts of each layer with the highest predictions, it
-    has their fraction of the actual uses.
+    There is a row for each domain (kind of text) and method. Its value "cosine" is the cosine
+    similarity of predicted and actual usage. Its value "mass" is the fraction of the actual uses
+    that are uses of hot experts. The hot experts of a layer are the n_hot experts with the highest
+    predictions.
 
     - usages: the actual usage in each prompt and its answer.
     - every: for each answer, the predicted usage by method.

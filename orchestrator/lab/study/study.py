@@ -137,14 +137,16 @@ class Study(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One configuration of the model that a study scores.
+    """A case: one configuration of the model, whose quality a study measures.
 
     - settings: settings that replace those of the study's subject (the model and text).
     - group: name of the table or plot that shows the case.
-    - row: values of the table row that are known before the case is scored.
+    - row: values of the case's table row, in addition to the measured values.
     - part: the part of the text to score. None scores the whole text.
-    - used: returns the expert usage that the policy knows at the start. None means no usage.
-    - decider: receives the policy and returns its replacement. None keeps the policy.
+    - used: a function that returns the expert usage that the policy knows at the start. None means
+      no usage.
+    - decider: a function that receives the policy, and returns another policy that decides instead.
+      None keeps the policy.
     - prefill: read the text as prompts, not token by token.
     - ask: also score the multiple-choice questions.
     """
@@ -205,8 +207,9 @@ class Scores:
     def run(self, cases: Sequence[Case]) -> None:
         """Measure the model's quality on the text in each of these configurations (cases).
 
-        The configurations and their scores are appended to `scored`. The scores of consecutive
-        cases of the same table row are averaged.
+        Each case is added to `scored`, with its score. Consecutive cases with the same label,
+        group, row and part count as repetitions of one case. Only the first of them is added, with
+        the mean score.
         """
         # Consecutive cases with the same settings share a loaded model.
         runs: list[Scored] = []

@@ -80,10 +80,11 @@ def random_critical(inner: Policy, seed: int) -> Wrapper:
 
 
 def one_layer(inner: Policy, layer: int, tier: int) -> Wrapper:
-    """Return a policy that requests one tier (precision) for all experts of one MoE layer.
+    """Return a policy that requests the best tier (precision) for all experts, except in one layer.
 
-    It requests the best tier for the experts of all other layers. `inner` is the policy that is
-    replaced. `tier` is the index of the tier, 0 for the best.
+    In the MoE layer with the index `layer`, it requests the tier with the index `tier` for all
+    experts (0 is the best). The returned policy wraps the policy `inner`, and replaces only its
+    method `decide`.
     """
 
     def decide(event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
@@ -182,8 +183,9 @@ class Score:
     - text: scores of each token, such as its log-likelihood.
     - choices: scores of the multiple-choice questions; None if they were not asked.
     - usage: work of the expert store, such as the fraction of cache hits; None without a store.
-    - realised: the setting `retention` (the fraction of experts in high precision), rounded to
-      whole experts per layer; None for policies without this setting and for prompts.
+    - realised: the fraction of a token's experts that have the high precision. It is the setting
+      `retention`, rounded because each layer has a whole number of such experts. None for policies
+      without this setting, and for prompts, which are rounded differently.
     - report: figures that the policy reports about itself.
     - slot_bytes: memory for experts.
     """
@@ -308,9 +310,11 @@ class Subject:
         return ExpertModel.open(self.config.model, self.config.low)
 
     def reference(self) -> Reference:
-        """Read the text token by token with the best tier, and return the log-probabilities.
+        """Read the text with the model's best precision, and return all log-probabilities.
 
-        The caller closes the result.
+        The result is a temporary file [n_tokens, n_vocab], with the log-probability of each token
+        of the vocabulary at each scored position of the text. The caller closes the file. The text
+        is read token by token.
         """
         step = self.passes.begin("Reading with the best tier")
         config = best_config(self.config, self.best)

@@ -71,10 +71,12 @@ def weighted(votes: Votes, candidates: int, threshold: float) -> list[int]:
 
 
 def strategies(k: int, most: int) -> dict[str, tuple[str, Predict]]:
-    """Return all strategies that combine the predictions of earlier layers for a layer's experts.
+    """Return all strategies that predict the experts of a layer from the layers before it.
 
-    The result maps the label of each strategy to the pair (kind of strategy, function that
-    combines the predictions).
+    Each earlier layer predicts some experts, and a strategy combines these predictions. The result
+    maps the label of a strategy to a pair: the kind of strategy, such as UNION, and a function. The
+    function receives the predictions, nearest layer first, and the scores of the first prediction.
+    It returns the predicted experts.
 
     - k: number of experts per token.
     - most: number of experts that each earlier layer predicts, at least k.
@@ -102,12 +104,13 @@ def strategies(k: int, most: int) -> dict[str, tuple[str, Predict]]:
 class Voted:
     """Counts how well several strategies predict the experts that a layer uses.
 
-    A strategy combines the predictions of earlier layers. The first layer is left out, because no
-    layer comes before it.
+    Each earlier layer predicts (votes for) experts, and a strategy combines these predictions. The
+    first layer is left out, because no layer comes before it.
 
     - strategies: maps the label of each strategy to (kind of strategy, function that predicts).
-    - distance: recall of single layers. `distance[d]` has an entry for each token and layer: the
-      fraction of the used experts that the d-th layer before predicts.
+    - distance: the recall of predictions by a single layer. `distance[3]`, for example, is for
+      predictions from the third layer before the predicted layer. It has a value for each token and
+      layer: the fraction of the used experts that are predicted.
     """
 
     def __init__(self, n_layers: int, k: int, n_expert: int) -> None:
@@ -121,11 +124,11 @@ class Voted:
     def count(
         self, read: Activations, layer_ids: list[int], routers: list[np.ndarray | None], first: int
     ) -> None:
-        """Apply every prediction strategy to one text, and add the results to the counters.
+        """Predict the experts for one text with all strategies, and count the correct predictions.
 
-        For each token and layer, a strategy predicts experts from earlier layers. The counters
-        record the number of predicted experts, and how many of them the token uses. Tokens before
-        index `first` are left out.
+        For each token and layer, a strategy in `strategies` combines the predictions of earlier
+        layers. The number of predicted experts is counted, and how many of them the token uses.
+        Tokens before index `first` are left out.
 
         - read: the activations of the model for this text.
         - layer_ids: layer number of each MoE layer.
@@ -169,11 +172,14 @@ class Voted:
         }
 
     def row(self, label: str, layers: Sequence[int] | None = None) -> Row:
-        """Return a strategy's metrics: utilization, accuracy and mean number of predicted experts.
+        """Return a table row with the metrics of the prediction strategy that has this label.
 
-        Utilization is the fraction of the predicted experts that are used (eq. 8). Accuracy is the
-        fraction of the used experts that are predicted (eq. 7). `layers` are the indices of the
-        layers to include. None includes all.
+        - utilisation: the fraction of the predicted experts that are used (eq. 8).
+        - accuracy: the fraction of the used experts that are predicted (eq. 7).
+        - size: the mean number of predicted experts.
+
+        `layers` are the indices of the layers to include; 0 is the second MoE layer, the first with
+        predictions. None includes all.
         """
         chosen = range(self._n) if layers is None else layers
         named, right = (
@@ -190,11 +196,11 @@ class Voted:
         }
 
     def rows(self) -> list[Row]:
-        """Return the metrics of each prediction strategy, as returned by `row`, with a baseline.
+        """Return a table row for each prediction strategy: the metrics from `row`, and a baseline.
 
-        The baseline is in the key "cut". It is the utilization (the fraction of the predicted
-        experts that are used) if the nearest earlier layer alone predicts the same mean number of
-        experts.
+        The baseline is the prediction of the nearest earlier layer alone. This prediction is cut to
+        the strategy's mean number of experts. The row's value "cut" is the fraction of these
+        experts that are used.
         """
         # The mean number may be fractional, so the baseline is interpolated. The strategies of the
         # kind RANK have no baseline, because they are this prediction.
@@ -212,11 +218,12 @@ class VotesStudy(Study):
     """Study of how well several earlier layers together predict the experts of a layer."""
 
     def measure(self, on: Subject) -> Findings:
-        """Return tables and a plot of how well the experts of a layer are predicted.
+        """Return tables and a plot of how well a layer's experts are predicted from earlier layers.
 
-        Each earlier layer predicts the experts to which the layer's router would send the earlier
-        layer's activations. Several strategies, such as their union, combine these predictions. The
-        text of `on` is read once, in the best precision.
+        A prediction is made from one earlier layer: the router of the later layer is applied to the
+        activations of the earlier layer. Several strategies, such as the union, combine the
+        predictions from several earlier layers. The text of `on` is read once, in the best
+        precision.
         """
         found = Voted(on.n_layers, on.n_expert_used, on.n_expert)
         routers = routers_of(on)

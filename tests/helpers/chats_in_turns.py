@@ -1,0 +1,99 @@
+"""Compare the speed of `moe-edge chat` in two environments, on a machine that others use too.
+
+    python tests/helpers/chats_in_turns.py OLD/.venv/bin/moe-edge NEW/.venv/bin/moe-edge MODEL.gguf
+
+Both chats write the same greedy answer. They take turns: one is stopped (SIGSTOP) while the other
+writes a block of characters. A busy neighbour therefore slows both, and the median of the ratios of
+adjacent blocks has a narrow interval. Other arguments, such as --expert-ram 1GiB, go to the chats.
+"""
+
+import argparse
+import os
+import random
+import signal
+import statistics
+import subprocess
+import time
+
+PROMPT = "Tell me a long story about a fox and a river."
+DRAWS = 2000
+
+
+class Chat:
+    """A chat that runs only while it writes a block of its answer."""
+
+    def __init__(self, program, model, block, options):
+        self._command = [program, "chat", "-m", model, "-p", PROMPT, "--temp", "0", *options]
+        self._command += ["--max-tokens", "1000000", "--threads", "2"]
+        self._block = block
+        self._process = None
+
+    def start(self):
+        """Start the answer from its beginning. The first block is not measured."""
+        self.end()
+        self._process = subprocess.Popen(
+            self._command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            bufsize=0,
+        )
+        self.write()
+
+    def end(self):
+        if self._process is not None:
+            self._signal(signal.SIGKILL)
+            self._process.wait()
+            self._process.stdout.close()
+
+    def write(self):
+        """Let the chat write a block. Return the seconds, or None if the answer has ended."""
+        self._signal(signal.SIGCONT)
+        begun, missing = time.perf_counter(), self._block
+        while missing:
+            part = os.read(self._process.stdout.fileno(), missing)
+            if not part:
+                return None
+            missing -= len(part)
+        took = time.perf_counter() - begun
+        self._signal(signal.SIGSTOP)
+        return took
+
+    def _signal(self, number):
+        os.killpg(self._process.pid, number)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0])
+    parser.add_argument("old")
+    parser.add_argument("new")
+    parser.add_argument("model")
+    parser.add_argument("--block", type=int, default=30, help="characters of a block")
+    parser.add_argument("--pairs", type=int, default=300, help="blocks of each chat")
+    given, options = parser.parse_known_args()
+    chats = [Chat(each, given.model, given.block, options) for each in (given.old, given.new)]
+    ratios = []
+    try:
+        while len(ratios) < given.pairs:
+            for chat in chats:
+                chat.start()
+            while len(ratios) < given.pairs:
+                first = len(ratios) % 2
+                took = {at: chats[at].write() for at in (first, 1 - first)}
+                if None in took.values():
+                    break  # the context is full
+                ratios.append(took[0] / took[1])
+    finally:
+        for chat in chats:
+            chat.end()
+    drawn = random.Random(1)
+    medians = sorted(statistics.median(drawn.choices(ratios, k=len(ratios))) for _ in range(DRAWS))
+    low, high = medians[DRAWS // 40], medians[-DRAWS // 40]
+    print(
+        f"speed of the new chat over the old one: {statistics.median(ratios):.3f} "
+        f"({low:.3f} to {high:.3f}), {len(ratios)} pairs"
+    )
+
+
+if __name__ == "__main__":
+    main()
