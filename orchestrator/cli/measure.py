@@ -309,8 +309,8 @@ def make_table(
 @option("--tokens N", "Tokens to decode in each run.  [default: 64]", default=64)
 @option(
     "--all-tiers",
-    "Also compare the lower precisions. Of a packed file, they are first exported to the folder for "
-    "temporary files.",
+    "Also compare the lower precisions. Of a packed file, they are first exported to the folder "
+    "for temporary files.",
 )
 @option("--no-verify", "Do not check every block of the file for damage.")
 @option("--out FILE", "Also write the report to this file.", type=NEW_FILE)
