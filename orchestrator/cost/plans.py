@@ -93,8 +93,7 @@ class Candidate:
         settings: the stored settings of that earlier plan, by name. If nothing was stored,
         `settings` is None and the result is False.
 
-        The setting max_loss (the loss budget of the policy) is not compared, because it is not
-        stored.
+        The loss budget of the policy (--max-loss) is not compared, because it is not stored.
         """
         mine = {name: value for name, value in self.settings.items() if name != ALLOWED_LOSS}
         return mine == settings
@@ -264,8 +263,8 @@ def settings_of_plans(
     A plan is an installed policy with precisions (tiers) of the file. `config` may limit the tiers.
 
     left: a loss budget for each tier, in nats per token. It is the part of the allowed quality loss
-    that remains if all experts are in this tier. A policy with the setting max_loss gets the budget
-    of its best tier. Such a policy is left out if that budget is not positive, or if `left` is
+    that remains if all experts are in this tier. A policy with a loss budget gets that of
+    its best tier. Such a policy is left out if that budget is not positive, or if `left` is
     None.
     """
     every = [tier.name for tier in model.tiers]
@@ -330,7 +329,7 @@ class TakenPlans:
         """Return the settings of the plan that an earlier command chose for the same request.
 
         The request is the one with which this object was made. The result maps names to values,
-        without max_loss (the loss budget). It is None if no such plan is stored.
+        without the loss budget (--max-loss). It is None if no such plan is stored.
         """
         found = recalled(self._path, _FORMAT, "taken").get(self._key)
         return found if isinstance(found, dict) else None
@@ -338,8 +337,7 @@ class TakenPlans:
     def keep(self, settings: Mapping[str, Any]) -> None:
         """Store the settings of the chosen plan in the user cache, where `recall` finds them.
 
-        settings: the values by name. The setting max_loss (the quality loss that the policy may
-        cause) is not stored, because it is computed again for each run.
+        settings: the values by name. The policy's loss budget (--max-loss) is not stored, because it is computed again for each run.
         """
         known = recalled(self._path, _FORMAT, "taken")
         known.pop(self._key, None)

@@ -70,7 +70,7 @@ def test_answers_are_the_same(policy, device, one):
         # a request can come at any moment and ends the idle reads
         np.testing.assert_array_equal(logits(e, partial(begin_idle, e)), expected)
         e.inside.store.check()
-        with pytest.raises(ConfigError, match="load the model again and record"):
+        with pytest.raises(ConfigError, match="load the model again and start"):
             Recorder(e.inside)
 
 

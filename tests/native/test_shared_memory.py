@@ -204,7 +204,7 @@ def test_waiting_for_slots_ends(end, path, cap, monkeypatch):
         ends = {"cancel": e.cancel, "interrupt": lambda: os.kill(os.getpid(), signal.SIGINT)}
         e.inside.driver._pause = ends.get(end)
         error = KeyboardInterrupt if end == "interrupt" else NativeError
-        said = {"cancel": "cancelled", "nothing is read": "does not read"}.get(end)
+        said = {"cancel": "cancelled", "nothing is read": "none is running"}.get(end)
         with pytest.raises(error, match=said):
             e.eval(PROMPT[:600], 0)
         monkeypatch.undo()

@@ -94,7 +94,7 @@ def test_the_user_cache_is_listed_and_cleared(tmp_path, monkeypatch):
     found = json.loads(run("cache", "--json").stdout)["cache"]
     assert [each["name"] for each in found] == ["bench", "tuned", "unknown"]
     assert found[0]["bytes"] >= 50_000
-    assert "models that `moe-edge bench` made" in run("cache").stdout
+    assert "models that `moe-edge bench` generated" in run("cache").stdout
     result = run("cache", "--clear", "bench", "--clear", "benhc")
     assert result.exit_code == 1
     assert (

@@ -343,7 +343,7 @@ def test_the_hot_set_is_high_while_caching():
     policy, plan = make(shape, int(0.9 * shape.all_slot_bytes(LOW)))
     n = int(policy.capacity[0])
     assert policy.caching and n > 0 and policy.wants.asked_in == EVERY_STEP
-    assert f"slots for {n} experts in {shape.tiers[HIGH]} and" in policy.describe()
+    assert f"a cache for {n} of 24 experts per layer in {shape.tiers[HIGH]}" in policy.describe()
     assert policy.report()["high_per_layer"] == [n, n]
     assert plan.groups[plan.group_of[0, 0, HIGH]].n_slots == n
     assert (policy.cached >= shape.n_expert_used).all()

@@ -52,7 +52,7 @@ def test_experts_are_in_one_precision(policy, model):
     "settings, error, sentence",
     ({"layout": "cpu"}, ConfigError, "--layout cpu"),
     ({"low_tier": "skip"}, ConfigError, "leave --low and --low-tier out"),
-    ({"policy": "dymoe", "retention": 0.5}, ConfigError, "--retention 0.5 does not"),
+    ({"policy": "dymoe", "retention": 0.5}, ConfigError, "--retention 0.5 allows lower"),
     ({"policy": "dynaexq"}, PolicyError, "the policy dynaexq keeps some in lower ones"),
     ({"policy": "context"}, PolicyError, "the policy context keeps some in lower ones"),
 )

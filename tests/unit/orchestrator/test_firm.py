@@ -302,9 +302,7 @@ def test_a_recorded_run_with_other_votes():
     assert Settings.changed(recorded, {"waste_weight": 2.0}).votes == "4,3"
     assert Settings.of(recorded).limited(0, ()).votes is None
     assert Settings.of(recorded).limited(3, ("votes",)).votes == "4,3"
-    with pytest.raises(
-        ConfigError, match="predicts experts 1 layers ahead, and --votes 4,3 needs 3"
-    ):
+    with pytest.raises(ConfigError, match="--votes 4,3 needs predictions by 3 earlier layers"):
         Settings.of(recorded).limited(1, ("votes",))
 
 

@@ -163,10 +163,22 @@ HOSTILE = {
     "IHDR of 12 bytes": (png(chunk(b"IHDR", header(4, 3)[:-1]), IDAT), "not a valid IHDR"),
     "IHDR of 14 bytes": (png(chunk(b"IHDR", header(4, 3) + b"\0"), IDAT), "not a valid IHDR"),
     "two IHDR": (png(IHDR, IHDR, IDAT), "an unknown chunk IHDR"),
-    "wrong CRC of IHDR": (png(chunk(b"IHDR", header(4, 3), crc=1), IDAT), "of a chunk IHDR"),
-    "wrong CRC of IDAT": (png(IHDR, chunk(b"IDAT", rows(4, 3), crc=1)), "of a chunk IDAT"),
-    "wrong CRC of PLTE": (black(4, 3, 8, RGB, chunk(b"PLTE", b"abc", crc=1)), "of a chunk PLTE"),
-    "size changed after the CRC": (BLACK[:19] + b"\x09" + BLACK[20:], "of a chunk IHDR"),
+    "wrong CRC of IHDR": (
+        png(chunk(b"IHDR", header(4, 3), crc=1), IDAT),
+        "chunk IHDR has a wrong checksum",
+    ),
+    "wrong CRC of IDAT": (
+        png(IHDR, chunk(b"IDAT", rows(4, 3), crc=1)),
+        "chunk IDAT has a wrong checksum",
+    ),
+    "wrong CRC of PLTE": (
+        black(4, 3, 8, RGB, chunk(b"PLTE", b"abc", crc=1)),
+        "chunk PLTE has a wrong checksum",
+    ),
+    "size changed after the CRC": (
+        BLACK[:19] + b"\x09" + BLACK[20:],
+        "chunk IHDR has a wrong checksum",
+    ),
     "length of 4 GiB": (
         PNG_START + IHDR + b"\xff\xff\xff\xffIDAT" + rows(4, 3),
         "the file ends within the chunk IDAT",
@@ -405,7 +417,7 @@ def test_other_images_of_messages_are_refused(messages, says):
 
 def test_all_files_of_a_request_share_the_limit_of_bytes():
     padded = black(4, 3, 8, RGB, chunk(b"tEXt", bytes(SMALL.file_bytes // 2)))
-    with pytest.raises(ConfigError, match=r"1\.01 MiB, and the limit is 1 MiB: make them smaller"):
+    with pytest.raises(ConfigError, match=r"1\.01 MiB in all, and the limit is 1 MiB: make"):
         settle_images(said(seen(padded), seen(padded)), SMALL, "messages")
 
 

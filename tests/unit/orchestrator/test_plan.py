@@ -135,7 +135,7 @@ def test_the_smallest_budget_named_is_the_smallest(models, policy):
         with pytest.raises(BudgetError) as caught:
             plan_for(model, policy=policy, **{key: 1000})
         needed = caught.value.needed_bytes
-        assert f"with the policy {policy} is {named(needed)}" in str(caught.value)
+        assert re.search(f"with the policy {policy} .*is {named(needed)}", str(caught.value))
         assert key.replace("_", "-") in str(caught.value)
         for enough in (needed, parse_size(named(needed)), needed + 10**6):
             plan = plan_for(model, policy=policy, **{key: enough})
@@ -185,7 +185,7 @@ def test_a_cache_that_is_too_large_is_named(models):
     ("three", {"low_tier": "q3_k"}, GGUFError, "q8_0, q4_k, q2_k"),
     ("three", {"high_tier": "q4_k", "low_tier": "q8_0"}, PolicyError, "not below"),
     ("one", {"policy": "dymoe", "retention": 0.75}, PolicyError, "--low-tier skip"),
-    ("three", {"policy": "plain", "expert_ram": MIB}, ConfigError, "best tier"),
+    ("three", {"policy": "plain", "expert_ram": MIB}, ConfigError, "best precision"),
 )
 def test_impossible_settings_are_refused(models, name, settings, error, said):
     with pytest.raises(error, match=said):

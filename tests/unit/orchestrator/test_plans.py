@@ -85,7 +85,7 @@ class Played(Planner):
         self.losses = SimpleNamespace(
             of_file=(estimate, "" if estimate else "calibrate first"),
             foreseen=lambda plan, uses: foreseen(plan, uses, estimate, TIERS[0]),
-            skips=lambda plan: None,
+            skip_budget=lambda plan: None,
             needed=self._needed,
             estimate=lambda names: estimate,
         )

@@ -63,12 +63,12 @@ def limits(driver):
 @cases(
     "waits, looks, loading, act, ends",
     (Driver.before_answer, 3, 1, None, None),
-    (Driver.before_answer, None, 0, None, "does not read"),
+    (Driver.before_answer, None, 0, None, "none is running"),
     (Driver.before_answer, None, 1, "cancel", None),
     (Driver.before_answer, None, 1, "press", KeyboardInterrupt),
     (limits, 3, 1, None, None),
     (limits, 1, 0, None, None),  # the last read completed between two checks
-    (limits, None, 0, None, "does not read"),
+    (limits, None, 0, None, "none is running"),
     (limits, None, 1, "cancel", "cancelled"),
     (limits, None, 1, "press", KeyboardInterrupt),
 )

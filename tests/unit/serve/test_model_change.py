@@ -262,7 +262,7 @@ class Changes:
     def as_dict(self):
         return {"models": [], "task": None, "compared": None}
 
-    def begin(self, *task):
+    def carry_out(self, *task):
         self.begun.append(task)
 
 

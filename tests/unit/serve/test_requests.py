@@ -136,7 +136,11 @@ ONE, TWO = [tool("a")], [tool("a"), tool("b")]
     (COMPLETIONS, {"prompt": None}, "prompt is missing"),
     (NATIVE, {"n_probs": "many"}, "n_probs must be a whole number"),
     (NATIVE, {"n_probs": 10**6}, "n_probs is 1000000"),
-    (NATIVE, {"n_probs": 100, "n_predict": 400}, "of 400 tokens with 100 alternatives"),
+    (
+        NATIVE,
+        {"n_probs": 100, "n_predict": 400},
+        "an answer of 400 tokens, because n_probs requests 100 alternatives",
+    ),
     (RESPONSES, {"input": []}, "input must be"),
     ("/tokenize", {"content": {"a": 1}}, "content must be"),
     ("/detokenize", {"tokens": ["a"]}, "tokens[0] must be"),

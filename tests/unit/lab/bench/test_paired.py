@@ -78,7 +78,7 @@ def test_both_sides_run(real_engine):
     report = Paired().run(PairedOptions(quick=True, threads=1, layers=2))
     (row,) = report.rows
     assert row["ratio"] == row["theirs_ms"] / row["ours_ms"]
-    assert f"median ratio {row['ratio']:.4f}" in report.text()
+    assert f"median ratio is {row['ratio']:.4f}" in report.text()
 
 
 def test_a_side_that_cannot_run_is_reported(real_engine, tmp_path):
