@@ -93,7 +93,7 @@ class Candidate:
         settings: the stored settings of that earlier plan, by name. If nothing was stored,
         `settings` is None and the result is False.
 
-        The loss budget of the policy (--max-loss) is not compared, because it is not stored.
+        The loss budget of the policy is not compared, because it is not stored.
         """
         mine = {name: value for name, value in self.settings.items() if name != ALLOWED_LOSS}
         return mine == settings
@@ -329,7 +329,7 @@ class TakenPlans:
         """Return the settings of the plan that an earlier command chose for the same request.
 
         The request is the one with which this object was made. The result maps names to values,
-        without the loss budget (--max-loss). It is None if no such plan is stored.
+        without the loss budget. It is None if no such plan is stored.
         """
         found = recalled(self._path, _FORMAT, "taken").get(self._key)
         return found if isinstance(found, dict) else None
@@ -337,7 +337,8 @@ class TakenPlans:
     def keep(self, settings: Mapping[str, Any]) -> None:
         """Store the settings of the chosen plan in the user cache, where `recall` finds them.
 
-        settings: the values by name. The policy's loss budget (--max-loss) is not stored, because it is computed again for each run.
+        settings: the values by name. The loss budget of the policy is not stored, because it is
+        computed again for each run.
         """
         known = recalled(self._path, _FORMAT, "taken")
         known.pop(self._key, None)
