@@ -154,7 +154,7 @@ def test_a_study_runs_and_its_figures_are_possible(found, name):
     assert made.tables and made.panels
     for table in made.tables:
         assert table["rows"]
-        assert " layers, " in table["title"] and table["title"].endswith("one run")
+        assert " layers, " in table["title"] and table["title"].endswith("measured once")
         for row in table["rows"]:
             check_quality(row)
     if made.passes.total:
