@@ -171,7 +171,7 @@ class Frontier:
             elif taken.kl != 0.0:
                 reason = "as the options request"
             else:
-                reason = "lossless, because --max-loss is not given"
+                reason = "lossless, because no option allows a quality loss"
                 first = min(_equals(taken, shown), key=lambda each: each.token_ms)
                 if may_switch and first.token_ms < taken.token_ms:
                     gain = _gain(first, taken)

@@ -156,7 +156,7 @@ def test_all_policies_and_uniform_types_are_candidates(model, found):
     assert usual.placement is not None and found.taken.policy == usual.placement.name
     assert found.taken.tiers == [*usual.tier_names, *(["skip"] if usual.skip else [])]
     assert found.taken.tiers == ["q8_0"] and found.taken.kl == 0.0
-    assert found.why.endswith("lossless, because --max-loss is not given.")
+    assert found.why.endswith("lossless, because no option allows a quality loss.")
     labels, uses = by_label(found), model.n_layers * model.n_expert_used
     assert {each.policy for each in found.candidates} >= {"lru", "dymoe", "dynaexq", "mixed"}
     for tier in ("q4_k", "q2_k"):
@@ -389,7 +389,7 @@ def test_a_damaged_stored_plan_is_ignored(model, user_folder):
         assert taken.recall() == {"policy": "lru"}
 
 
-AS_ASKED = "lossless, because --max-loss is not given"
+AS_ASKED = "lossless, because no option allows a quality loss"
 
 
 @cases(
