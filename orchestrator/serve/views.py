@@ -88,7 +88,8 @@ def picture(runtime: Runtime) -> dict[str, Any]:
       It is an example of a value for --ram, in bytes, that is too small to hold all experts.
     """
     plan, stats = runtime.plan, runtime.stats()
-    about = {"model": runtime.about.name, "mode": stats.mode, "memory": runtime.memory()}
+    about: dict[str, Any] = {"model": runtime.about.name, "mode": stats.mode}
+    about["memory"] = runtime.memory()
     about["images"] = None if runtime.images is None else runtime.images.as_dict()
     if stats.counts is None or stats.resident is None:
         return about | {"layers": 0, "streams_below": plan.total_bytes - plan.expert_bytes // 2}
