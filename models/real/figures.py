@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from models.real.bootstrap import Draw, Values
-from orchestrator.lab.study.heop import searches
+from orchestrator.lab.study.heop import FIRST_STEPS, as_printed, climbed, over_smallest
 from orchestrator.lab.study.routing import sorted_shares
+from orchestrator.policy.firm import Votes
 
 Figure = Callable[[Draw], float]
 
@@ -287,13 +288,19 @@ def search_losses(contexts: Sequence[Values]) -> dict[str, Figure]:
     contexts: the loss (eq. 11) of each token of each context, [tokens, P, K].
     """
 
-    def ratio(way: str, draw: Draw) -> float:
-        drawn = [each for each, n in zip(contexts, draw, strict=True) for _ in range(n)]
-        return float(np.mean([f.ratio for f in searches(np.concatenate(drawn)) if way in f.way]))
+    def figure(search: Callable[[Values], list[Votes]], draw: Draw) -> float:
+        losses = np.concatenate(
+            [each for each, n in zip(contexts, draw, strict=True) for _ in range(n)]
+        )
+        means = losses.mean(axis=0)
+        return float(np.mean([over_smallest(means, votes) for votes in search(losses)]))
+
+    def printed(losses: Values) -> list[Votes]:
+        return [as_printed(losses, axis, delta) for axis, delta in FIRST_STEPS]
 
     return {
-        "loss of Algorithm 1 over the smallest": partial(ratio, "printed"),
-        "loss of our climb over the smallest": partial(ratio, "our climb"),
+        "loss of Algorithm 1 over the smallest": partial(figure, printed),
+        "loss of our climb over the smallest": partial(figure, lambda losses: [climbed(losses)]),
     }
 
 

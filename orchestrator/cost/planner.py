@@ -222,7 +222,7 @@ class Planner:
                 ]
             if max(found, default=0.0) >= _WORTH_SAYING:
                 return (
-                    f"Answers have no quality loss. {declared.flag} {usual:g} would be about "
+                    f"Lossless. {declared.flag} {usual:g} would be about "
                     f"{max(found):.1f}x as fast on this machine."
                 )
         return None

@@ -9,14 +9,13 @@ adjacent blocks has a narrow interval. Other arguments, such as --expert-ram 1Gi
 
 import argparse
 import os
-import random
 import signal
-import statistics
 import subprocess
 import time
 
+from orchestrator.lab.eval.arithmetic import median_interval
+
 PROMPT = "Tell me a long story about a fox and a river."
-DRAWS = 2000
 
 
 class Chat:
@@ -29,7 +28,10 @@ class Chat:
         self._process = None
 
     def start(self):
-        """Start the answer from its beginning. The first block is not measured."""
+        """Start the answer from its beginning. The first block is not measured.
+
+        Ends the program if the answer is shorter than a block.
+        """
         self.end()
         self._process = subprocess.Popen(
             self._command,
@@ -38,7 +40,8 @@ class Chat:
             start_new_session=True,
             bufsize=0,
         )
-        self.write()
+        if self.write() is None:
+            raise SystemExit(f"the answer of {self._command[0]} is shorter than --block")
 
     def end(self):
         if self._process is not None:
@@ -86,11 +89,9 @@ def main():
     finally:
         for chat in chats:
             chat.end()
-    drawn = random.Random(1)
-    medians = sorted(statistics.median(drawn.choices(ratios, k=len(ratios))) for _ in range(DRAWS))
-    low, high = medians[DRAWS // 40], medians[-DRAWS // 40]
+    median, low, high = median_interval(ratios)
     print(
-        f"speed of the new chat over the old one: {statistics.median(ratios):.3f} "
+        f"speed of the new chat over the old one: {median:.3f} "
         f"({low:.3f} to {high:.3f}), {len(ratios)} pairs"
     )
 

@@ -33,6 +33,9 @@ DEEPEST = 4
 WEIGHT = 0.5
 PAPER_STEPS, OUR_STEPS = 10, 32
 PATIENCE = 2
+# The first steps of Algorithm 1, of which the paper draws one at random: the number that changes (0
+# for K, 1 for P), and its change.
+FIRST_STEPS = (*product(range(2), (1, -1)),)
 
 
 class Losses:
@@ -144,6 +147,15 @@ class SearchResult:
     ratio: float
 
 
+def over_smallest(means: np.ndarray, votes: Votes) -> float:
+    """Return the mean prediction loss of the pair `votes`, divided by that of the best pair.
+
+    `means[p - 1, k - 1]` is the mean prediction loss of the pair K = k and P = p.
+    """
+    smallest = float(means.min())
+    return float(means[votes[1] - 1, votes[0] - 1]) / smallest if smallest else 1.0
+
+
 def searches(losses: np.ndarray) -> list[SearchResult]:
     """Search the best numbers K and P for predictions of experts, with several search methods.
 
@@ -154,18 +166,17 @@ def searches(losses: np.ndarray) -> list[SearchResult]:
     `losses[t, p - 1, k - 1]` is the prediction loss of token t with K = k and P = p.
     """
     means = losses.mean(axis=0)
-    smallest = float(means.min())
 
     def found(way: str, votes: Votes) -> SearchResult:
-        loss = float(means[votes[1] - 1, votes[0] - 1])
-        return SearchResult(way, votes, loss / smallest if smallest else 1.0)
+        return SearchResult(way, votes, over_smallest(means, votes))
 
     printed = [
         found(
-            f"the paper's Algorithm 1 as printed, whose first step changes {name} by {delta:+d}",
+            f"the paper's Algorithm 1 as printed, whose first step changes {'KP'[axis]} by "
+            f"{delta:+d}",
             as_printed(losses, axis, delta),
         )
-        for (axis, name), delta in product(enumerate("KP"), (1, -1))
+        for axis, delta in FIRST_STEPS
     ]
     pairs = [*product(range(1, means.shape[1] + 1), range(1, means.shape[0] + 1))]
     return [

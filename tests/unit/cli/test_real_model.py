@@ -79,10 +79,16 @@ def test_a_seed_repeats_the_answer(model):
 
 @cases(
     "options, parts",
-    (["--ram", "10MB"], ["the smallest --ram that works with the policy dymoe", "--policy lru"]),
+    (
+        ["--ram", "10MB"],
+        [
+            "the smallest --ram that works with the policy dymoe and a context of 512 tokens is",
+            "--policy lru",
+        ],
+    ),
     (["--ram", "10MB", "--policy", "plain"], ["the policy plain", "it needs"]),
     (["--policy", "lru", "--low-tier", "skip"], ["--low-tier has no effect with --policy lru"]),
-    (["--expert-ram", "10KiB"], ["the smallest that works with the policy dymoe"]),
+    (["--expert-ram", "10KiB"], ["the smallest that works with the policy dymoe is"]),
     (["--profile", "hot.json"], ["--profile is for --policy dynaexq"]),
     (["--policy", "dynaexq", "--profile", "no/hot.json"], ["no/hot.json: there is no such folder"]),
     (["--high-tier", "q5_k"], ["q5_k", *TIERS]),

@@ -27,7 +27,9 @@ FRONT_ENDS = {
     "eval": ("eval", "--text=text.txt", "--max-tokens=32"),
     "serve": ("serve",),
 }
-_NAMED = re.compile(r"the smallest --ram that works with the policy \w+ .*?is ([\d.]+ [KMG]iB)")
+_NAMED = re.compile(
+    r"the smallest --ram that works with the policy \w+ and a context of \d+ tokens is ([\d.]+ [KMG]iB)"
+)
 
 
 @pytest.fixture(scope="module")
