@@ -3,13 +3,15 @@
     python tests/helpers/chats_in_turns.py OLD/.venv/bin/moe-edge NEW/.venv/bin/moe-edge MODEL.gguf
 
 Both chats write the same greedy answer. They take turns: one is stopped (SIGSTOP) while the other
-writes a block of characters. A busy neighbour therefore slows both, and the median of the ratios of
-adjacent blocks has a narrow interval. Other arguments, such as --expert-ram 1GiB, go to the chats.
+writes a block of characters. A busy neighbour therefore slows both. Two equal programs may still
+differ by some per cent for as long as they run, so the interval is that of several starts. Other
+arguments, such as --expert-ram 1GiB, go to the chats.
 """
 
 import argparse
 import os
 import signal
+import statistics
 import subprocess
 import time
 
@@ -66,33 +68,43 @@ class Chat:
         os.killpg(self._process.pid, number)
 
 
+def ratio(chats, n_pairs):
+    """Return the median of old over new seconds of adjacent blocks, for one start of both chats."""
+    found = []
+    for number in range(n_pairs):
+        took = {at: chats[at].write() for at in (number % 2, 1 - number % 2)}
+        if None in took.values():
+            raise SystemExit(
+                "the context is full: use fewer --pairs, a smaller --block, or a larger --ctx"
+            )
+        found.append(took[0] / took[1])
+    return statistics.median(found)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0])
     parser.add_argument("old")
     parser.add_argument("new")
     parser.add_argument("model")
     parser.add_argument("--block", type=int, default=30, help="characters of a block")
-    parser.add_argument("--pairs", type=int, default=300, help="blocks of each chat")
+    parser.add_argument("--starts", type=int, default=10, help="how often both chats are started")
+    parser.add_argument("--pairs", type=int, default=10, help="blocks of each chat per start")
     given, options = parser.parse_known_args()
     chats = [Chat(each, given.model, given.block, options) for each in (given.old, given.new)]
     ratios = []
     try:
-        while len(ratios) < given.pairs:
-            for chat in chats:
+        for number in range(given.starts):
+            # The process that is started first may get other pages of memory.
+            for chat in chats[:: -1 if number % 2 else 1]:
                 chat.start()
-            while len(ratios) < given.pairs:
-                first = len(ratios) % 2
-                took = {at: chats[at].write() for at in (first, 1 - first)}
-                if None in took.values():
-                    break  # the context is full
-                ratios.append(took[0] / took[1])
+            ratios.append(ratio(chats, given.pairs))
     finally:
         for chat in chats:
             chat.end()
     median, low, high = median_interval(ratios)
     print(
-        f"speed of the new chat over the old one: {median:.3f} "
-        f"({low:.3f} to {high:.3f}), {len(ratios)} pairs"
+        f"speed of the new chat over the old one: {median:.3f} ({low:.3f} to {high:.3f}), "
+        f"{len(ratios)} starts of {given.pairs} pairs"
     )
 
 
