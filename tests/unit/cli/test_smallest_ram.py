@@ -28,7 +28,8 @@ FRONT_ENDS = {
     "serve": ("serve",),
 }
 _NAMED = re.compile(
-    r"the smallest --ram that works with the policy \w+ and a context of \d+ tokens is ([\d.]+ [KMG]iB)"
+    r"the smallest --ram that works with the policy \w+ and a context of \d+ tokens"
+    r" is ([\d.]+ [KMG]iB)"
 )
 
 
