@@ -157,7 +157,7 @@ class Sampling(Settings):
     )
     dry_base: float | None = setting(
         None,
-        "Growth of the DRY penalty with the length of the phrase.",
+        "Factor by which the DRY penalty grows with each further token of a repeated phrase.",
         metavar="X",
         within=(1.0, 100.0),
         shown="llama.cpp's",
@@ -336,7 +336,8 @@ class Config(Settings):
         "Precision of the most important experts, such as q4_k.",
         metavar="NAME",
         shown=(
-            "the best in the file, or the best that fits in memory if the policy mixes precisions"
+            "the best precision in the file, or the best that fits in memory if the policy mixes "
+            "precisions"
         ),
         group=MORE,
     )
@@ -350,7 +351,8 @@ class Config(Settings):
     )
     renormalize: bool = setting(
         False,
-        f"With --low-tier {SKIP_TIER}: scale up the weights of the experts that are not skipped.",
+        f"With --low-tier {SKIP_TIER}: scale up the gate (router) weights of a token's experts "
+        "that are not skipped.",
         group=MORE,
     )
     ctx: int | None = setting(
@@ -476,7 +478,7 @@ class Config(Settings):
     )
     importance_window: int = setting(
         32,
-        "Number of queries at the end of a prompt whose attention gives the importance of the "
+        "Number of tokens at the end of a prompt whose attention determines the importance of the "
         "prompt's tokens. Used only with importance=window.",
         within=(1, 65536),
         option=False,
@@ -487,7 +489,7 @@ class Config(Settings):
     use_extra_bufts: bool | None = setting(
         None,
         "Change the layout of weights outside the experts so that this CPU computes faster.",
-        shown="yes if experts are repacked, or with --policy plain",
+        shown="the layout is changed if experts are repacked, or with --policy plain",
         option=False,
     )
     layout: str = setting(
@@ -501,7 +503,7 @@ class Config(Settings):
     use_mmap: bool | None = setting(
         None,
         "With --policy plain: map the file into memory, so that weights may exceed memory.",
-        shown="yes if the file has one precision and --ram is not given",
+        shown="the file is mapped if it has one precision and --ram is not given",
         option=False,
     )
     remember: bool | None = setting(

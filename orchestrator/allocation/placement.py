@@ -33,14 +33,15 @@ class PlacementSettings(Settings):
 
     near_bits: float = setting(
         3.0,
-        "Maximum average of bits per weight, such as 2.5, over those experts of a layer that are "
-        "not in the best precision. q4_k counts as 4 bits.",
+        "Experts of a layer that are not in the best precision have at most this many bits per "
+        "weight on average, such as 2.5. q4_k counts as 4 bits.",
         within=(1.0, 32.0),
     )
     near_weights: str = setting(
         IMPORTANCE,
-        "How --near-bits is divided among experts. importance: by quality losses weighted with "
-        "expert usage. plain, as in the paper: by quality losses alone.",
+        "How precisions below the best are chosen within the bits per weight of --near-bits. "
+        "importance: least quality loss, weighted with expert usage. plain, as in the paper: least "
+        "unweighted quality loss.",
         choices=(IMPORTANCE, PLAIN),
     )
     importance_mix: float = setting(
@@ -51,8 +52,8 @@ class PlacementSettings(Settings):
     )
     prior_tokens: float = setting(
         64.0,
-        "Expert usage in earlier runs counts as much as this number of prompt tokens. 0 ignores "
-        "earlier runs, as in the paper.",
+        "Weight of earlier runs in the importance of experts, as a number of prompt tokens. 0 "
+        "ignores earlier runs, as in the paper.",
         within=(0.0, 1e6),
     )
 
@@ -158,14 +159,13 @@ def near_tiers(tiers: Sequence[str], asked: str | None) -> list[int]:
     if unknown:
         raise PolicyError(
             f"--near-tiers: the file has no precision {unknown[0]} below {tiers[0]}. The "
-            f"precisions below it are {', '.join(names)}"
+            f"precisions below {tiers[0]} are {', '.join(names)}"
         )
     found = best_of_each_width([each for each in names if each in chosen])
     if len(found) > MAX_WIDTHS:
         raise PolicyError(
-            f"--near-tiers has too many precisions: they differ in bits per weight, with "
-            f"{len(found)} different values. At most {MAX_WIDTHS} values are allowed. Name fewer "
-            f"precisions"
+            f"--near-tiers names precisions of {len(found)} different sizes (bits per weight). At "
+            f"most {MAX_WIDTHS} different sizes are allowed. Name fewer precisions"
         )
     return [1 + names.index(each) for each in found]
 
@@ -225,8 +225,8 @@ def prefix_split(
     if not possible.any():
         raise PolicyError(
             f"--near-bits is too small for precisions of {', '.join(map(str, bits))} bits per "
-            f"weight: the sum over {n} experts must be at most {budget_bits} bits. Increase "
-            f"--near-bits"
+            f"weight: the bits per weight of {n} experts may add up to at most {budget_bits}. "
+            f"Increase --near-bits, the average for experts below the best precision"
         )
     i, j = np.nonzero(possible)
     reach, n_first = reach[i, j], i

@@ -27,7 +27,7 @@ class Background(Settings):
         "such as 64MiB; 0 for no limit.",
         within=(0, 2**48),
         unit=RATE,
-        shown=f"{format_size(USUAL_RATE)}; no limit with --policy context",
+        shown=f"{format_size(USUAL_RATE)} per second; no limit on this rate with --policy context",
     )
 
 
@@ -42,12 +42,12 @@ class Shared(Settings):
         None,
         "Maximum number of experts per layer in the high precision.",
         within=(0, 65535),
-        shown="as many as fit in memory",
+        shown="as many experts as fit in memory",
     )
     losses: Path | None = setting(
         None,
-        "Loss table made by moe-edge calibrate, for choosing the precisions of experts. With "
-        "--policy context, it has an effect only with --near-slots shared.",
+        "Loss table made by moe-edge calibrate, for choosing the precisions of experts. --policy "
+        "context uses the table only if the option --near-slots is shared.",
         shown="FILE.calib.json",
         recorded=False,
     )

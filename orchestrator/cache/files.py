@@ -171,7 +171,7 @@ KINDS = {
     "servers": "llama.cpp's server, compiled by `moe-edge serve`",
     "speed": "measured speeds of this machine, which are measured again if they are missing",
     "source": "the source of llama.cpp with our patches",
-    "tuned": "settings that policies tuned, for each model",
+    "tuned": "policy settings that earlier runs tuned, for each model",
     "usage": "how often earlier chats and servers used each expert of a model",
     "wheels": "compiled packages of llama.cpp, so that other Python environments can install them",
 }

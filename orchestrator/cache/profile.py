@@ -224,7 +224,10 @@ class UsageKeeper(_Cached):
             try:
                 self._known = load(self._path, model)
             except ProfileError as error:
-                self.note = f"The record of expert usage starts again: {error}"
+                self.note = (
+                    f"The count of expert usage starts again from zero, because the saved counts "
+                    f"cannot be used: {error}"
+                )
             except OSError:
                 pass
 

@@ -133,7 +133,7 @@ class Chat:
         self._groups: dict[str, dict[str, tuple[str, str, Callable[[str], None]]]] = {
             "The conversation": {
                 "/regen": ("", "replace the last answer by another answer", self._regen),
-                "/read": ("FILE", "begin your next message with a text file", self._read),
+                "/read": ("FILE", "put a text file at the start of your next message", self._read),
                 "/image": (
                     "FILE",
                     "send a PNG or JPEG with your next message (- for none); or drop a file here",
@@ -153,7 +153,7 @@ class Chat:
                 "/think": ("on|off", "think before an answer", partial(self._change, think)),
                 "/set": (
                     "NAME VALUE",
-                    "change another setting; without NAME: list settings",
+                    "change the setting NAME; without NAME: list all settings",
                     self._set,
                 ),
                 "/model": ("NAME", "change the model; without NAME: show it", self._model),

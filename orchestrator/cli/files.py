@@ -140,8 +140,8 @@ def architectures(as_json: bool) -> None:
 @click.argument("repo", metavar="REPO")
 @option(
     "--include PATTERN",
-    "Pattern of the files to download, such as '*Q4_K_M*'. May be repeated.  [default: the only "
-    "model]",
+    "Pattern of the files to download, such as '*Q4_K_M*'. May be repeated.  [default: the model, "
+    "if REPO has only one]",
     multiple=True,
 )
 @option("--revision R", "Branch, tag or commit.  [default: main]")
@@ -211,7 +211,7 @@ def _refuse_several(
     if found.best is not None:
         more = f" --revision {shlex.quote(revision)}" if revision else ""
         command = f"moe-edge pull {shlex.quote(f'{repo}/{found.best}')}{more}"
-        best = f"The best of them for this machine is downloaded by `{command}`"
+        best = f"To download the model that suits this machine best, run `{command}`"
     raise HubError(
         f"{repo} contains {len(found.rows) + found.left_out} models: choose one as {repo}/FILE, or "
         f"several with --include PATTERN. {best}"

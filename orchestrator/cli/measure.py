@@ -126,8 +126,8 @@ for _name, _place in BENCHMARKS.items():
 @option("--kl", "Also measure the KL divergence from the best precision of the file.")
 @option(
     "--kl-from TIER",
-    "Precision that --kl compares with, instead of the best precision of the file. An example is "
-    "the precision given as --high-tier.",
+    "Precision that --kl compares with, instead of the best precision of the file. With the "
+    "precision of --high-tier, --kl measures only the loss caused by lower precisions.",
     group=MORE,
 )
 @option("--max-tokens tokens N", "Use at most N tokens of the text.")
@@ -155,8 +155,8 @@ for _name, _place in BENCHMARKS.items():
 )
 @option(
     "--bandwidth SIZE",
-    "Bytes per second that the simulated disk reads, such as 2GB. The disk is simulated only for "
-    "policies that check which experts are in memory.  [default: measured]",
+    "Bytes per second that the simulated disk reads, such as 2GB. The command eval simulates a "
+    "disk for policies whose decisions depend on the experts in memory.  [default: measured]",
     group=MORE,
 )
 @option(
@@ -168,8 +168,8 @@ for _name, _place in BENCHMARKS.items():
 )
 @option(
     "--compute-ms MS",
-    "Compute time per token next to the simulated disk (see --bandwidth), in milliseconds. It "
-    "does not include waiting for reads.  [default: measured]",
+    "Compute time per token in the simulation of the disk (see --bandwidth), in milliseconds. "
+    "Time spent waiting for reads is not included.  [default: measured]",
     type=Number(0, 10**6),
     group=MORE,
 )
@@ -309,8 +309,8 @@ def make_table(
 @option("--tokens N", "Tokens to decode in each run.  [default: 64]", default=64)
 @option(
     "--all-tiers",
-    "Also compare the lower precisions. Of a packed file, they are first exported to the folder "
-    "for temporary files.",
+    "Also compare the output of each lower precision with llama.cpp's. Precisions of a packed file "
+    "are first exported to the folder for temporary files.",
 )
 @option("--no-verify", "Do not check every block of the file for damage.")
 @option("--out FILE", "Also write the report to this file.", type=NEW_FILE)
@@ -342,7 +342,10 @@ def check(
 
 
 @click.command("gpu-check", cls=Command)
-@option("--part NAME", "Run only one part: device, kernels, managed, ..., bench, table3.")
+@option(
+    "--part NAME",
+    "Run only this part of the checks: device, kernels, managed, fused, engine, bench or table3.",
+)
 @option(
     "--step TEXT",
     "Run only the steps with this text in their name, command or part (see --part), even if they "

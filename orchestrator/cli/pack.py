@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 )
 @option(
     "--for-ram SIZE",
-    "Choose the precisions for this much memory, such as 12GiB, instead of --tiers. With --calib, "
-    "the default of --method is imatrix.",
+    "Choose the precisions for this much memory, such as 12GiB, instead of --tiers. If --calib is "
+    "also given, experts are quantized with --method imatrix by default.",
 )
 @option(
     "--dense",

@@ -174,7 +174,7 @@ def _print_known_models(as_json: bool, options: dict[str, Any]) -> None:
 @JSON
 @option(
     "--plot picture OUT.png",
-    "Plot the speed and loss of a model's plans (.png or .svg). Needs the extra `plot`.",
+    "Plot speed and loss of ways to run a model (.png or .svg). Needs the extra `plot`.",
     type=NEW_FILE,
 )
 @FORCE
@@ -195,8 +195,8 @@ def plan(named: str | None, as_json: bool, picture: Path | None, **options: Any)
     if several is not None:
         if picture is not None:
             raise click.UsageError(
-                f"--plot draws the plans of one model, but {asked} contains several: choose one as "
-                f"{asked}/FILE"
+                f"--plot draws the plans of one model (ways to run it), but {asked} contains "
+                f"several models: choose one as {asked}/FILE"
             )
         compared = compare_here(several, options)
         say_result(compared.as_dict(), lambda _: render_compared(compared), as_json)

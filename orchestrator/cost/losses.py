@@ -36,6 +36,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gguf_tools.columns import aligned
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.reader import one_line
 from orchestrator.allocation.estimate import KlEstimate, Routing, surprise
@@ -233,8 +234,11 @@ class LossTable:
         expert.
         """
         lines = [
-            "Squared error of the experts' outputs, relative to the mean square of the outputs:",
-            f"  {'precision':>9} {'':>8}   bits     error     range over experts",
+            "Squared error of the experts' outputs, relative to the mean square of the outputs. "
+            "Columns: the mean over all tokens, and the lowest and highest mean of an expert.",
+        ]
+        rows: list[tuple[str, ...]] = [
+            ("precision", "source", "bits per weight", "mean", "lowest", "highest")
         ]
         seen = self.counts > 0
         tokens = self.counts[seen].astype(np.float64)
@@ -243,23 +247,23 @@ class LossTable:
             loss = self.loss[..., index][seen]
             whole = float((loss * tokens).sum() / (power * tokens).sum())
             low, high = (loss / power).min(), (loss / power).max()
-            lines.append(
-                f"  {name:>9} {'stored' if stored else self.method:>8}  {bits:5.2f}"
-                f"  {whole:8.3%}  {low:8.3%} to {high:8.3%}"
-            )
+            source = "stored" if stored else self.method
+            errors = (f"{error:.3%}" for error in (whole, low, high))
+            rows.append((name, source, f"{bits:.2f}", *errors))
+        lines += aligned(rows, str.rjust)
         if self.fit is not None:
             low, high = (math.exp(side * 1.96 * self.fit.error) for side in (-1, 1))
             basis = self.fit.text.split(", sha")[0]
             lines.append(
-                f"The KL divergence is estimated from these errors. The estimate was fitted to "
-                f"{basis}: the true mean KL is {low:.2f} to {high:.2f} times the estimated mean "
-                f"(95 % confidence)"
+                f"The KL divergence is estimated from the squared errors of the experts' outputs. "
+                f"The estimate was fitted to {basis}: the true mean KL is {low:.2f} to {high:.2f} "
+                f"times the estimated mean (95 % confidence)"
             )
             low, high = self.fit.spread
             lines.append(
                 f"In most windows (pieces) of this text, the measured KL is {low:.2f} to "
-                f"{high:.2f} times the estimate (10th to 90th percentile). Estimates are "
-                f"multiplied by {high:.2f}, to be safe"
+                f"{high:.2f} times the estimated KL (10th to 90th percentile). To be safe, "
+                f"moe-edge multiplies the estimated KL by {high:.2f}"
             )
         if not seen.all():
             n_unseen = np.count_nonzero(~seen)
@@ -472,7 +476,10 @@ class Foreseen:
     def text(self) -> str:
         """A phrase for the status line about the predicted loss; empty if the plan is lossless."""
         if self.kl is None:
-            return f", quality loss relative to {self.base} unknown (run `moe-edge calibrate`)"
+            return (
+                f", quality loss of answers relative to {self.base} unknown (to measure it, run "
+                "`moe-edge calibrate`)"
+            )
         if not self.kl:
             return ""
         return f", estimated quality loss {self.kl:.2g} nats per token relative to {self.base}"

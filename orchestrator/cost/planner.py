@@ -222,8 +222,8 @@ class Planner:
                 ]
             if max(found, default=0.0) >= _WORTH_SAYING:
                 return (
-                    f"Lossless. {declared.flag} {usual:g} would be about "
-                    f"{max(found):.1f}x as fast on this machine."
+                    f"The answers are lossless. With {declared.flag} {usual:g}, decoding would "
+                    f"be about {max(found):.1f}x as fast on this machine."
                 )
         return None
 
@@ -413,8 +413,8 @@ class Planner:
         """
         if self.gpu:
             raise ConfigError(
-                "speeds are predicted only for the CPU, not for a GPU: give --device cpu or a "
-                "--policy"
+                "no policy can be chosen by its predicted speed, because speeds are predicted "
+                "only for the CPU, not for a GPU: name a --policy, or give --device cpu"
             )
         config, model = self.request.config, self._model
         disk = self._disk or kept_bandwidth(model, config, measures)

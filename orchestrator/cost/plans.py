@@ -160,24 +160,26 @@ class Frontier:
         if allowed is not None:
             taken = choose(shown, allowed, before)
             reason = (
-                f"the fastest plan that loses at most {allowed:g} nats per token from {best_tier}"
+                f"the fastest plan with a quality loss of at most {allowed:g} nats per token "
+                f"relative to {best_tier}"
             )
         else:
             default = next(filter(usual.is_like, shown))
             taken, reason = faster_lossless(default, shown) if may_switch else default, ""
             if taken is not default:
                 gain = _gain(taken, default)
-                reason = f"lossless, and {gain} faster than {default.label}"
+                reason = f"a lossless plan, predicted to be {gain} faster than {default.label}"
             elif taken.kl != 0.0:
                 reason = "as the options request"
             else:
-                reason = "lossless, because no option allows a quality loss"
+                reason = "a lossless plan, because no option allows a quality loss"
                 first = min(_equals(taken, shown), key=lambda each: each.token_ms)
                 if may_switch and first.token_ms < taken.token_ms:
                     gain = _gain(first, taken)
-                    reason += (
-                        f"; {first.label} is predicted to be {gain} faster, but replaces "
-                        f"{taken.label} only if it is at least {CLEARLY_FASTER - 1:.0%} faster"
+                    reason = (
+                        f"{reason}. The plan {first.label} is predicted to be {gain} faster. A "
+                        f"plan replaces the default plan {taken.label} only if the plan is at "
+                        f"least {CLEARLY_FASTER - 1:.0%} faster"
                     )
         guess = "estimated " if taken.kl else ""
         kl = "" if taken.kl is None else f", {guess}{taken.kl:.2g} nats"
@@ -232,8 +234,8 @@ def choose(
     if not within:
         least = min(each.kl for each in found if each.kl is not None)
         raise ConfigError(
-            f"no plan in this memory loses at most {allowed:g} nats per token: the closest loses "
-            f"{least:.2g}. Allow a larger loss, or give more memory"
+            f"an allowed quality loss of {allowed:g} nats per token is too small for this memory: "
+            f"the smallest possible loss is {least:.2g}. Allow a larger loss, or give more memory"
         )
     fastest = min(each.token_ms for each in within)
     near = (each for each in within if each.token_ms <= AS_FAST * fastest)

@@ -262,7 +262,7 @@ def find_tests(emulated: bool) -> list[Step]:
         done = subprocess.run(collect, capture_output=True, text=True, timeout=limit_s, cwd=ROOT)
         found = done.stdout
     except subprocess.TimeoutExpired:
-        found, said = "", f"the tests were not listed within {limit_s:g} s"
+        found, said = "", f"pytest did not list the GPU tests within {limit_s:g} s"
         collect = (sys.executable, "-c", f"raise SystemExit({said!r})")
         limit_s = PARTS["device"][0]
     names = re.findall(r"^(tests/\S+::\S.*)$", found, re.MULTILINE)
@@ -409,15 +409,16 @@ def render(outcomes: Sequence[Outcome], machine: str) -> str:
         "",
         machine,
         "",
-        "The table has a row for each step, which is one test or one command. The option --part "
-        "of gpu-check runs the steps of one part.",
+        "The table has a row for each test and each command. The option --part of gpu-check runs "
+        "only one group of them.",
         "",
-        "| part | step | result | seconds | reason |",
+        "| group (--part) | test or command | result | seconds | reason |",
         "|---|---|---|---|---|",
     ]
     for each in outcomes:
         name, reason = (text.replace("|", "\\|") for text in (each.name, each.reason))
-        lines.append(f"| {each.part} | {name} | {each.outcome} | {each.seconds:.1f} | {reason} |")
+        cells = (each.part, name, each.outcome, f"{each.seconds:.1f}", reason)
+        lines.append(f"| {' | '.join(cells)} |")
     for each in outcomes:
         output = re.sub(r"\x1b\[[0-9;]*m", "", each.output).strip()
         if output:

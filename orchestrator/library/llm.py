@@ -367,7 +367,7 @@ class LLM(Closing):
             )
         closing = getattr(self, "_closing", None)
         if closing is not None and not closing.alive:
-            raise ClosedError("this model is closed: open another LLM")
+            raise ClosedError("this model is closed: open it again with LLM(...)")
 
     def _call(
         self,

@@ -416,7 +416,8 @@ class Store(Closing):
         admitted = self.library.transition(self.handle, items, len(wanted))
         if admitted < 0:
             raise NativeError(
-                "an expert cannot change its precision: the model lacks the expert or the precision"
+                "the policy asked to change the precision of experts, but the model does not have "
+                "one of these experts or precisions: this is a bug in the policy"
             )
         return int(admitted)
 

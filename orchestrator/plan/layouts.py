@@ -93,11 +93,11 @@ def with_product_times(spec: StoreSpec, model: ExpertModel, timed: TimeProduct) 
 
 
 def layout_text(spec: StoreSpec) -> str:
-    """Return a phrase for the status line, such as ", q4_k experts repacked for this CPU".
+    """Return a phrase for the status line, such as ", experts of type q4_k repacked for this CPU".
 
     The phrase names the quantization types of the experts whose matrix rows are interleaved in
     memory, for faster CPU kernels. It is empty if no experts have interleaved rows.
     """
     slices = [each for _, layer in spec.layers for each in layer.values()]
     types = sorted({GGMLType(each.type).name.lower() for each in slices if each.interleaved_rows})
-    return f", {' and '.join(types)} experts repacked for this CPU" if types else ""
+    return f", experts of type {' and '.join(types)} repacked for this CPU" if types else ""

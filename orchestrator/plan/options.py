@@ -71,9 +71,9 @@ def without_effect(config: Config) -> str | None:
     settings = policy_class(config.policy or DEFAULT).precisions.lossless or {}
     if not settings or any(config.given(name) != value for name, value in settings.items()):
         return None
-    reason = " and ".join(f"{flag_of(name)} {value:g}" for name, value in settings.items())
+    lossless = " and ".join(f"{flag_of(name)} {value:g}" for name, value in settings.items())
     options = " and ".join(map(flag_of, lower))
-    return f"{options}: no effect with {reason}, which computes every expert in the high precision."
+    return f"{options}: no effect, because every expert has the high precision with {lossless}."
 
 
 def notes_of(config: Config, model: ExpertModel) -> list[str]:

@@ -717,15 +717,14 @@ class _Layout:
             text = f"the policy {name} needs at least {needed} bytes of memory"
             return _TooSmall(text, needed, self._option, placement.policy)
         least = place(policy_class(BASELINE), placement.shape).slots.total_bytes
-        works = (
-            f". With --policy {BASELINE}, {format_least(least)} is enough" if least < slots else ""
+        option = "--expert-ram"
+        text = (
+            f"{option} {format_size(expert_ram)} is too small: the smallest that works with the "
+            f"policy {name} is {format_least(slots)}"
         )
-        return Refusal(
-            f"--expert-ram {format_size(expert_ram)} is too small: the smallest that works with "
-            f"the policy {name} is {format_least(slots)}{works}",
-            slots,
-            "--expert-ram",
-        )
+        if least < slots:
+            text = f"{text}. {_enough(option, least)}"
+        return Refusal(text, slots, option)
 
     def refusal(self, found: _TooSmall) -> Refusal:
         """Return a Refusal that tells the user the smallest memory limit that works.
@@ -749,21 +748,17 @@ class _Layout:
             f"{format_size(fixed)} is for dense weights, KV cache and compute buffers, and "
             f"{format_size(experts)} for experts"
         )
-        hint = "" if plan.shared else ". A smaller --ctx needs less memory"
-        other_policy = ""
+        hints = [] if plan.shared else ["Try a smaller --ctx, which needs less memory"]
+        option, least = self._option, format_least(plan.cap_bytes)
         if name != BASELINE:
             other = self._asked_with(self.config.compared(policy=BASELINE)).least()
             if isinstance(other, Plan) and _differ(other.cap_bytes, plan.cap_bytes):
-                other_policy = (
-                    f". With --policy {BASELINE}, {format_least(other.cap_bytes)} is enough"
-                )
-        limit, option, least = self._given(self.room()), self._option, format_least(plan.cap_bytes)
-        return Refusal(
-            f"{limit} is too little: the smallest {option} that works with the policy {name} and a "
-            f"context of {plan.n_ctx} tokens is {least}. Of this, {memory}{hint}{other_policy}",
-            plan.cap_bytes,
-            option,
+                hints.append(_enough(option, other.cap_bytes))
+        text = (
+            f"{self._given(self.room())} is too little: the smallest {option} that works with the "
+            f"policy {name} and a context of {plan.n_ctx} tokens is {least}. Of this, {memory}"
         )
+        return Refusal(". ".join([text, *hints]), plan.cap_bytes, option)
 
     def _asked_with(self, config: Config) -> _Layout:
         return replace(self, request=replace(self.request, config=config))
@@ -782,6 +777,11 @@ class _Layout:
             f"{more}"
         )
         return Refusal(text, needed_bytes, "--cache-ram")
+
+
+def _enough(option: str, n_bytes: int) -> str:
+    """Return a sentence that tells the smallest value of a memory option with the policy lru."""
+    return f"With --policy {BASELINE}, {option} {format_least(n_bytes)} is enough for this model"
 
 
 def _differ(a: int, b: int) -> bool:

@@ -58,8 +58,8 @@ def tiers_for(model: ExpertModel, ram_bytes: int) -> tuple[list[str], str]:
     found = plan(PlanRequest(config), model, Machine(1 << 62))
     if isinstance(found, Refusal):
         raise BudgetError(
-            f"--for-ram {format_size(ram_bytes)} is too little for this model: in any precisions, "
-            f"it needs at least {format_least(found.needed_bytes)}",
+            f"--for-ram {format_size(ram_bytes)} is too little for this model: the minimum, "
+            f"whatever its precisions, is {format_least(found.needed_bytes)}",
             found.needed_bytes,
         )
     budget = found.budget_bytes
@@ -79,12 +79,10 @@ def tiers_for(model: ExpertModel, ram_bytes: int) -> tuple[list[str], str]:
     lower = _shared(bits, best_bits, 8 * budget / n_weights)
     if not lower:
         names = [each.tier_name for each in _STREAMED if each in bits]
-        return [
-            best,
-            *names,
-        ], f"{allows}, which is too few for all experts. Missing experts are read from disk."
-    names = [each.tier_name for each in lower]
-    return [best, *names], f"{allows}. All experts fit in memory, in these precisions."
+        why = f"{allows}. Not all experts fit in memory, so missing experts are read from disk."
+        return [best, *names], why
+    names = [best, *(each.tier_name for each in lower)]
+    return names, f"{allows}. All experts fit in memory in a mix of {', '.join(names)}."
 
 
 def _bits_of_types(model: ExpertModel) -> dict[GGMLType, float]:

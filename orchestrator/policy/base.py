@@ -68,8 +68,8 @@ class Precisions:
 
     - least, most: the minimum and maximum number of tiers.
     - keeps: a phrase such as "two precisions" if the policy needs several tiers and cannot skip
-      experts, or None. The error message "the policy NAME needs KEEPS and cannot skip experts" has
-      this phrase as KEEPS.
+      experts, or None. The error message "the policy NAME needs experts in KEEPS and cannot skip
+      experts" has this phrase as KEEPS.
     - skips: whether the policy may skip experts by default. It then uses one tier, unless the user
       names a lower tier.
     - lossless: the settings with which every expert is computed in the best tier. It is {} if the
@@ -344,8 +344,10 @@ class Policy:
             setattr(cls, each.name, getattr(about, each.name))
         if not about.wants.asked_in and cls.decide is not Policy.decide:
             raise TypeError(
-                f"{cls.__name__} defines decide, which is never called: add Phase.PREFILL, "
-                "Phase.DECODE or both to about.wants.asked_in"
+                f"the policy class {cls.__name__} defines the method decide, but declares no phase "
+                "in which the runtime calls decide: in the class attribute about, set "
+                "wants=PolicyRequirements(asked_in=PHASES), where PHASES has Phase.PREFILL, "
+                "Phase.DECODE or both"
             )
 
     @classmethod
@@ -479,7 +481,7 @@ def place(
     too_few = len(shape.tiers) < precisions.least
     if precisions.keeps is not None and (too_few or rules.skip):
         raise TiersError(
-            f"the policy {policy.name} needs {precisions.keeps} and cannot skip experts",
+            f"the policy {policy.name} needs experts in {precisions.keeps} and cannot skip experts",
             "give --low FILE, or a file packed with several precisions, and leave out --low-tier "
             "skip",
         )

@@ -174,9 +174,9 @@ class ContextSettings(PlacementSettings, Background):
     )
     near_slots: str = setting(
         OWN,
-        "Slots (memory) for experts in lower precisions. own: each slot fits one precision. "
-        "shared: each slot fits the largest of these precisions, so a prompt can change the number "
-        "of experts in each precision.",
+        "Memory slots for experts in lower precisions. own: a slot holds only one precision. "
+        "shared: a slot holds any of them, and the policy chooses the number of experts in each "
+        "precision again after each prompt.",
         choices=(OWN, SHARED),
     )
     near_place: str = setting(
@@ -199,8 +199,9 @@ class ContextSettings(PlacementSettings, Background):
         if asked.get("losses") is None or asked.get("near_slots") == SHARED:
             return None
         return (
-            f"--losses has no effect with --near-slots {OWN}, because the number of experts in "
-            f"each precision is then fixed: leave --losses out, or give --near-slots {SHARED}"
+            f"--losses has no effect with --near-slots {OWN}, because each memory slot then holds "
+            f"only one precision, and the number of experts in each precision is fixed: leave "
+            f"--losses out, or give --near-slots {SHARED}"
         )
 
 
@@ -264,9 +265,9 @@ def uniform_counts(n_cold: int, near: NearTiers, settings: ContextSettings) -> t
     bits = near.bits
     if settings.near_bits < bits[-1]:
         raise PolicyError(
-            f"--near-bits {settings.near_bits:g} is too small: the lowest precision "
-            f"{near.names[-1]} has {bits[-1]} bits per weight. Give {bits[-1]} or more, or name a "
-            f"lower precision with --near-tiers"
+            f"--near-bits {settings.near_bits:g}, the average bits per weight of experts in lower "
+            f"precisions, is too small: the lowest precision {near.names[-1]} has {bits[-1]} bits. "
+            f"Give {bits[-1]} or more, or name a lower precision with --near-tiers"
         )
     losses = nominal_losses(bits, 1, n_cold)[0]
     # The importance of the experts is assumed to fall as 1/rank, or to be uniform. With two near
@@ -387,12 +388,12 @@ class ContextPlacement(Placement):
         counts = zip(self.near_counts, names, strict=True)
         lower = [f"{n} in {name}" for n, name in counts if n]
         if self.shares_slots:
-            bits = f"mean of {self.settings.near_bits:g} bits per weight"
-            n_lower, either = sum(self.near_counts), " or ".join(names)
-            lower = [f"{n_lower} in {either} ({bits})"]
+            most, either = self.settings.near_bits, " or ".join(names)
+            n_lower = sum(self.near_counts)
+            lower = [f"{n_lower} in {either} (on average at most {most:g} bits per weight)"]
         best = f"{self.n_hot} of {self.shape.n_expert} experts per layer in {self.shape.tiers[0]}"
-        computed_by = ", lower precisions computed by the CPU" if self.on_host else ""
-        return f"context, {', '.join([best, *lower])}{computed_by}"
+        computed_by = ["lower precisions computed by the CPU"] if self.on_host else []
+        return ", ".join(["context", best, *lower, *computed_by])
 
 
 class ContextAware(Policy):
@@ -449,8 +450,9 @@ class ContextAware(Policy):
         places = _places_to_try(shape, settings, shares_slots)
         if shares_slots and not (shape.shares_slots or places[-1]):
             raise PolicyError(
-                f"--near-slots {SHARED} works only in host memory: leave it out, or give "
-                f"--near-place {HOST} to keep experts in lower precisions in host memory"
+                f"--near-slots {SHARED} needs memory slots that hold any of several precisions, "
+                f"but a slot in the GPU's memory holds only one: leave --near-slots out, or give "
+                f"--near-place {HOST} to store experts in lower precisions in host memory"
             )
         n, asked = shape.n_expert, settings.hot_experts
         most = n if asked is None else min(n, asked)

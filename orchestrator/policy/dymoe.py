@@ -181,7 +181,7 @@ class DyMoESettings(LookAhead):
         "in the high precision.",
         metavar="R",
         within=(0.0, 1.0),
-        shown=f"{_USUAL_RETENTION} with a low precision, otherwise 1",
+        shown=f"{_USUAL_RETENTION} of the experts with a low precision, otherwise 1 (all)",
         live=True,
     )
     schedule: str = setting(
@@ -192,9 +192,9 @@ class DyMoESettings(LookAhead):
     )
     lower_which: str = setting(
         GATES,
-        "Which experts of an answer get the low precision or are skipped. gates, as in the paper: "
-        "those with the lowest routing weights. missing: at most the same number, and only experts "
-        "that are not in memory.",
+        "Which experts of an answer get the low precision or are skipped. gates, as in the DyMoE "
+        "paper: those with the lowest routing weights. missing: only experts that are not in "
+        "memory, at most as many as with gates.",
         metavar="WHICH",
         choices=(GATES, MISSING),
     )
@@ -207,8 +207,8 @@ class DyMoESettings(LookAhead):
     )
     prefetch_low: bool = setting(
         True,
-        "Prefetch predicted experts in the low precision, too. The paper (eq. 8) prefetches only "
-        "in the high precision.",
+        "Prefetch predicted experts in the low precision, too. The DyMoE paper (eq. 8) prefetches "
+        "only in the high precision.",
     )
     prompts_pass: bool = setting(
         True,
@@ -296,12 +296,13 @@ class DyMoEPlacement(Placement):
         if _one_precision(self.shape, self.rules):
             return f"dymoe {high}, one precision"
         skips = self.rules.skip or len(self.shape.tiers) < 2
-        low, less = "skip" if skips else self.shape.tiers[1], ""
+        low = "skip" if skips else self.shape.tiers[1]
+        achieved = f"realised {depth.realised:.3f}"
         if depth.retention < depth.least:
             schedule = self.settings.schedule
-            other = "" if schedule == FLAT else f"; --schedule {FLAT} allows less"
-            less = f": the minimum with --schedule {schedule}{other}"
-        achieved = f"realised {depth.realised:.3f}{less}"
+            achieved = f"{achieved} is the minimum retention with --schedule {schedule}"
+            if schedule != FLAT:
+                achieved = f"{achieved}; --schedule {FLAT} allows less"
         return f"dymoe {high}/{low} retention={depth.retention:g} ({achieved})"
 
 
@@ -328,7 +329,7 @@ class DyMoE(Policy):
             "layer are prefetched while that makes decoding faster."
         ),
         Settings=DyMoESettings,
-        reason="decides token by token",
+        reason="chooses the precisions of experts token by token",
         precisions=Precisions(most=2, lossless={"retention": 1.0}),
         wants=PolicyRequirements(EVERY_STEP, importance=True),
     )

@@ -189,8 +189,8 @@ class DynaExqSettings(Intervals):
 
     rank_slack: int = setting(
         0,
-        "Rank an expert of a layer by usage. It loses the high precision only if it falls more "
-        "than this number of ranks below the most used experts.",
+        "Number of ranks that an expert may fall below the most used experts of its layer, ranked "
+        "by usage, without losing the high precision.",
         within=(0, 65535),
     )
     hot_experts: int | None = inherit(Shared, "hot_experts")
@@ -301,16 +301,17 @@ class DynaExqPlacement(Placement):
     @property
     def text(self) -> str:
         high, low = self.shape.tiers[:2]
-        of = f"of {self.shape.n_expert} experts per layer"
+        n = self.shape.n_expert
         n_high, n_low = as_range(self.capacity), as_range(self.cached)
         if not self.caching:
-            return f"dynaexq {high}/{low}, {n_high} {of} in {high}"
+            return f"dynaexq {high}/{low}, {n_high} of {n} experts per layer in {high}"
         least = resident_pools(self.shape, fewest_high(self.shape)).plan().total_bytes
-        why = f"all experts in {low} would need {format_size(least)}"
+        why = f"because all experts in {low} would need {format_size(least)} of memory"
         if not self.capacity.any():
-            return f"dynaexq {low}, a cache for {n_low} {of}: {why}"
+            return f"dynaexq {low}, a cache for {n_low} of {n} experts per layer, {why}"
         return (
-            f"dynaexq {high}/{low}, a cache for {n_high} {of} in {high} and {n_low} in {low}: {why}"
+            f"dynaexq {high}/{low}, a cache for {n_high} of {n} experts per layer in {high} and "
+            f"{n_low} in {low}, {why}"
         )
 
 

@@ -506,37 +506,38 @@ class FIRMSettings(LookAhead):
     )
     agree: str = setting(
         RANK,
-        "Which predicted experts are prefetched. rank: the first K that the previous layer "
-        "predicts. mol, as in the paper: those among the first K of all P previous layers. margin: "
-        "those with a high score. K and P are explained at --votes.",
+        "Which experts are prefetched (K and P: see --votes). rank: the previous layer's K most "
+        "likely predictions. mol, as in the FIRM-MoE paper: experts among the K most likely "
+        "predictions of each of P earlier layers. margin: predictions with a high score; a smaller "
+        "K requires a higher score.",
         metavar="HOW",
         choices=AGREE_WAYS,
     )
     votes: str | None = setting(
         None,
-        "K, the number of experts that a layer predicts, and P, the number of earlier layers that "
-        "predict. P above 1 needs --agree mol. Three pairs K,P/K,P/K,P are for shallow, middle and "
-        "deep layers.",
+        "K, the number of experts in each prediction, and P, the number of earlier layers that "
+        "must predict an expert. P above 1 needs --agree mol. Example for shallow, middle and deep "
+        "layers: 4,1/8,3/8,3.",
         metavar="K,P",
         shown="tuned",
     )
     tune: str | None = setting(
         None,
-        "How the number of predicted experts and of predicting layers (--votes) is chosen while "
-        "running: climb (the paper's hill climbing), all (compare all), or off.",
+        "How K and P of --votes are tuned while running. climb: by hill climbing, as in the "
+        "FIRM-MoE paper. all: by comparing all pairs K,P on the same tokens. off: not at all.",
         metavar="HOW",
         choices=TUNE_WAYS,
-        shown=f"{ALL}, off with votes",
+        shown=f"{OFF} with --votes, otherwise {ALL}",
     )
     tune_steps: int = setting(
         32,
-        "Number of decode steps between two updates by --tune.",
+        "Number of decode steps after which --tune chooses K and P of --votes again.",
         within=(1, 2**24),
     )
     tune_patience: int = setting(
         2,
-        "With --tune climb: number of updates without improvement after which the search reverses "
-        "its direction.",
+        "With --tune climb: after this number of pairs K,P without improvement, the search "
+        "reverses its direction, for example from larger to smaller K.",
         within=(1, 2**16),
     )
     tune_tokens: int = setting(
@@ -546,13 +547,14 @@ class FIRMSettings(LookAhead):
     )
     waste_weight: float = setting(
         0.5,
-        "Weight of an expert that is prefetched but not used, in the loss that --tune minimizes.",
+        "Penalty for an expert that is prefetched but not used. --tune chooses K and P with the "
+        "smallest sum of penalties.",
         within=(0.0, 1e6),
     )
     miss_weight: float = setting(
         0.5,
-        "Weight of an expert that was not predicted and must be read on demand, in the loss that "
-        "--tune minimizes.",
+        "Penalty for an expert that was not predicted and must be read on demand. --tune chooses K "
+        "and P with the smallest sum of penalties.",
         within=(0.0, 1e6),
     )
 
@@ -570,43 +572,48 @@ class FIRMSettings(LookAhead):
         except ValueError:
             deepest = -1
         complaint = (
-            "must be two numbers such as 4,1 (predicted experts, and layers that predict), or "
-            f"three such pairs for shallow, middle and deep layers (4,1/8,3/8,3), not '{votes}'"
+            "must be a pair K,P such as 4,1, or three pairs such as 4,1/8,3/8,3 for shallow, "
+            f"middle and deep layers, not '{votes}'. K is the number of experts in each "
+            "prediction, and P the number of earlier layers that must predict an expert"
         )
         refuse(deepest < 0, "votes", complaint)
-        off = "prefetch off" if self.prefetch == OFF else "n_ahead 0"
+        cause, off = ("prefetch", OFF) if self.prefetch == OFF else ("n_ahead", 0)
         for name, value in (("votes", votes), ("tune", self.tune)):
             useless = (self.prefetch == OFF or n_ahead == 0) and value not in (None, OFF)
             complaint = (
-                f"has no effect with the setting {off}, because nothing is prefetched: leave one "
-                "of these settings out"
+                f"has no effect with the setting {cause} {off}, because no experts are prefetched: "
+                f"leave {name} or {cause} out"
             )
             refuse(useless, name, complaint)
         if self.agree != MOL:
             refuse(
                 deepest > 1,
                 "votes",
-                f"must have 1 as the number of layers that predict, not {deepest} ('{votes}'), "
-                f"with the setting agree {self.agree}: write 1 after the comma, or choose agree "
-                f"{MOL}",
+                f"must have P = 1 in each pair K,P, not P = {deepest} ('{votes}'), because only "
+                f"the previous layer predicts experts with the setting agree {self.agree}: give "
+                f"votes with P = 1, or choose agree {MOL}",
             )
             refuse(
                 (n_ahead or 0) > 1,
                 "n_ahead",
-                f"must be at most 1 with the setting agree {self.agree}, not {n_ahead}, because "
-                f"only the previous layer predicts: leave n_ahead out, or choose agree {MOL}",
+                f"must be at most 1 layer, not {n_ahead}, because only the previous layer predicts "
+                f"experts with the setting agree {self.agree}: leave n_ahead out, or choose agree "
+                f"{MOL}",
             )
         if votes is not None and most is not None:
             complaint = (
-                f"must have at most {most[1]:g} as the number of layers that predict (after the "
-                f"comma), not {deepest} ('{votes}')"
+                f"must have P of at most {most[1]:g} in each pair K,P, not P = {deepest} "
+                f"('{votes}'). P is the number of earlier layers that must predict an expert"
             )
             refuse(deepest > most[1], "votes", complaint)
-            complaint = f"must be {deepest} with the setting votes '{votes}', not {n_ahead}"
-            refuse(n_ahead not in (None, deepest), "n_ahead", f"{complaint}: leave n_ahead out")
             complaint = (
-                "has no effect with the setting votes, which fixes the numbers that tune would "
-                "choose: leave one of these settings out"
+                f"must be {deepest}, the largest P of the pairs K,P in the setting votes "
+                f"'{votes}', not {n_ahead}: leave n_ahead out"
+            )
+            refuse(n_ahead not in (None, deepest), "n_ahead", complaint)
+            complaint = (
+                "has no effect with the setting votes, which fixes the numbers K and P that the "
+                "setting tune would choose: leave tune or votes out"
             )
             refuse(self.tune not in (None, OFF), "tune", complaint)
 
@@ -664,9 +671,9 @@ class FIRMSettings(LookAhead):
             return super().limited(depth, asked)
         if "votes" in asked:
             raise ConfigError(
-                f"--votes {self.votes} needs predictions by {self.deepest} earlier layers, and the "
-                f"trace has those by {depth}: record the trace again with --agree {MOL} --n-ahead "
-                f"{self.deepest}"
+                f"--votes {self.votes} needs predictions by {self.deepest} earlier layers, but the "
+                f"trace has predictions by only {depth}: record the trace again with --agree {MOL} "
+                f"--n-ahead {self.deepest}"
             )
         return replace(self, votes=None, n_ahead=None).limited(depth, asked)
 
@@ -759,8 +766,9 @@ class FIRM(Policy):
         name="firm",
         summary=(
             "One precision, lossless. Prefetches the experts that a layer predicts for the next "
-            "layer, and tunes their number at run time. Options select the paper's method: only "
-            "gate matrices are prefetched, and several layers must predict an expert."
+            "layer, and tunes their number at run time. With --agree mol --prefetch-kinds 1, as in "
+            "the FIRM-MoE paper, several layers must predict an expert, and only its gate matrix "
+            "is prefetched."
         ),
         Settings=FIRMSettings,
         reason="runs one precision",
@@ -792,7 +800,7 @@ class FIRM(Policy):
             raise PolicyError(
                 f"--votes {settings.votes} asks for {most} experts per prediction, but the maximum "
                 f"is {shape.n_expert_used}, the number of experts per token: give at most "
-                f"{shape.n_expert_used} before the comma"
+                f"{shape.n_expert_used} as K in each pair K,P"
             )
         counts = even_slots(shape, budget_bytes)
         tuned = history.tuned(cls.name)

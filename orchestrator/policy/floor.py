@@ -320,8 +320,8 @@ class FloorSettings(LookAhead):
     )
     loss_schedule: str = setting(
         COSINE,
-        "How a layer's share of --max-loss grows from the first to the last layer: "
-        f"{', '.join(SCHEDULES)} (flat: equal shares).",
+        f"How --max-loss is divided among the layers: {', '.join(SCHEDULES)}. With flat, all "
+        "layers get equal shares. Otherwise, later layers get larger shares.",
         choices=SCHEDULES,
     )
     low_share: float = setting(
@@ -375,7 +375,7 @@ class FloorPlacement(Placement):
     @property
     def text(self) -> str:
         tiers = "/".join((*self.shape.tiers, "skip"))
-        return f"floor {tiers} within an estimated loss of {self.allowed:g} nats a token"
+        return f"floor {tiers} (estimated quality loss at most {self.allowed:g} nats per token)"
 
 
 class Floor(Policy):
@@ -398,12 +398,13 @@ class Floor(Policy):
     about = About(
         name="floor",
         summary=(
-            "The user sets the allowed quality loss. Within this loss, missing experts are skipped "
-            "or computed in the low precision. Experts with the least estimated loss per saved "
-            "byte come first. Resident experts are skipped last, to save compute time."
+            "The user sets the allowed quality loss. Within this loss, experts that are not in "
+            "memory are skipped or computed in the low precision: first those with the least "
+            "estimated loss per byte that need not be read. Experts in memory are skipped last, to "
+            "save compute time."
         ),
         Settings=FloorSettings,
-        reason="skips missing experts within an allowed quality loss",
+        reason="skips experts that are not in memory, within an allowed quality loss",
         precisions=Precisions(most=2, skips=True, lossless={"max_loss": 0.0}),
         wants=PolicyRequirements(EVERY_STEP, by_residency=True),
     )

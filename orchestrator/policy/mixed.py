@@ -208,11 +208,11 @@ class Mixed(Learning):
         name="mixed",
         summary=(
             "Every expert is resident. Often used experts that lose much quality in low precision "
-            "get the better precisions. When the usage changes, the policy raises some experts and "
-            "lowers others in the background, without making tokens wait."
+            "get the better precisions. When the usage changes, the policy changes the precisions "
+            "in the background, without making tokens wait."
         ),
         Settings=MixedSettings,
-        reason="fills the memory for experts with the best precisions",
+        reason="keeps every expert in memory, in the best precisions that fit",
         precisions=_AnyTiers(least=2, keeps="several precisions"),
         wants=PolicyRequirements(all_resident=True),
     )

@@ -86,7 +86,7 @@ class Policies(MutableMapping[str, type[Policy]]):
             except Exception as error:  # noqa: BLE001 - whatever reading a damaged file raises
                 self.faults.append(
                     f"the entry points of the package {package} cannot be read "
-                    f"({_described(error)}). Its policies are left out."
+                    f"({_described(error)}). The policies of this package are left out."
                 )
                 continue
             for point in points:

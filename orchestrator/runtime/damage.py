@@ -144,7 +144,8 @@ class InUse:
             return written
         if self._check.is_running:
             return (
-                f"{path} was written to while it is in use, so it is compared with its checksums."
+                f"{path} was written to while it is in use. Its contents are now compared with the "
+                "stored checksums: try again in a few minutes."
             )
         return written if self._check.error is not None else ""
 

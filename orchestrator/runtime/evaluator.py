@@ -181,8 +181,8 @@ class Evaluator:
         steps = self._steps
         if not tokens or not 0 <= pos <= len(steps.cached):
             raise ConfigError(
-                f"cannot evaluate {len(tokens)} tokens at position {pos}: the sequence holds "
-                f"{len(steps.cached)} tokens"
+                f"cannot evaluate {len(tokens)} tokens at position {pos}: give one token "
+                f"or more, and a position from 0 to {len(steps.cached)}, the length of the sequence"
             )
         if phase is None:
             phase = Phase.DECODE if len(tokens) == 1 else Phase.PREFILL

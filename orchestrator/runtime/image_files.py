@@ -330,12 +330,13 @@ def _chunks(data: bytes, name: str) -> Iterator[_Chunk]:
     view, at, n_chunks, kind = memoryview(data), len(_PNG_START), 0, b""
     while kind != b"IEND":
         if at + 12 > len(data):
-            _cut(name, "PNG file", "it has no end chunk")
+            _cut(name, "PNG file", "the PNG chunk IEND is missing")
         length, kind = struct.unpack_from(">I4s", data, at)
         start, n_chunks = at + 8, n_chunks + 1
         if not kind.isalpha() or n_chunks > _MOST_SECTIONS:
             too_many = n_chunks > _MOST_SECTIONS
-            why = "the file has too many chunks" if too_many else "a PNG chunk has an invalid type"
+            many = f"the file has more than {_MOST_SECTIONS} PNG chunks"
+            why = many if too_many else "a PNG chunk has an invalid type"
             _damaged(name, "PNG file", why)
         at = start + length + 4
         if at > len(data):
@@ -352,7 +353,7 @@ def _png(data: bytes, limits: ImageLimits, name: str) -> Image:
     what, chunks = "PNG file", _chunks(data, name)
     first = next(chunks)
     if first.type != b"IHDR" or first.end - first.start != 13:
-        _damaged(name, what, "its first chunk is not a valid IHDR header")
+        _damaged(name, what, "its first PNG chunk is not a valid IHDR header")
     width, height, depth, color, method, filtering, interlace = struct.unpack_from(
         ">IIBBBBB", data, first.start
     )
@@ -376,7 +377,7 @@ def _png(data: bytes, limits: ImageLimits, name: str) -> Image:
         elif chunk.type == b"IDAT":
             pixels.append(chunk)
         elif chunk.is_critical and chunk.type != b"IEND":
-            _damaged(name, what, f"the file has an unknown chunk {chunk.type.decode()}")
+            _damaged(name, what, f"the file has the unknown PNG chunk {chunk.type.decode()}")
     if color == _PALETTE and not n_colors:
         _damaged(name, what, "it has no palette")
     if not pixels:
@@ -470,10 +471,10 @@ def _markers(data: bytes, name: str) -> Iterator[tuple[int, int, int]]:
         while 0 <= at < len(data) and data[at] == 0xFF:
             at += 1
         if not 0 <= at < len(data):
-            _cut(name, what, "it has no end marker")
+            _cut(name, what, "the JPEG end marker is missing")
         marker, at, n_markers = data[at], at + 1, n_markers + 1
         if n_markers > _MOST_SECTIONS:
-            _damaged(name, what, "the file has too many segments")
+            _damaged(name, what, f"the file has more than {_MOST_SECTIONS} JPEG segments")
         if marker == _EOI:
             return
         if marker in (0x00, 0x01, _SOI) or marker in _RESTARTS:
@@ -481,7 +482,7 @@ def _markers(data: bytes, name: str) -> Iterator[tuple[int, int, int]]:
         length = int.from_bytes(data[at : at + 2], "big") if at + 2 <= len(data) else 0
         if at + max(length, 2) > len(data):
             part = "pixels" if marker == _SOS else "header"
-            _cut(name, what, f"it ends in its {part}")
+            _cut(name, what, f"the file ends in its {part}")
         if length < 2:
             _damaged(name, what, "a JPEG segment has an invalid length")
         yield marker, at + 2, at + length
@@ -489,7 +490,7 @@ def _markers(data: bytes, name: str) -> Iterator[tuple[int, int, int]]:
         if marker == _SOS:
             found = _MARKER.search(data, at)
             if found is None:
-                _cut(name, what, "it has no end marker")
+                _cut(name, what, "the JPEG end marker is missing")
             at = found.start()
 
 
@@ -511,12 +512,12 @@ def _jpeg(data: bytes, limits: ImageLimits, name: str) -> Image:
             if frame is None:
                 _damaged(name, what, "the file has pixels before the header")
             if n_scans > _MOST_SCANS:
-                _damaged(name, what, f"the file has more than {_MOST_SCANS} scans")
+                _damaged(name, what, f"the file has more than {_MOST_SCANS} JPEG scans")
             missing -= _begun(segment, is_progressive, name)
         elif marker not in _TABLES:
-            _damaged(name, what, f"the file has an unknown marker {marker:02X}")
+            _damaged(name, what, f"the file has the unknown JPEG marker {marker:02X}")
         elif not _are_tables(marker, segment):
-            _damaged(name, what, "its tables are wrong")
+            _damaged(name, what, "the JPEG tables are wrong")
     if frame is None:
         _damaged(name, what, "it has no header")
     if missing:

@@ -38,18 +38,18 @@ def status_line(loader: Loader, loaded: Loaded) -> str:
     stats = driver.store.stats()
     direct = "direct I/O" if stats.direct_io else "buffered I/O"
     pinned = stats.host_pinned or not loader.on_gpu
-    pageable = "" if pinned else ", host memory not pinned"
-    text = f"managed: {driver.policy.describe()}, {slots} for experts, {direct}{pageable}"
+    parts = [f"managed: {driver.policy.describe()}", f"{slots} for experts", direct]
+    if not pinned:
+        parts.append("host memory not pinned")
     # If all experts are in memory, the policy may have learned since the plan was made. Settings of
     # other policies can change while they run.
     loses = loaded.runs.loses
     if not driver.policy.wants.all_resident:
         loses = loader.planner.loses(replace(plan, placement=driver.policy.placement))
     if loader.on_disk:
-        text += f", {loader.on_disk} on disk"
-    return (
-        text + layout_text(driver.store.spec) + loses.text + _served(driver.store, loader) + context
-    )
+        parts.append(f"{loader.on_disk} on disk")
+    endings = (layout_text(driver.store.spec), loses.text, _served(driver.store, loader), context)
+    return ", ".join(parts) + "".join(endings)
 
 
 def _in_use(loader: Loader, loaded: Loaded) -> str:

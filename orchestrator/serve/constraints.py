@@ -105,7 +105,12 @@ class Rewriter:
         if schema is True or schema is None:
             return {}
         if schema is False or not isinstance(schema, dict):
-            self._lose(where, "no value can match it" if schema is False else "it is not a schema")
+            self._lose(
+                where,
+                "no value can match this schema"
+                if schema is False
+                else "a schema must be an object, or true",
+            )
             return {}
         if "$ref" in schema:
             return self._reference(schema, where)
@@ -114,7 +119,7 @@ class Rewriter:
             schema = {**schema, "type": [*kinds, *(["null"] if "null" not in kinds else [])]}
         for word in ("not", "if", "$dynamicRef", "$recursiveRef"):
             if word in schema and not (word == "if" and not schema.keys() & {"then", "else"}):
-                self._lose(f"{where}.{word}", "it is not enforced")
+                self._lose(f"{where}.{word}", f"this server cannot enforce `{word}`")
         if "allOf" in schema:
             return self._all_of(schema, where)
         for word in ("anyOf", "oneOf"):
@@ -139,7 +144,7 @@ class Rewriter:
             self._made[name] = {}
             self._made[name] = self._node(target, self._path(pointer))
             if self._made[name] == {"$ref": f"#/$defs/{name}"}:
-                self._lose(f"{where}.$ref", "it names itself")
+                self._lose(f"{where}.$ref", "the $ref names itself")
                 self._made[name] = {}
         return {"$ref": f"#/$defs/{self._names[pointer]}"}
 
@@ -270,7 +275,9 @@ class Rewriter:
     def _enum(self, schema: Schema, kinds: list[str], where: str) -> Schema:
         values = schema["enum"]
         if not isinstance(values, list) or not values:
-            self._lose(f"{where}.enum", "no value can match it")
+            self._lose(
+                f"{where}.enum", "the value of `enum` must be a list with at least one value"
+            )
             return self._node(_without(schema, "enum"), where)
         of_type = [value for value in values if not kinds or _kinds_of(value) & set(kinds)]
         if not of_type:
@@ -298,7 +305,7 @@ class Rewriter:
             )
             required = []
         if properties is not None and not isinstance(properties, dict):
-            self._lose(f"{where}.properties", "it is not an object")
+            self._lose(f"{where}.properties", "the value of `properties` must be an object")
             properties = None
         if properties is not None or required:
             made["properties"] = {}
@@ -346,7 +353,7 @@ class Rewriter:
             "dependencies",
         ):
             if schema.get(word):
-                self._lose(f"{where}.{word}", "it is not enforced")
+                self._lose(f"{where}.{word}", f"this server cannot enforce `{word}`")
         return made
 
     def _array(self, schema: Schema, where: str) -> Schema:
@@ -370,9 +377,9 @@ class Rewriter:
                 made["items"] = self._node(items, f"{where}.items")
             self._bounds(made, least, most, "Items", where)
         if schema.get("uniqueItems") and (most is None or most > 1):
-            self._lose(f"{where}.uniqueItems", "it is not enforced")
+            self._lose(f"{where}.uniqueItems", "this server cannot enforce `uniqueItems`")
         if "contains" in schema:
-            self._lose(f"{where}.contains", "it is not enforced")
+            self._lose(f"{where}.contains", "this server cannot enforce `contains`")
         return made
 
     def _string(self, schema: Schema, where: str) -> Schema:
@@ -386,7 +393,7 @@ class Rewriter:
             except PatternError as error:
                 self._lose(f"{where}.pattern", str(error))
         elif pattern is not None:
-            self._lose(f"{where}.pattern", "it is not a text")
+            self._lose(f"{where}.pattern", "the value of `pattern` must be a text")
         if least is None and most is None and isinstance(schema.get("format"), str):
             made["format"] = schema["format"]
         self._bounds(made, least, most, "Length", where)
@@ -411,7 +418,7 @@ class Rewriter:
         self, made: Schema, least: int | None, most: int | None, of: str, where: str
     ) -> None:
         if least is not None and most is not None and least > most:
-            self._lose(f"{where}.min{of}", f"it is larger than max{of}")
+            self._lose(f"{where}.min{of}", f"min{of} is larger than max{of}")
             return
         for name, value in ((f"min{of}", least), (f"max{of}", most)):
             if value is None:
@@ -435,7 +442,7 @@ class Rewriter:
             value, excluded = schema.get(end.lower()), schema.get(f"exclusive{end}")
             for name, each in ((end.lower(), value), (f"exclusive{end}", excluded)):
                 if each is not None and not isinstance(each, (int, float)):
-                    self._lose(f"{where}.{name}", "it is not a number")
+                    self._lose(f"{where}.{name}", f"the value of {name} must be a number")
             value = value if _are_numbers(value) else None
             is_excluded = excluded is True  # a flag in draft 4, a number later
             if isinstance(excluded, (int, float)) and not isinstance(excluded, bool):
@@ -465,7 +472,7 @@ class Rewriter:
                 values = range(-(-least // step) * step, most + 1, step)
                 if 0 < len(values) <= MOST_REPEATED:
                     return {"enum": list(values)}
-            self._lose(f"{where}.multipleOf", "it is not enforced")
+            self._lose(f"{where}.multipleOf", "this server cannot enforce this `multipleOf`")
         made: Schema = {"type": "integer"}
         if least is not None:
             made["minimum"] = least

@@ -31,13 +31,17 @@ def app(args: dict[str, Any]) -> serve.Application:
     """
     for name in ("host", "port"):
         if name in args:
-            raise ConfigError(f"leave out {name}: set it in the http_options of Ray instead")
+            raise ConfigError(f"leave out {name}: set {name} in the http_options of Ray instead")
     args = {**args, **_place()}
     config, settings = options_of(args)
     if settings.allow_model_change:
-        raise ConfigError("leave out allow-model-change: all replicas have the same model")
+        raise ConfigError(
+            "leave out allow-model-change: on Ray Serve, all server processes have the same model"
+        )
     if config.ram is None:
-        raise ConfigError("ram is missing: give ram=SIZE, the memory that Ray reserves per replica")
+        raise ConfigError(
+            "ram is missing: give ram=SIZE, the memory that Ray reserves for each server process"
+        )
     settings.keys()
     return serve.deployment(
         Replica,

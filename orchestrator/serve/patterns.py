@@ -21,7 +21,7 @@ _CONTROLS = {"n": 10, "r": 13, "t": 9, "f": 12, "v": 11, "0": 0, "b": 8}
 _UNSAFE = [(0, 31), (34, 34), (92, 92), (127, 127), (0xD800, 0xDFFF)]
 _ESCAPES = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 92: "\\"}
 
-_NOT_REGULAR = "the pattern is not a regular expression"
+_NOT_REGULAR = "the pattern is not a valid regular expression"
 
 Ranges = list[tuple[int, int]]
 
@@ -93,7 +93,10 @@ def _branches(words: list[str], at: int, depth: int) -> str:
     All words are equal before that character. Raises PatternError at a `depth` above the limit.
     """
     if depth > _MOST_DEPTH:
-        raise PatternError(f"groups of allowed texts are nested more than {_MOST_DEPTH} deep")
+        raise PatternError(
+            f"the regular expression for the words of an enum would have more than {_MOST_DEPTH} "
+            "levels of groups"
+        )
     if len(words) == 1:
         return _literal(words[0][at:])
     end = at
@@ -169,7 +172,7 @@ class _Reader:
     def _fail(self) -> None:
         """Raise PatternError for an unexpected character."""
         if self._peek() in ("^", "$"):
-            raise PatternError("an anchor inside the pattern is not enforced")
+            raise PatternError("this server cannot enforce ^ or $ inside a regular expression")
         raise PatternError(_NOT_REGULAR)
 
     def _sequence(self) -> list[Node]:
@@ -230,10 +233,14 @@ class _Reader:
             if is_named:
                 self._at = self._text.find(">", self._at) + 1 or len(self._text)
             elif not self._skip(":"):
-                raise PatternError("look-around groups are not enforced")
+                raise PatternError(
+                    "this server cannot enforce look-around groups in a regular expression"
+                )
         self._depth += 1
         if self._depth > _MOST_DEPTH:
-            raise PatternError("it is nested too deeply")
+            raise PatternError(
+                f"the regular expression has more than {_MOST_DEPTH} levels of groups"
+            )
         choices = [tuple(self._sequence())]
         while self._skip("|"):
             choices.append(tuple(self._sequence()))
@@ -274,7 +281,7 @@ class _Reader:
             return [(_CONTROLS[char], _CONTROLS[char])]
         if char.isalnum():
             raise PatternError(
-                f"the pattern has the escape sequence \\{char}, which is not enforced"
+                f"this server cannot enforce the escape sequence \\{char} in a regular expression"
             )
         return [(ord(char), ord(char))]
 
@@ -339,7 +346,9 @@ def _bounded(items: list[Node], least: int, most: int | None) -> list[Node]:
             made = list(items)
             made[open_ones[0]] = Times(single.item, lower, upper)
             return made
-    raise PatternError("the pattern is not enforced in combination with minLength or maxLength")
+    raise PatternError(
+        "this server cannot enforce this pattern together with minLength or maxLength"
+    )
 
 
 def _written_choice(choices: Sequence[Sequence[Node]]) -> str:
@@ -354,7 +363,7 @@ def _written(node: Node) -> str:
     if isinstance(node, Times):
         if max(node.least, node.most or 0) > MOST_TIMES:
             raise PatternError(
-                f"a pattern that repeats a part more than {MOST_TIMES} times is not enforced"
+                f"this server enforces repetitions in a regular expression only up to {MOST_TIMES}"
             )
         text = _written(node.item)
         if not isinstance(node.item, Choice) and not text.startswith("["):
@@ -377,8 +386,8 @@ def _written_one(node: One) -> str:
     safe = _complement([*_complement(node.ranges), *_UNSAFE])
     if not safe:
         raise PatternError(
-            "this server cannot enforce a character class with only characters that JSON must "
-            "escape"
+            "this server cannot enforce a regular expression with a character class in which "
+            "every character needs an escape in JSON"
         )
     parts = [
         _code(first) if first == last else f"{_code(first)}-{_code(last)}" for first, last in safe

@@ -89,13 +89,13 @@ MOST_PATH_CHARS = 400
 # the original one (patches/native/server/moe-edge-tools.cpp).
 GRAMMAR_SCHEMA = "x-moe-edge-grammar"
 _SHAPES = ("json_schema", "response_format", "tools")
-_TEMPLATE = "the server uses the model's chat template, or the file of --chat-template"
+_TEMPLATE = "to change the chat template, start the server with --chat-template FILE"
 _ECHO = "only /v1/completions can return the log-probabilities of a prompt"
 # Fields that would change the meaning of an answer and are refused: {path: {field: remedy}}.
 _FIELDS = {
     CHAT: {
-        "audio": "answers are text",
-        "functions": "give them as tools",
+        "audio": "this server answers with text only",
+        "functions": "give the functions in the field tools",
         "web_search_options": "this server cannot search the web",
     },
     COMPLETIONS: {"suffix": "use /infill, if the model supports filling a gap"},
@@ -104,8 +104,8 @@ _FIELDS = {
     RESPONSES: {
         "echo": _ECHO,
         "conversation": "this server stores nothing, so give the whole conversation as input",
-        "background": "this server stores no answers, so leave background out and read the "
-        "answer from the response",
+        "background": "this server stores no answers, so leave out the field background and "
+        "read the answer from the response",
         "prompt": "this server stores no prompts, so give the text of the prompt as input",
     },
     ANTHROPIC: {
@@ -113,12 +113,15 @@ _FIELDS = {
         "mcp_servers": "this server runs no tools",
         "container": "this server runs no tools",
     },
-    OLLAMA_CHAT: {"template": _TEMPLATE, "logprobs": "/v1/chat/completions has them"},
+    OLLAMA_CHAT: {
+        "template": _TEMPLATE,
+        "logprobs": "use /v1/chat/completions for log-probabilities",
+    },
     OLLAMA_GENERATE: {
         "template": _TEMPLATE,
         "suffix": "use /infill, if the model supports filling a gap",
         "context": "use /api/chat to continue a conversation",
-        "logprobs": "/v1/completions has them",
+        "logprobs": "use /v1/completions for log-probabilities",
     },
 }
 # Blocks of Anthropic's messages that llama.cpp reads or refuses itself.
@@ -201,8 +204,8 @@ def _check_values(data: dict[str, Any], n_bytes: int, longest_bytes: int) -> Non
     if data.get("with_pieces") and n_bytes > most:
         raise Refusal(
             400,
-            f"the body has {format_size(n_bytes)}, but the field with_pieces allows at most "
-            f"{format_size(most)}: send less text",
+            f"the body has {format_size(n_bytes)}, but a request with the field with_pieces may "
+            f"have at most {format_size(most)}: send less text, or leave out with_pieces",
         )
     most = longest_bytes // VALUE_BYTES
     # Lists of tokens are not counted: they take no more memory than texts do.
@@ -245,8 +248,8 @@ def _check_cost(
     raise Refusal(
         400,
         f"tokenizing the text of the request would take more than {format_size(most)} of memory, "
-        f"because it has many tokens or a very long word. Send less text, or start the server "
-        f"with --body-limit {limit_kib}KiB",
+        f"because the text has many tokens or a very long word. Send less text, or start the "
+        f"server with --body-limit {limit_kib}KiB",
     )
 
 
@@ -818,21 +821,21 @@ def _bound(name: str, data: dict[str, Any], most_tokens: int) -> None:
         n_most = max(0, most - 1)
         raise Refusal(
             400,
-            f"{name} is {n_probs}, but the memory for the token probabilities of {answer} allows "
-            f"at most {n_most}: lower {name}",
+            f"{name} is {n_probs}, but this server has memory for at most {n_most} alternatives "
+            f"for each token of {answer}: lower {name}",
         )
     limit = limit_of(data)
     if limit is None:
         if n_allowed < most_tokens:
             _limit(data, n_allowed)
     elif min(limit, most_tokens) > n_allowed:
-        remedy = f"request at most {n_allowed} tokens, or lower {name}"
+        ways = [f"request at most {n_allowed} tokens", f"lower the value of {name}"]
         if not data.get("stream"):
-            remedy = f"request at most {n_allowed} tokens, lower {name}, or request a stream"
+            ways.append("set stream to true, because a stream needs less memory")
         raise Refusal(
             400,
             f"there is not enough memory for {answer} of {limit} tokens, because {name} requests "
-            f"{n_probs} alternatives for each token: {remedy}",
+            f"{n_probs} alternatives for each token: {', or '.join(ways)}",
         )
 
 

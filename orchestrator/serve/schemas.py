@@ -96,7 +96,7 @@ PARTS = listed(record("type", type=STRING, text=STRING))
 CONTENT = either(STRING, PARTS)
 IMAGES: Schema = {**listed(STRING), "description": "PNG or JPEG files in base64."}
 LAST_N = integer(
-    -1, description="Number of latest tokens that the penalty considers; -1 for all tokens."
+    -1, description="Number of latest tokens that the repetition penalty considers; -1 for all."
 )
 TOOLS = listed(OBJECT, maxItems=MOST_TOOLS)
 BIAS = either(number(-100, 100), {"const": False})
@@ -133,7 +133,8 @@ CHOSEN: dict[str, Schema] = {
             ),
         ),
         "description": (
-            "Bias by token. A token is named by its id or its text. The value false bans the token."
+            "Logit bias of each token. A token is named by its id or text. The value false bans "
+            "the token."
         ),
     },
     "return_progress": flag(
@@ -205,8 +206,8 @@ TEMPLATE: dict[str, Schema] = {
     "reasoning_effort": STRING,
     "reasoning": {
         **record("", effort=STRING, enabled=FLAG, max_tokens=COUNT),
-        "description": "OpenRouter's form: effort stands for reasoning_effort, and max_tokens for "
-        "reasoning_budget_tokens.",
+        "description": "Reasoning settings as in OpenRouter's API. effort has the same meaning as "
+        "the field reasoning_effort, and max_tokens the same as reasoning_budget_tokens.",
     },
     "reasoning_budget_tokens": FROM_MINUS_1,
     "thinking_budget_tokens": FROM_MINUS_1,
@@ -217,7 +218,10 @@ OVERFLOW: Schema = {
     "description": "Whether the oldest exchanges of a conversation are dropped if it outgrows the "
     "context. --overflow overrides this field.",
 }
-ANSWERS: Schema = {**FROM_1, "description": "At most --parallel."}
+ANSWERS: Schema = {
+    **FROM_1,
+    "description": "Number of answers to generate; at most the value of --parallel.",
+}
 SEVERAL: dict[str, Schema] = {"n": ANSWERS, "n_cmpl": ANSWERS}
 TOKENS = listed(COUNT)
 PROMPT = either(
@@ -238,8 +242,8 @@ OWN_FORM: dict[str, Schema] = {
     "n_probs": {
         **COUNT,
         "description": (
-            "Number of likely tokens to report at each position. The memory for an answer limits "
-            "this number."
+            "Number of most likely tokens to report at each position. A number is refused if the "
+            "answer would need too much memory."
         ),
     },
     "post_sampling_probs": FLAG,
@@ -378,7 +382,10 @@ REQUESTS: dict[str, Schema] = {
     "TaskRequest": record(
         "action",
         action={"enum": [*ACTIONS]},
-        model=text("The repository to compare, or the model to pull or to load.", maxLength=512),
+        model=text(
+            "For compare: a Hugging Face repository. For pull and load: the name of a model.",
+            maxLength=512,
+        ),
     ),
 }
 
@@ -390,7 +397,7 @@ INNER = dict.fromkeys(
         *("reasoning_budget_start_tag", "reasoning_budget_end_tags", "reasoning_budget_end_tag"),
     ),
     "the server sets it",
-) | {"lora": "this server has no adapters"}
+) | {"lora": "this server has no LoRA adapters"}
 
 JSON, STREAM, TEXT = "application/json", "text/event-stream", "text/plain"
 LINES = "application/x-ndjson"
@@ -409,13 +416,13 @@ COSTS: dict[str, Schema] = {
     "kl_low": {
         **SHARE_OR_NULL,
         "description": (
-            "Quality loss in nats per token if the text is among those that lower precision "
-            "affects least. kl_estimate is for the texts that it affects most."
+            "Lower estimate of the quality loss, in nats per token: the loss for the kinds of text "
+            "that low precision affects least. kl_estimate is the upper estimate."
         ),
     },
     "limit_halved": flag(
-        "Whether the policy could use only half of --max-loss, the allowed quality loss, because "
-        "the text differs from the texts that moe-edge calibrate measured."
+        "Whether the policy limited the quality loss of some tokens to half of --max-loss, because "
+        "the text was unlike the texts that `moe-edge calibrate` measured."
     ),
     "mix": {
         **OBJECT,
@@ -446,12 +453,13 @@ SCHEMAS: dict[str, Schema] = {
         models=listed(record("name bytes loaded", name=STRING, bytes=COUNT, loaded=FLAG)),
         task={
             "type": ["object", "null"],
-            "description": "The latest task: action, model, state, doing, done and error.",
+            "description": "The latest task. doing is a text that names its current activity, and "
+            "done the completed fraction of this activity, from 0 to 1.",
         },
         compared={
             "type": ["object", "null"],
-            "description": "Result of the latest task compare, which compares the files of a "
-            "repository. It has the format of `moe-edge plan hf:OWNER/NAME --json`.",
+            "description": "Result of the latest task with the action compare: how each model of a "
+            "repository would run here, in the format of `moe-edge plan hf:OWNER/NAME --json`.",
         },
     ),
     "OllamaModels": record("models", models=listed(record("model", model=STRING))),
@@ -541,8 +549,8 @@ SCHEMAS: dict[str, Schema] = {
         },
         streams_below={
             **COUNT,
-            "description": "Only if layers is 0: a value for --ram, in bytes, so low that some "
-            "experts would be read from disk.",
+            "description": "A value of --ram, in bytes, with which the server would read some "
+            "experts from disk. Only present if the field layers is 0.",
         },
         experts=COUNT,
         tiers=listed(STRING),
@@ -655,7 +663,7 @@ OURS: dict[str, Schema] = {
         "Requires --allow-model-change.",
         named("LocalModels"),
     ),
-    "/openapi.json": operation("This description.", OBJECT),
+    "/openapi.json": operation("This description of the server's API.", OBJECT),
     "/": operation(
         "A web page to chat with the model. Needs no API key.", STRING, kind="text/html"
     ),

@@ -78,7 +78,7 @@ class ServeSettings(Settings):
     trusted_proxy: str | None = setting(
         None,
         "Addresses of proxies whose X-Forwarded-For header is trusted, separated by commas. "
-        "The queue tells clients without an API key apart by address.",
+        "The header's address identifies clients without an API key, so that clients take turns.",
         metavar="ADDRESSES",
         group=MORE,
     )
@@ -98,7 +98,7 @@ class ServeSettings(Settings):
         None,
         "Maximum size of a request.",
         unit=SIZE,
-        shown="16 bytes per token of --ctx, but at least 128KiB; plus 16MiB for images",
+        shown="16 bytes of text per token of --ctx, at least 128KiB; plus 16MiB of images",
         group=MORE,
     )
     allow_model_change: bool = setting(
@@ -111,7 +111,7 @@ class ServeSettings(Settings):
         "Treatment of a conversation that outgrows the context: drop (its oldest exchanges leave "
         "the prompt) or refuse (status 400).",
         choices=(DROP, REFUSE),
-        shown="each request chooses; the web page and Ollama's API choose drop",
+        shown="as the request says; drop for the web page and Ollama's API",
         group=MORE,
     )
     patience: int = setting(

@@ -63,7 +63,7 @@ def managed(path, read=one_by_one, share=0, **options):
 def test_decoding_equals_upstream_with_repacked_weights(shape, tier, tiny_model):
     path = tiny_model(shape, tier)
     found, mode = managed(path, use_extra_bufts=True)
-    assert f"{tier} experts repacked for this CPU" in mode
+    assert f"experts of type {tier} repacked for this CPU" in mode
     np.testing.assert_array_equal(found, upstream(path, repack=True))
     as_in_file, mode = managed(path, use_extra_bufts=False)
     assert "repacked for this CPU" not in mode
@@ -93,7 +93,7 @@ def test_layout_with_evictions(tiny_model):
     assert "repacked for this CPU" not in mode
     whole, _ = managed(path)
     found, mode = managed(path, share=0.5, layout="cpu")
-    assert "q4_0 experts repacked for this CPU" in mode
+    assert "experts of type q4_0 repacked for this CPU" in mode
     np.testing.assert_array_equal(found, whole)
 
 
@@ -109,7 +109,7 @@ def test_auto_converts_resident_experts_only(tiny_model):
     for rate, changed in ((1 << 20, True), (0, False)):
         with opened(path, 0.95, transition_rate=rate, **asked) as runtime, runtime.evaluator() as e:
             assert e.inside.policy.wants.all_resident
-            assert ("q4_0 experts repacked for this CPU" in runtime.mode) == changed
+            assert ("experts of type q4_0 repacked for this CPU" in runtime.mode) == changed
             one_by_one(e.eval)
             e.inside.store.check()
 

@@ -212,7 +212,7 @@ def test_runtime_status_line_and_plan_agree(fitted, asked, tiers, said, table):
                 and "nats per token relative to q8_0" in line
             )
         else:
-            assert "quality loss relative to q8_0 unknown" in line
+            assert "quality loss of answers relative to q8_0 unknown" in line
 
 
 def test_max_loss_chooses_the_plan(fitted):
@@ -225,7 +225,7 @@ def test_max_loss_chooses_the_plan(fitted):
     for allowed in (0.0, 0.05, 1.0):
         with Runtime.open(build(fitted, max_loss=allowed)) as runtime, runtime.evaluator() as e:
             ran[allowed] = e.inside.policy.name, e.plan.tier_names
-            assert f"at most {allowed:g} nats per token from q8_0" in str(runtime.note)
+            assert f"at most {allowed:g} nats per token relative to q8_0" in str(runtime.note)
     assert ran[0.0][1][0] == "q8_0" and ran[0.0][0] in ("lru", "dymoe")
     assert ran[0.05] in ((name, ("q4_k", "q2_k")) for name in ("mixed", "dynaexq"))
     assert ran[1.0] == ("lru", ("q2_k",))

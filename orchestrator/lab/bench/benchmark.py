@@ -121,9 +121,10 @@ class Benchmark(ABC):
         runs_text = "1 run" if on.runs == 1 else f"{on.runs} runs"
         made = f"{self.model.n_layers} layers, {runs_text}"
         if not on.trained:
-            made += (
-                f"; the model has random weights, and each layer adds {RESIDUAL_POWER:.1f} times "
-                f"the variance of the embeddings to the residual stream"
+            made = (
+                f"{made}, random weights. The variance that each layer adds to the residual stream "
+                f"is {RESIDUAL_POWER:.1f} times that of the embeddings. With more variance, "
+                f"experts are harder to predict"
             )
         for same in caps_of(rows):
             cap, limit = same[0]["cap"], same[0]["limit_bytes"]
@@ -148,7 +149,7 @@ class Benchmark(ABC):
             f"{weights}",
             f"{processor_name()}, {cores} cores, {threads_text}",
             f"the disk reads {statistics.median(speeds):.2f} GB/s with {io_kind} reads of "
-            f"{disks[0].slice_bytes / 1000000.0:.2f} MB by {on.io_threads} threads ({all_speeds} "
+            f"{disks[0].slice_bytes / 1e6:.2f} MB by {on.io_threads} threads ({all_speeds} "
             f"in the single runs)",
             f"routing: {routing}",
         ]
@@ -282,8 +283,8 @@ class Benchmark(ABC):
         self.forget()
         if case.cap is not None and not self.on.caps_process:
             self.skip(
-                "the model is small, so --caps limit only moe-edge's memory for experts, and not "
-                "the memory of upstream llama.cpp"
+                "with --quick or --shape demo, --caps limits only moe-edge's memory for experts, "
+                "and not the memory of upstream llama.cpp"
             )
         if limit is None:
             return self._spawn(job)

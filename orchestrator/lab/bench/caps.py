@@ -206,8 +206,8 @@ class Caps(Benchmark):
             tier = self.largest_whole(cap)
             if tier is None:
                 self.skip(
-                    f"upstream llama.cpp with one smaller type for all experts is not measured: no "
-                    f"type fits the memory cap of {cap:.0%} of the model's size"
+                    f"upstream llama.cpp with all experts in one quantization type is not "
+                    f"measured: no type is small enough for the memory limit of {cap:.0%} (--caps)"
                 )
             else:
                 listed.append(uniform(cap, tier))
@@ -249,26 +249,29 @@ class Caps(Benchmark):
     def intro(self) -> list[str]:
         options = self.on
         rows = (
-            f"Each row of a table is one system. All systems decode {options.tokens} steps after "
-            f"the same {options.prompt_tokens} {options.words} tokens. The systems take turns. "
-            f"Number of measurements of each: {options.runs}. Speeds are those of the median step. "
-            f"The policy dymoe keeps the fraction {options.retention} of the experts in the high "
-            f"precision on average (--retention)."
+            f"Each row of a table is one system: upstream llama.cpp, or moe-edge with one policy. "
+            f"All systems decode {options.tokens} steps after the same prompt of "
+            f"{options.prompt_tokens} tokens (kind of tokens: {options.words}). The systems take "
+            f"turns. Number of measurements of each system: {options.runs}. Speeds are those of "
+            f"the median step. On average, the policy dymoe keeps {options.retention:.1%} of the "
+            f"experts in the high precision (--retention)."
         )
         if options.together > 1:
             return [f"{rows} Each step decodes one token for each of {options.together} sequences."]
         return [
             rows,
-            'The column "x mmap" is the speed-up over the row "upstream mmap". The column "of '
-            'bound" is the measured speed as a share of the highest possible speed. At that speed, '
-            "a step takes only its compute time, or only the time to read its missing experts from "
-            "disk, whichever is longer. The compute time is that of upstream llama.cpp with "
-            "everything in memory, less the time that skipped and low-precision experts save. The "
-            "disk speed is the highest that was measured before, during or after the row.",
+            'The column "x mmap" is the speed-up over the row "upstream mmap".',
+            'The column "of bound" is the measured speed as a share of the highest possible speed. '
+            "At the highest possible speed, the time of a step is its compute time or its read "
+            "time, whichever is longer.",
+            "The compute time of a step is that of upstream llama.cpp with everything in memory, "
+            "minus the time that skipped and low-precision experts save. The read time of a step "
+            "is the time to read its missing experts from disk. It assumes the highest disk speed "
+            "that was measured before, during or after the row.",
             f'The rows "fewer experts" use {self.fewer_experts[1]} instead of '
             f"{self.model.n_expert_used} experts per token.",
             'The rows "all TYPE" are upstream llama.cpp with all experts in the quantization type '
-            "TYPE. With a memory cap, this is the largest type with which the whole model fits in "
+            "TYPE. Under a memory cap, TYPE is the largest type with which the whole model fits in "
             "memory. Quality cannot be measured with random weights: see docs/quality.md",
         ]
 

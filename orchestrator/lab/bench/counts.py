@@ -71,7 +71,7 @@ def cases(model: ExpertModel, retention: float) -> list[Case]:
         replace(REFERENCE, name=f"{MANAGED}, static tables"),
         *(
             Case(
-                f"all experts on the GPU, dymoe with prefetch {ahead}",
+                f"all experts on the GPU, dymoe with --prefetch {ahead}",
                 "engine",
                 settings={"policy": "dymoe", "retention": 1.0, "prefetch": ahead},
             )
@@ -235,15 +235,19 @@ def count(retention: float, note: Note) -> Report:
         f"{SHAPE.n_expert} experts"
     )
     heading = [
-        f"The model has {SHAPE.n_layer} layers of {SHAPE.n_expert} experts, of which a token "
-        f"uses {SHAPE.n_expert_used}, with matrices of 256 x 256. The operations of {STEPS} decode "
-        f"steps are counted on the emulated GPU, after {PROMPT_TOKENS + SETTLE_STEPS} tokens.",
-        f"The rows that are named 1 to 6 are those of Table 3 of the DyMoE paper, with "
-        f"{SHARE:.0%} of the experts on the GPU. 4/2 means that experts have 4 or 2 bits per "
-        f"weight. 4/0 means that they have 4 bits or are skipped. The policy dymoe keeps the "
-        f"fraction {retention} of the experts in the high precision on average (--retention). "
-        f"Before the first step, host memory has all experts in {HIGH} and in {LOW}.",
-        "The numbers of operations include those of the embedding and the output, divided among "
-        "the layers. Missing experts are copied to the GPU.",
+        f"The model has {SHAPE.n_layer} layers with {SHAPE.n_expert} experts each. A token uses "
+        f"{SHAPE.n_expert_used} experts of each layer. All matrices are 256 x 256.",
+        f"The table counts the GPU operations (such as kernel launches, waits and copies) of "
+        f"{STEPS} decode steps on the emulated GPU. Before these steps, the model processes "
+        f"{PROMPT_TOKENS + SETTLE_STEPS} other tokens. Each figure is the total count, divided by "
+        f"the number of decoded tokens and by the number of layers. The total includes the "
+        f"operations of the embedding and of the output.",
+        f"The rows 1 to 6 are those of Table 3 of the DyMoE paper. In them, {SHARE:.0%} of the "
+        f"experts are on the GPU. Missing experts are copied from host memory, which has all "
+        f"experts in {HIGH} and in {LOW} before the first step.",
+        '"4/2" in the name of a row means that experts have 4 or 2 bits per weight. "4/0" means '
+        "that experts have 4 bits per weight or are skipped.",
+        f"On average, the policy dymoe keeps {retention:.1%} of the experts in the high precision "
+        f"(--retention).",
     ]
     return Report(heading, [Table(title, columns, rows)], [])

@@ -111,10 +111,13 @@ class GpuOptions(BenchOptions):
     )
     table3: bool = setting(
         False,
-        "Measure Table 3 of the DyMoE paper. The model is qwen3-30b with all layers, whose 27 GB "
-        "are written to memory. The policies dynaexq and floor are measured too.",
+        "Measure the rows of Table 3 of the DyMoE paper and the policies dynaexq and floor, with "
+        "all layers of qwen3-30b. Writes model files of 27 GB to memory.",
     )
-    predict: bool = setting(False, "Predict --table3 by simulation, without a GPU. Needs --link.")
+    predict: bool = setting(
+        False,
+        "With --table3: predict the speeds by simulation, without a GPU. Needs --link.",
+    )
     models: Path | None = setting(None, "Folder of the generated models.", option=False)
     keep: Path | None = setting(
         None,
@@ -125,7 +128,9 @@ class GpuOptions(BenchOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.predict and not (self.table3 and self.link):
-            raise ConfigError("--predict needs --table3 and --link: give both, or leave it out")
+            raise ConfigError(
+                "--predict needs --table3 and --link: give both, or leave --predict out"
+            )
 
     @classmethod
     def of(cls: type[Asked], given: Mapping[str, Any]) -> Asked:
@@ -455,7 +460,7 @@ class Gpu(Benchmark):
             if "error" in found:
                 raise MoeEdgeError(
                     f"the GPU memory that {self.high} needs cannot be measured: "
-                    f"{found['error']}. Smaller limits of the GPU memory (--caps) may also help"
+                    f"{found['error']}. If the GPU has too little memory, give smaller --caps"
                 )
             memory.append(found["memory"])
         layers = tuple(
@@ -548,8 +553,8 @@ class Gpu(Benchmark):
         for row in good(rows):
             if "hit_rate" in row:
                 lines.append(
-                    f"{row['name']}: microseconds of waiting per layer and token, by cause: "
-                    f"{table3.waits_text(row)}"
+                    f"{row['name']}: time that decoding waited, in us per layer and token, by "
+                    f"cause: {table3.waits_text(row)}"
                 )
         return super().notes(rows) + lines
 
@@ -590,17 +595,18 @@ class Gpu(Benchmark):
             for name in ("pinned", "pageable", "compute")
         )
         lines = [
-            f"{gpu['name']}, {format_size(gpu['total_bytes'])}; copies to the GPU reach "
-            f"{pinned} from pinned memory and {pageable} from pageable memory; the CPU computes "
-            f"experts at {compute}",
-            f"Each row of a table is one system. All systems decode {options.tokens} steps with "
-            f"the same {options.words} tokens, after a prompt of {options.prompt_tokens} tokens. "
-            f"The systems take turns. Number of measurements of each: {options.runs}. The policy "
-            f"dymoe keeps the fraction {options.retention} of the experts in the high precision on "
-            f"average (--retention).",
-            "The rows that are named 1 to 6 are those of Table 3 of the DyMoE paper. They copy "
-            "missing experts to the GPU. 4/2 means that experts have 4 or 2 bits per weight. 4/0 "
-            "means that they have 4 bits or are skipped.",
+            f"{gpu['name']}, {format_size(gpu['total_bytes'])}; copies to the GPU: {pinned} from "
+            f"pinned memory, {pageable} from pageable memory; experts computed by the CPU: "
+            f"{compute}",
+            f"Each row of a table is one system: upstream llama.cpp, or moe-edge with one policy. "
+            f"All systems decode {options.tokens} steps after the same prompt of "
+            f"{options.prompt_tokens} tokens (kind of tokens: {options.words}). The systems take "
+            f"turns. Number of measurements of each system: {options.runs}. On average, the policy "
+            f"dymoe keeps {options.retention:.1%} of the experts in the high precision "
+            f"(--retention).",
+            "The rows 1 to 6 are those of Table 3 of the DyMoE paper. They copy missing experts to "
+            'the GPU. "4/2" in the name of a row means that experts have 4 or 2 bits per weight. '
+            '"4/0" means that experts have 4 bits per weight or are skipped.',
         ]
         if self.times > 1:
             lines.insert(
@@ -611,7 +617,7 @@ class Gpu(Benchmark):
                 "Upstream llama.cpp is left out, because it copies each expert only once.",
             )
         if options.table3:
-            return [*lines, table3.INTRO.format(options.prompt_tokens, options.n_ubatch)]
+            return [*lines, *table3.intro(options.prompt_tokens, options.n_ubatch)]
         return [
             *lines,
             "TPOT is the time per output token, and TTFT is the time to the first token. The "
@@ -619,8 +625,9 @@ class Gpu(Benchmark):
             'llama.cpp in the same table. The column "x row 1" is the speed-up in TPOT over the '
             f'row "{ON_DEMAND}".',
             'The column "of bound" is the measured speed as a share of the highest possible speed. '
-            "At that speed, a token takes only the compute time with all experts on the GPU, or "
-            "only the time to load its missing experts, whichever is longer.",
+            "At the highest possible speed, the time of a token is its compute time or its load "
+            "time, whichever is longer. The compute time is that with all experts on the GPU. The "
+            "load time is the time to load the token's missing experts.",
         ]
 
 

@@ -130,15 +130,18 @@ class BenchOptions(Settings):
             raise ConfigError(f"unknown --shape '{self.shape}': choose one of {', '.join(shapes)}")
         if self.routing not in synthetic.ROUTINGS:
             known = ", ".join(synthetic.ROUTINGS)
-            raise ConfigError(f"unknown routing '{self.routing}': choose one of {known}")
+            raise ConfigError(f"unknown --routing '{self.routing}': choose one of {known}")
         if not self.caps or not all(0 < cap < 1 for cap in self.caps):
-            raise ConfigError("--caps must be percentages between 0 and 100")
+            raise ConfigError("each memory limit in --caps must be between 0 and 100 percent")
         if len({f"{cap:.0%}" for cap in self.caps}) < len(self.caps):
-            raise ConfigError("the percentages in --caps must differ from each other by at least 1")
+            raise ConfigError(
+                "two memory limits in --caps round to the same percentage: give limits that differ "
+                "by at least 1 percentage point"
+            )
         for name in ("layers", "vocab"):
             if getattr(self, name) is not None and self.trained:
                 raise ConfigError(
-                    f"--{name} has no effect with --shape demo: leave one of the two out"
+                    f"--{name} has no effect with --shape demo: leave one of the two options out"
                 )
 
     @classmethod
@@ -149,8 +152,8 @@ class BenchOptions(Settings):
         """
         if given.get("shape") == DEMO and given.get("routing") is not None:
             raise ConfigError(
-                "--routing has no effect with --shape demo, whose routing is trained: leave one "
-                "of the two out"
+                "--routing has no effect with --shape demo, because the demo model is trained, not "
+                "random: leave one of the two options out"
             )
         return super().of(given)
 

@@ -325,13 +325,14 @@ class Paired:
             )
         median, low, high = median_interval([row["ratio"] for row in rows])
         footnote = (
-            f"ratio: time of theirs / time of ours; above 1, ours is faster. The median ratio is "
+            f"ratio: time of the second configuration (--theirs) divided by the time of the first "
+            f"(--ours). Above 1, the first configuration is faster. The median ratio is "
             f"{median:.4f}, with a 95 % confidence interval from {low:.4f} to {high:.4f}"
         )
         what = f"a prompt of {on.prompt} tokens" if on.prompt else "a decoded token"
         table = Table(f"{what}, medians of each start", COLUMNS, rows, [footnote])
         compared = (
-            f"the first configuration (ours) has the settings {', '.join(on.ours)}; the second "
-            f"(theirs) has {', '.join(on.theirs)}"
+            f"settings of the first configuration (--ours): {', '.join(on.ours)}; of the second "
+            f"configuration (--theirs): {', '.join(on.theirs)}"
         )
         return Report([f"{model.name}; {compared}"], [table], [])

@@ -341,14 +341,15 @@ def predict(on: Any, note: Note) -> Report:
         "with every expert on the GPU. Half of this time is outside the experts. A copy has no "
         "latency. Experts in the high and the low precision compute equally fast. Host memory "
         "holds every expert.",
-        'The column "as H200" adds a correction to the column "p50": for each of the '
-        f"{layers} layers, the measured minus the simulated time of a layer. Both times are those "
-        f"of a run on that H200, with {MEASURED_LAYERS} layers and a link of "
-        f"{MEASURED_LINK / 1e9:g} GB/s. In ms per token and layer, the corrections are: {notes}. "
-        "Their cause is not known. The measured run read its low-precision experts from the disk.",
+        'The column "as H200" is the column "p50" plus a correction for each of the '
+        f"{layers} layers. A correction is the measured time of a layer minus its simulated time.",
+        f"The corrections were measured on an H200, with {MEASURED_LAYERS} layers and a link of "
+        f"{MEASURED_LINK / 1e9:g} GB/s. This measurement read its low-precision experts from the "
+        f"disk. The corrections in ms per token and layer are: {notes}. The cause of these "
+        "differences is not known.",
     ]
     note_of_upstream = (
-        "Upstream llama.cpp has no prediction, because it computes experts on the CPU, which is "
-        "not simulated."
+        "The tables have no row for upstream llama.cpp, because llama.cpp computes experts on the "
+        "CPU. The CPU is not simulated."
     )
     return Report(heading, tables, [note_of_upstream])

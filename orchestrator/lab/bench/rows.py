@@ -222,14 +222,14 @@ def row_notes(rows: Sequence[Result]) -> list[str]:
         over = limit is not None and row["peak_bytes"] > limit
         if not over and "budget_bytes" not in row:
             continue
-        parts = [f"peak {row['peak_bytes'] / MIB:.0f} MiB"]
+        parts = [f"peak memory {row['peak_bytes'] / MIB:.0f} MiB"]
         if limit is not None:
             state, cap_mib = "OVER" if over else "within", limit / MIB
-            parts.append(f"{state} its cap of {cap_mib:.0f}")
+            parts.append(f"{state} its cap of {cap_mib:.0f} MiB")
         if "budget_bytes" in row:
-            parts.append(f"slots {row['budget_bytes'] / MIB:.0f} MiB")
+            parts.append(f"expert slots {row['budget_bytes'] / MIB:.0f} MiB")
         if row.get("callback_us_p50") is not None:
-            parts.append(f"callback {row['callback_us_p50']:.0f} us")
+            parts.append(f"policy callback {row['callback_us_p50']:.0f} us")
         lines.append(f"{row['name']}: {', '.join(parts)}")
     return lines + [_bound_note(row) for row in rows if "bound_tpot_ms" in row]
 
@@ -242,9 +242,9 @@ def _bound_note(row: Result) -> str:
     )
     if "probe_bytes_per_s" in row:
         probes = row["probe_bytes_per_s"]
-        line += (
-            f". Decoding read {row['read_bytes_per_s'] / 1000000000.0:.2f} GB/s from the disk. A "
-            f"test of the disk alone read {min(probes) / 1000000000.0:.2f} to "
-            f"{max(probes) / 1000000000.0:.2f} GB/s"
+        line = (
+            f"{line}. Decoding in the row {row['name']} read {row['read_bytes_per_s'] / 1e9:.2f} "
+            f"GB/s from the disk. Tests of the disk alone read {min(probes) / 1e9:.2f} to "
+            f"{max(probes) / 1e9:.2f} GB/s"
         )
     return line

@@ -52,19 +52,28 @@ ALL_ROWS_CAP = 0.25
 FEW = (CACHE, CACHE_AHEAD, MIXED_AHEAD, SKIP_AHEAD)
 FLOOR = "floor 4/0"
 ASKED_ON_GPU = "policy asked, all on GPU"
-INTRO = (
-    'The columns "{}" and "{}" show the time to read a prompt with this number of tokens. The '
-    'column "x TPOT" shows the speed-up of decoding over row 1. The column "x TTFT" shows the '
-    "speed-up over row 1 for the shorter prompt. After each of these two columns, the column "
-    '"paper" shows the DyMoE paper\'s speed-ups with 16 and with 24 GB of GPU memory '
-    "(Mixtral-8x7B, RTX 3090, PCIe 3.0). All layers of our model have the same random experts."
-)
 # Time limit for loading the model of a row.
 START_SECONDS = 120.0
 # A file system in memory, and the bytes that must stay free in memory.
 MEMORY_FOLDER, SPARE_BYTES = Path("/dev/shm"), 8 << 30
 # The model's experts are in this folder and in the host tier, so they take their size twice.
 COPIES = 2
+
+
+def intro(short: int, long: int) -> list[str]:
+    """Return paragraphs for the report that explain the columns of the table.
+
+    `short` and `long` are the lengths of the two prompts, in tokens.
+    """
+    return [
+        f'The columns "{short}" and "{long}" are the times to read a prompt of {short} and of '
+        f"{long} tokens.",
+        f'The column "x TPOT" is the speed-up of decoding over the row "{ON_DEMAND}". The column '
+        f'"x TTFT" is the speed-up over the same row when the prompt of {short} tokens is read.',
+        'Each column "paper" has two speed-ups that the DyMoE paper reports for the column before: '
+        "with 16 and with 24 GB of GPU memory (Mixtral-8x7B, RTX 3090, PCIe 3.0).",
+        "All layers of the measured model have the same random experts.",
+    ]
 
 
 def on_gpu() -> list[Case]:
@@ -216,9 +225,9 @@ def line(case: Case, row: Row, prompt_tokens: int) -> str:
         f"{row.get('long_ms', math.nan):.0f} ms for a prompt of {LONGER * prompt_tokens} tokens"
     )
     if row.get("hit_rate") is not None:
-        found += (
-            f". Of the requested experts, {row['hit_rate']:.1%} were on the GPU. Per token, "
-            f"{row['copied_bytes_per_token'] / 1e6:.0f} MB were copied to the GPU. Waiting times "
-            f"of decoding by cause, in us per layer and token: {waits_text(row)}"
+        found = (
+            f"{found}. Of the experts that decoding requested, {row['hit_rate']:.1%} were on the "
+            f"GPU. Per token, {row['copied_bytes_per_token'] / 1e6:.0f} MB were copied to the GPU. "
+            f"Time that decoding waited, in us per layer and token, by cause: {waits_text(row)}"
         )
     return found

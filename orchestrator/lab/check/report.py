@@ -34,7 +34,10 @@ def render(report: dict[str, Any]) -> str:
         lines += ["", f"as asked: {asked['mode']}", f"  {speeds}; {_memory(asked)}"]
     if report["own_bytes"]:
         own = format_size(report["own_bytes"], up=True)
-        lines.append(f"The process of moe-edge check uses {own} of --ram during each run.")
+        lines.append(
+            f"Of the memory limit --ram, moe-edge check itself uses {own} during each run. The "
+            f"rest is for the model."
+        )
     lines.append("")
     lines += [f"Note: {each}" for each in report["notes"]]
     lines += [f"Problem: {each}" for each in report["problems"]]

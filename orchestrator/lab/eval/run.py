@@ -157,7 +157,7 @@ class EvalOptions:
         if (self.prompt_tokens or 0) >= self.window:
             raise ConfigError(
                 f"--prompt-tokens {self.prompt_tokens} must be smaller than --window "
-                f"{self.window}: decrease it, or increase --window"
+                f"{self.window}: use a smaller --prompt-tokens, or a larger --window"
             )
 
 
@@ -317,13 +317,17 @@ def render(result: dict[str, Any]) -> str:
         lines.append(f"{label:16}{value}" + (f"  ({note})" if note else ""))
 
     if (text := result.get("text")) is not None:
-        prompt = result["prompt_tokens"]
-        start = f", which begin with a prompt of at least {prompt} tokens" if prompt else ""
-        how = "decoded one at a time" if decode else "computed in batches"
         if "kl" in text:
-            add(f"KL from {text['best_tier']}", with_error(text["kl"], 5), "nats")
-        note = f"{text['tokens']} scored tokens, {how}; windows of {result['window']} tokens{start}"
-        add("perplexity", with_error(text["perplexity"]), note)
+            add(f"KL from {text['best_tier']}", with_error(text["kl"], 5), "nats per token")
+        notes = [
+            f"{text['tokens']} tokens were decoded one at a time and scored"
+            if decode
+            else f"{text['tokens']} tokens were computed in batches and scored",
+            f"the windows of the text have at most {result['window']} tokens",
+        ]
+        if prompt := result["prompt_tokens"]:
+            notes.append(f"each window begins with a prompt of at least {prompt} tokens")
+        add("perplexity", with_error(text["perplexity"]), "; ".join(notes))
         for name, value in text["domains"].items():
             add(f"  {name}", with_error(value))
         if "top1" in text:
@@ -333,27 +337,34 @@ def render(result: dict[str, Any]) -> str:
         add("acc, acc_norm", scores, f"{choices['questions']} questions")
     if (usage := result["usage"]) is not None:
         if (lost := usage["kl_estimate"]) is not None:
-            add("KL estimated", f"{usage['kl_low']:.5f} to {lost:.5f}", "from the loss table")
+            add("KL estimated", f"{usage['kl_low']:.5f} to {lost:.5f}", "nats per token")
         if usage["limit_halved"]:
-            note = "this text uses other experts than the calibration text of the loss table"
+            note = (
+                "the limit on the quality loss was halved, because the text uses other experts "
+                "than the calibration text of the loss table"
+            )
             percent = 100 * usage["limit_halved"]
-            add("limit halved", f"{percent:.0f} % of the tokens", note)
+            add("limit halved", f"for {percent:.0f} % of the tokens", note)
         asked = {key: usage[key] for key in ("high", "low", "skip") if usage[key] is not None}
-        add("experts asked", ", ".join(f"{100 * part:.1f} % {key}" for key, part in asked.items()))
+        shares = ", ".join(f"{100 * part:.1f} % {key}" for key, part in asked.items())
+        add("experts asked", shares, "precisions that the policy requested")
         if (virtual := result.get("virtual")) is not None and virtual["tpot_ms_mean"]:
             note = (
                 f"simulated: the disk reads {format_size(virtual['bandwidth'])}/s with a "
-                f"latency of {virtual['latency_us']} us, and computing takes "
+                f"latency of {virtual['latency_us']} us, and computing a token takes "
                 f"{virtual['compute_ms']:.2f} ms"
             )
             add("time per token", f"{virtual['tpot_ms_mean']:.2f} ms", note)
         if usage["computed_low"] is not None:
             how = (
-                "each expert in the precision that the policy chose"
+                "each expert was computed in the precision that the policy chose"
                 if result["exact_tiers"]
-                else "an expert that is in memory in a higher precision is computed in it"
+                else "if an expert was in memory in a higher precision than the policy chose, the "
+                "higher precision was used"
             )
-            add("computed low", f"{100 * usage['computed_low']:.1f} % of the expert matrices", how)
+            percent = 100 * usage["computed_low"]
+            value = f"{percent:.1f} % of the expert matrices were computed in a low precision"
+            add("computed low", value, how)
         reads = format_size(usage["bytes_read"])
         if usage["hit_rate"] is not None:
             reads += f"; {100 * usage['hit_rate']:.1f} % of the requested experts were in memory"

@@ -58,14 +58,14 @@ def table_3(on: Measured) -> Made:
     averages = {3.0: ("69.71", "69.90"), 2.0: ("63.48", "66.68")}
     why = (
         "We use another model and measure KL divergence instead of accuracy, because the weights "
-        "of Mixtral-8x7B were not available. The paper chooses the bits of an expert by its "
-        "quality loss alone. Our choice also depends on how often the expert is used"
+        "of Mixtral-8x7B were not available. The paper's method chooses the bits of an expert by "
+        "the expert's quality loss alone. Our method also considers how often the expert is used"
     )
     names = {
         UNIFORM: "equal bits",
-        PAPERS_FORM: "the paper's choice",
-        OURS: "ours",
-        RANDOM: "random hot experts",
+        PAPERS_FORM: "the paper's method",
+        OURS: "our method",
+        RANDOM: "a random choice",
     }
     compared, panels = [], []
     for bits, (without, chosen) in averages.items():
@@ -74,28 +74,33 @@ def table_3(on: Measured) -> Made:
             for way, name in names.items()
             if (found_kl := [row["kl"][0] for row in rows if _is(row, way, bits, half)])
         }
-        here = "KL divergence by the choice of bits: " + ", ".join(
-            f"{name} {value:.4f}" for name, value in kl.items()
+        values = ", ".join(f"{name} {value:.4f}" for name, value in kl.items())
+        here = (
+            f"KL divergence (nats per token) by the method that chooses the bits per weight of "
+            f"each expert: {values}"
         )
         if names[UNIFORM] not in kl:
-            here += (
-                f". '{names[UNIFORM]}' is not measured, because the file has no precision of "
-                f"{bits:g} bits"
+            missing = (
+                f"The method '{names[UNIFORM]}' is not measured, because the model file has no "
+                f"precision with {bits:g} bits per weight"
             )
+            here = f"{here}. {missing}"
         title = f"quality if the less used half of the experts has {bits:g} bits per weight"
         compared.append(
             Compared(
                 title,
-                f"Accuracy is {without} without the paper's choice of bits, {chosen} with it, and "
-                f"70.03 in 16 bits",
+                f"Mean accuracy of Mixtral-8x7B on eight tasks: {without} % without the paper's "
+                f"method that chooses the bits, {chosen} % with this method, and 70.03 % with 16 "
+                f"bits per weight",
                 here
                 if kl
-                else f"not measured, because the file has no precision of at most {bits:g} bits",
+                else f"not measured, because the model file has no precision with at most "
+                f"{bits:g} bits per weight",
                 why,
             )
         )
         bars = [Line("", range(len(kl)), exact(list(kl.values())))]
-        label = f"KL from {on.subject().best}, nats"
+        label = f"KL divergence from {on.subject().best}, nats per token"
         panels.append(Panel("", label, bars, title, bars=True, ticks=[*kl]))
     return Made(compared, found.tables, panels)
 
@@ -140,11 +145,11 @@ def figure_2(on: Measured) -> Made:
         Compared(
             "how evenly a layer's experts are used",
             "Usage is far from uniform: a few experts are used often and some rarely. The paper's "
-            "text states no number",
-            f"Mean over layers: the most used expert gets {share(by_rank[0])} of the uses, and "
-            f"the least used expert gets {share(by_rank[-1])}. With uniform usage each would get "
-            f"{share(1 / n)}",
-            "We use another model and text. The paper uses Mixtral-8x7B on WikiText-2",
+            "text does not state how often",
+            f"Mean over layers: the most used expert of a layer gets {share(by_rank[0])} of the "
+            f"layer's expert uses, and the least used expert gets {share(by_rank[-1])}. With "
+            f"uniform usage each expert would get {share(1 / n)}",
+            "Our model and text differ from the paper's, which are Mixtral-8x7B and WikiText-2",
         )
     ]
     panel = Panel(
@@ -203,21 +208,23 @@ def figure_3(on: Measured) -> Made:
     compared = [
         Compared(
             "share of a decode step's experts that the next step also uses",
-            "The paper shows two texts. In the first, adjacent decode steps do not use similar "
-            "experts. In the second, expert usage shows more of a pattern. The paper states no "
-            "number",
-            f"The next step uses {kept} of a step's experts. If steps chose experts "
-            f"independently, it would use {by_use}. If all experts were also used equally often, "
-            f"it would use {by_chance}",
-            "We use another model. The paper shows two texts, and we average over all sequences of "
-            "our text",
+            "In the first of the paper's two texts, adjacent decode steps do not use similar "
+            "experts. In the second text, expert usage is more regular. The paper does not state "
+            "the share",
+            f"The next step also uses {kept} of a decode step's experts. If steps chose experts "
+            f"independently, this share would be {by_use}. If independent steps also used all "
+            f"experts equally often, the share would be {by_chance}",
+            "Our model differs from the paper's. The paper shows two texts, and we average over "
+            "all passages of our text",
         ),
         Compared(
             "cosine similarity of the expert usage of different texts",
-            "Expert usage differs between the paper's two texts. The paper states no number",
-            f"mean {np.mean(similarities):.2f}, least {min(similarities):.2f}"
+            "Expert usage differs between the paper's two texts. The paper does not state the "
+            "similarity",
+            f"Between two passages of our text, the similarity is {np.mean(similarities):.2f} on "
+            f"average and {min(similarities):.2f} at least"
             if similarities
-            else "not measured, because the text has only one sequence",
+            else "not measured, because our text is too short to compare two passages",
             "the same",
         ),
     ]
@@ -246,14 +253,15 @@ def figure_4(on: Measured) -> Made:
             f"The expert usage of a prompt and of its answer have a similarity of {counted:.2f}. "
             f"For comparison, a prompt that used all experts equally often would have a similarity "
             f"of {guessed:.2f}",
-            "We use another model and text. The paper has no such comparison with a prompt that "
-            "uses all experts equally often",
+            "Our model and text differ from the paper's. The paper does not state the similarity "
+            "for a prompt that uses all experts equally often",
         ),
         Compared(
             "whether an answer uses the experts that its prompt uses most",
             NOT_IN_TEXT,
             f"Of the experts chosen for the answer's tokens, {mass} are in the quarter of the "
-            f"experts that the prompt uses most. A random quarter would have {at_random} of them",
+            f"experts that the prompt uses most. For a random quarter of the experts, the share "
+            f"would be {at_random}",
         ),
     ]
     return Made(compared, found.tables, found.panels)
@@ -288,22 +296,30 @@ def near_data(on: Measured) -> list[dict[str, Any]]:
 
 GENERATED = "random routing"
 # The compared systems of Figures 5 and 6.
-_NEAR = "a system with all experts in the near-data memory (near-only)"
-_MONDE = "MoNDE (fitted)"
-# The reasons why a speed-up over near-only, or over MoNDE, differs from the paper's.
+_NEAR = "a system with all experts in near-data memory with 16 bits per weight"
+_MONDE = "MoNDE (with a fitted number of expert copies)"
+# The reasons why a speed-up over _NEAR, or over MoNDE, differs from the paper's.
 _FREE = (
     "No constant is fitted to the paper's speed-ups. The paper does not state the bandwidths of "
-    "the GPU's memory and of the link, so we chose them. We also chose that the near-data memory "
-    "multiplies 16 / b weights of b bits at once"
+    "the GPU's memory and of the link, so we chose them. We also assume that near-data memory "
+    "multiplies weights of b bits 16 / b times as fast as weights of 16 bits"
 )
+
+
+def _method(bits: float) -> str:
+    return (
+        f"the paper's method (most used experts on the GPU, others in near-data memory with "
+        f"{bits:g} bits per weight)"
+    )
 
 
 def _fitted(results: Sequence[dict[str, Any]]) -> str:
     return (
-        f"We simulate MoNDE as a system with all experts in the near-data memory, which also moves "
+        f"We simulate MoNDE as a system with all experts in near-data memory (memory that also "
+        f"computes experts). In this simulation, MoNDE copies "
         f"{results[0]['fitted_migrations']:g} experts per token to the GPU. The paper does not "
-        f"state how many. This number is fitted to the paper's speed-ups, so our speed-ups do not "
-        f"confirm them"
+        f"state the number of copies. Our number is fitted to the paper's speed-ups, so our "
+        f"speed-ups over MoNDE do not confirm the paper's"
     )
 
 
@@ -320,11 +336,12 @@ def figure_5(on: Measured) -> Made:
     results = near_data(on)
     compared = [
         Compared(
-            "speed-up of the near-data memory if its experts have 3 and 2 instead of 16 bits per "
-            "weight",
+            "speed of near-data memory (memory that also computes experts) with 3 and with 2 bits "
+            "per weight, relative to 16 bits per weight",
             "about 5 and about 8",
             _near_times(results),
-            f"{_FREE}. If it multiplied one weight at a time, both speed-ups would be 4.0",
+            f"{_FREE}. If near-data memory multiplied weights of all widths equally fast, the "
+            f"speed-up would be 4.0 with 3 bits and with 2 bits",
         )
     ]
     paper = {
@@ -347,8 +364,8 @@ def figure_5(on: Measured) -> Made:
             )
             compared.append(
                 Compared(
-                    f"{shape}, {bits:g} bits: end-to-end speed of the paper's method relative to "
-                    f"{what}, with {lengths} tokens (prompt + answer)",
+                    f"{shape}: end-to-end speed of {_method(bits)} relative to {what}, for "
+                    f"{lengths} tokens (prompt + answer)",
                     stated,
                     here,
                     why,
@@ -357,13 +374,13 @@ def figure_5(on: Measured) -> Made:
     tables = [table for each in results for table in near_tables(each)[1:]]
     shown = [each for each in results if _routing(each) == GENERATED]
     ratios = [each["runs"][CONTEXT]["lengths"][1]["over_near_only"] for each in shown]
-    ticks = [f"{each['shape']}, {each['bits']:g} bits" for each in shown]
+    ticks = [f"{each['shape']}, {each['bits']:g} bits per weight" for each in shown]
     prompt, answer = LENGTHS[1]
     panel = Panel(
         "",
-        "speed relative to near-only",
+        "speed relative to all experts in near-data memory",
         [Line("", range(len(ratios)), exact(ratios))],
-        f"{prompt} prompt tokens and {answer} answer tokens, with randomly chosen experts",
+        f"{prompt} prompt tokens and {answer} answer tokens, with {GENERATED}",
         bars=True,
         ticks=ticks,
     )
@@ -410,20 +427,20 @@ def figure_6(on: Measured) -> Made:
                 for each in mine
             )
 
-        where = f"{shape}, {bits:g} bits: decode speed of the paper's method"
+        speed = f"{shape}: decode speed of {_method(bits)}"
         compared += [
-            Compared(f"{where} relative to {_NEAR}", NOT_IN_TEXT, of(NEAR_ONLY), _FREE),
-            Compared(f"{where} relative to {_MONDE}", said, of(MONDE), _fitted(mine)),
+            Compared(f"{speed} relative to {_NEAR}", NOT_IN_TEXT, of(NEAR_ONLY), _FREE),
+            Compared(f"{speed} relative to {_MONDE}", said, of(MONDE), _fitted(mine)),
         ]
         if bits == 2.0:
             compared.append(
                 Compared(
-                    f"{where} relative to HOBBIT, which copies missing experts to the GPU",
+                    f"{speed} relative to HOBBIT, which copies missing experts to the GPU",
                     f"The paper's method is {hobbit[shape]} times as fast as HOBBIT. The paper "
                     f"does not say whether this is decode speed or end-to-end speed",
                     of(HOBBIT),
-                    "We simulate HOBBIT without prefetching. It loads the most important expert of "
-                    "a token in 16 bits and the others in 4 bits",
+                    "We simulate HOBBIT without prefetching. HOBBIT loads the most important "
+                    "expert of a token with 16 bits per weight and the others with 4",
                 )
             )
     steps = [
@@ -452,7 +469,7 @@ def figure_6(on: Measured) -> Made:
         mine = [row for row in steps if row["shape"] == shape and row["bits"] == bits]
         first = [row["tokens_per_s"] for row in mine if row["routing"] == GENERATED]
         drawn = [Line("", range(len(names)), exact(first))]
-        title = f"{shape}, {bits:g} bits, with randomly chosen experts"
+        title = f"{shape}, near-data memory with {bits:g} bits per weight, {GENERATED}"
         panels.append(Panel("", "decoded tokens/s", drawn, title, bars=True, ticks=names))
     table = Table("Decoding on the paper's machine", columns, steps)
     return Made(compared, [table], panels, len(SHAPES))
@@ -462,9 +479,11 @@ PAPER = Paper(
     "context",
     "Context-Aware MoE Inference on GPU-NDP Systems",
     (
-        Figure("Table 3", "quality with few bits for all but the most used experts", table_3),
+        Figure(
+            "Table 3", "quality with few bits per weight for all but the most used experts", table_3
+        ),
         Figure("Figure 2", "how often each expert is used", figure_2),
-        Figure("Figure 3", "how many experts change from step to step", figure_3),
+        Figure("Figure 3", "how many experts of a decode step the next steps use again", figure_3),
         Figure("Figure 4", "similarity of the expert usage of prompt and answer", figure_4),
         Figure(
             "Figure 5",

@@ -63,21 +63,22 @@ def table_1(on: Measured) -> Made:
     """
     subject, found = on.subject(), accuracy(on)
     rows = found.tables[0].rows
-    here = ", ".join(f"{row['configuration']} {row['kl'][0]:.4f}" for row in rows)
+    here = "; ".join(f"{row['configuration']} {row['kl'][0]:.4f}" for row in rows)
     compared = [
         Compared(
-            "Int2, Int4 and BF16",
+            "quality in Int2, Int4 and BF16",
             "MMLU accuracy in Int2, Int4 and BF16: Mixtral-8x7B has 0.498, 0.680 and 0.689; "
             "Qwen3-30B-A3B has 0.495, 0.771 and 0.780",
-            f"KL from {subject.best}: {here}",
+            f"KL divergence from {subject.best}, nats per token: {here}",
             WEIGHTS,
         ),
         Compared(
-            "Are 2 bits far worse than 4 bits?",
-            "Yes, 2 bits lose 18 points (Mixtral) and 28 points (Qwen3) of MMLU accuracy against "
-            "4 bits",
+            "quality with 2 bits per weight compared with 4 bits",
+            "MMLU accuracy with 2 bits per weight is 18 points (Mixtral) and 28 points (Qwen3) "
+            "lower than with 4 bits",
             _times(rows),
-            "We compare with the best precision of our file, and the paper with BF16",
+            "Our KL divergence is from the best precision of our model file. The paper compares "
+            "with BF16",
         ),
     ]
     return Made(compared, found.tables[:1], found.panels)
@@ -86,7 +87,7 @@ def table_1(on: Measured) -> Made:
 def _times(rows: Sequence[Row]) -> str:
     worst, better = rows[0], rows[min(1, len(rows) - 1)]
     if not better["kl"][0]:
-        return "one lower precision only"
+        return "not measured, because the model file has only one lower precision"
     ratio = worst["kl"][0] / better["kl"][0]
     return (
         f"{worst['configuration']} has {ratio:.0f} times the KL divergence of "
@@ -105,24 +106,27 @@ def table_2(on: Measured) -> Made:
     """
     subject, found = on.subject(), accuracy(on)
     rows = found.tables[1].rows
-    mixes = "{} if the other experts are skipped, and {} if they have 2 bits"
+    accuracies = (
+        "MMLU accuracy of Mixtral-8x7B: {} if the less important experts are skipped, and {} if "
+        "they have 2 bits per weight"
+    )
     paper = {
-        0.75: mixes.format(0.6714, 0.6782),
-        0.9: mixes.format(0.6807, 0.6821),
-        1.0: "0.6795",
+        0.75: accuracies.format(0.6714, 0.6782),
+        0.9: accuracies.format(0.6807, 0.6821),
+        1.0: "MMLU accuracy of Mixtral-8x7B: 0.6795",
     }
     compared = [
         Compared(
             f"quality with a share of r = {r:g} of the experts in high precision",
-            f"MMLU accuracy of Mixtral-8x7B: {said}",
+            said,
             "; ".join(
                 f"{row['configuration']} KL {row['kl'][0]:.4f}, perplexity "
                 f"{show_change(row['change'])}"
                 for row in rows
                 if row["retention"] == r
             ),
-            f"{WEIGHTS}. The paper quantizes with GPTQ. Our precisions are those of the file, "
-            f"{subject.high} and {subject.low}",
+            f"{WEIGHTS}. The paper quantizes with GPTQ. Our precisions are those of the model "
+            f"file, {subject.high} and {subject.low}",
         )
         for r, said in paper.items()
     ]
@@ -146,8 +150,8 @@ def figure_3(on: Measured) -> Made:
             Compared(
                 table.title.split(" (")[0],
                 "Accuracy on C-Eval is kept if important tokens (heavy hitters) choose the experts "
-                "in high precision. This holds for every share of these experts. The paper's text "
-                "states no number",
+                "in high precision, for every share of experts in high precision. The paper's "
+                "text does not state the accuracy",
                 f"With 75 % instead of all experts in high precision, perplexity changes as "
                 f"follows, for each way to choose these experts: {here}",
                 WEIGHTS,
@@ -194,22 +198,24 @@ def figure_4(on: Measured) -> Made:
         Compared(
             "correlation of the expert usage by heavy hitters (the tokens that receive the most "
             "attention) with the expert usage by all tokens",
-            "The expert usage by heavy hitters correlates strongly with the expert usage by all "
-            "tokens. The paper's text states no number",
-            f"The correlation is {mean['correlation']:.2f} for heavy hitters, and "
-            f"{mean['random']:.2f} for random tokens (means over layers). Of the quarter of the "
-            f"experts that all tokens use most, {share(mean['hot'])} are also in the quarter that "
-            f"heavy hitters use most",
+            "The expert usage by heavy hitters (tokens that receive the most attention) correlates "
+            "strongly with the expert usage by all tokens. The paper's text does not state the "
+            "correlation",
+            f"Correlation with the expert usage by all tokens, mean over layers: "
+            f"{mean['correlation']:.2f} for heavy hitters, {mean['random']:.2f} for random tokens. "
+            f"The quarter of the experts that heavy hitters use most contains {share(mean['hot'])} "
+            f"of the quarter that all tokens use most",
             f"We read one prompt of {PROMPT} tokens. Our heavy hitters are the {share(HEAVY)} of "
             f"its tokens that receive the most attention from its last 32 tokens. The paper does "
-            f"not state how many tokens are heavy hitters, and has no comparison with random "
-            f"tokens",
+            f"not state how many tokens are heavy hitters, nor the correlation for random tokens",
         ),
         Compared(
             "whether different texts use the same experts most",
-            "The most used experts differ from text to text. The paper's text states no number",
+            "The most used experts differ from text to text. The paper's text does not state how "
+            "many of them differ",
             _shift(on),
-            "We compare the most used quarter of each layer's experts in pairs of sequences",
+            "In each layer, we compare the quarter of the experts that a passage of our text uses "
+            "most with the quarter that the next passage uses most",
         ),
     ]
     title = (
@@ -229,7 +235,7 @@ def _shift(on: Measured) -> str:
     n_hot = max(1, counts[0].shape[1] // 4)
     same = [float(np.mean(hot_overlap(a, b, n_hot))) for a, b in pairwise(counts)]
     common = share(float(np.mean(same)))
-    return f"On average, two texts have {common} of their most used experts in common"
+    return f"On average, two passages have {common} of their most used experts in common"
 
 
 def _loads_panel(load: Load) -> Panel:
@@ -238,9 +244,8 @@ def _loads_panel(load: Load) -> Panel:
         Line("all tokens", every, exact((load.total / load.total.sum()).tolist())),
         Line("heavy hitters", every, exact((load.heavy / load.heavy.sum()).tolist())),
     ]
-    return Panel(
-        "expert", "share of the expert uses, %", drawn, f"layer {load.layer}", percent=True
-    )
+    label = "expert's share of all expert uses in its layer, %"
+    return Panel("expert", label, drawn, f"layer {load.layer}", percent=True)
 
 
 def figure_5(on: Measured) -> Made:
@@ -259,25 +264,27 @@ def figure_5(on: Measured) -> Made:
     compared = [
         Compared(
             "Are shallow layers sensitive to low precision?",
-            "Shallow layers are sensitive to low precision. The paper's text states no number",
-            f"Layer 0 in low precision has a KL divergence of {kl[0]:.4f}. This is rank "
-            f"{first + 1} of {len(kl)} layers, from the largest loss down",
+            "Shallow layers are sensitive to low precision. The paper's text does not state the "
+            "quality loss",
+            f"With only layer 0 in low precision, the KL divergence is {kl[0]:.4f} nats per token. "
+            f"Layer 0 has rank {first + 1} of {len(kl)} layers, from the largest KL divergence to "
+            f"the smallest",
             WEIGHTS,
         ),
         Compared(
             "Are deep layers resilient to low precision?",
-            "Deep layers are resilient to low precision. The paper's text states no number",
+            "Deep layers are resilient to low precision. The paper's text does not state the "
+            "quality loss",
             f"One layer at a time has low precision. The KL divergence from {on.subject().best} is "
-            f"on average {deep:.4f} if this layer is in the deepest third of the layers, and "
-            f"{shallow:.4f} if it is in the first third. The KL divergence is smallest for layer "
-            f"{int(np.argmin(kl))}",
+            f"on average {deep:.4f} for layers in the deepest third, and {shallow:.4f} for layers "
+            f"in the first third. The KL divergence is smallest for layer {int(np.argmin(kl))}",
             f"Our model has {len(kl)} layers, and the paper's Mixtral-8x7B has 32",
         ),
     ]
     subject = on.subject()
     panel = Panel(
-        f"the layer in {subject.low}",
-        f"KL from {subject.best}, nats",
+        f"layer in low precision ({subject.low})",
+        f"KL divergence from {subject.best}, nats per token",
         [Line("", range(len(kl)), [row["kl"] for row in found.tables[0].rows])],
         subject.basis,
         bars=True,
@@ -307,9 +314,10 @@ def figure_6(on: Measured) -> Made:
     compared = [
         Compared(
             "cosine similarity of the hidden states of neighbouring layers",
-            "All neighbouring layers have similar hidden states. The paper's text states no number",
+            "All neighbouring layers have similar hidden states. The paper's text does not state "
+            "the similarity",
             f"{min(cosines):.2f} to {max(cosines):.2f}",
-            "We use another model and text",
+            "Our model and text differ from the paper's",
         ),
         Compared(
             "share of the next layer's experts that are predicted (recall)",
@@ -422,15 +430,18 @@ def _ratios(times: Times, base: str, name: str, part: str) -> str:
     return ", ".join(f"{ratio:.2f}" for ratio in ratios)
 
 
-def _slots() -> str:
-    return f"with a cache for {', '.join(share(cap) for cap in SHARES)} of the experts"
+def _cache_sizes() -> str:
+    return ", ".join(share(cap) for cap in SHARES)
 
 
 def _speedups(times: Times, base: str, name: str) -> str:
     """Return how many times as fast as `base` a system decodes and reads a prompt, as text."""
     tpot = _ratios(times, base, name, "decode")
     ttft = _ratios(times, base, name, f"prompt {LENGTHS[1]}")
-    return f"speed-up {_slots()}: decoding {tpot}; first token {ttft}"
+    return (
+        f"speed relative to '{base}' with a cache for {_cache_sizes()} of the experts: decoding "
+        f"{tpot}; first token {ttft}"
+    )
 
 
 def _table(title: str, times: Times) -> Table:
@@ -462,13 +473,13 @@ def table_3(on: Measured) -> Made:
     times, timed = simulated(on), live(on)
     names = _names(times)
     said = [
-        f"speed-up with a GPU of 16 GB, 24 GB: decoding {tpot[0]:.2f}, {tpot[1]:.2f}; first token "
-        f"{ttft[0]:.2f}, {ttft[1]:.2f}"
+        f"speed relative to '{ON_DEMAND}' with a GPU of 16 GB, 24 GB: decoding {tpot[0]:.2f}, "
+        f"{tpot[1]:.2f}; first token {ttft[0]:.2f}, {ttft[1]:.2f}"
         for tpot, ttft in PAPER_RATIOS.values()
     ]
     compared = [
         Compared(
-            f"speed of row '{name}' relative to row '{ON_DEMAND}'",
+            f"speed of '{name}' relative to '{ON_DEMAND}'",
             paper,
             _speedups(times, ON_DEMAND, name),
             _SIMULATED,
@@ -477,14 +488,14 @@ def table_3(on: Measured) -> Made:
     ]
     compared += [
         Compared(
-            f"speed of row '{names[-1]}' relative to a plain LRU cache (policy lru)",
-            "not compared",
+            f"speed of '{names[-1]}' relative to a plain LRU cache (policy lru)",
+            "The paper does not make this comparison",
             _speedups(times, names[0], names[-1]),
             "Loading on demand keeps no expert from one token to the next, so an LRU cache is the "
             "fairer baseline",
         ),
         Compared(
-            f"measured (not simulated) speed of row '{names[-1]}' relative to row '{ON_DEMAND}'",
+            f"measured (not simulated) speed of '{names[-1]}' relative to '{ON_DEMAND}'",
             said[-1],
             _speedups(timed, ON_DEMAND, names[-1]),
             _LIVE,
@@ -502,7 +513,7 @@ def table_3(on: Measured) -> Made:
         f"Simulated times. With 4/2 and 4/0, only {share(RETENTION)} of the experts have high "
         f"precision. The others have low precision (4/2) or are skipped (4/0)"
     )
-    panel = Panel("slots, % of the experts", "decode step, ms", drawn, title, scale="log")
+    panel = Panel("cache size, % of the experts", "decode step, ms", drawn, title, scale="log")
     second = f"Times measured on this machine, medians of {ROUNDS} rounds"
     return Made(compared, [_table(title, times), _table(second, timed)], [panel])
 
@@ -520,14 +531,15 @@ def figure_10(on: Measured) -> Made:
     lru, best = names[0], names[-1]
     said = {
         "TTFT": (
-            "DyMoE's first token comes 22.7 times as fast as Fiddler's (24 GB), 7.2 to 8.3 times "
-            "as fast as Accelerate's and 4.2 to 14.58 times as fast as Mixtral-Offloading's. On "
-            "Qwen3 it comes 3.44 times as fast as Accelerate's (12 GB)"
+            "DyMoE's first token comes 7.2 to 8.3 times as fast as Accelerate's and 4.2 to 14.58 "
+            "times as fast as Mixtral-Offloading's. With a GPU of 24 GB, the first token comes "
+            "22.7 times as fast as Fiddler's. On Qwen3 with a GPU of 12 GB, the first token comes "
+            "3.44 times as fast as Accelerate's"
         ),
         "TPOT": (
-            "DyMoE decodes 14.58 times as fast as Fiddler (16 GB), 8.31 times as fast as "
-            "Accelerate and up to 2.27 times as fast as Mixtral-Offloading. On Qwen3 it decodes "
-            "2.86 times as fast as Accelerate"
+            "DyMoE decodes 8.31 times as fast as Accelerate and up to 2.27 times as fast as "
+            "Mixtral-Offloading. With a GPU of 16 GB, DyMoE decodes 14.58 times as fast as "
+            "Fiddler. On Qwen3, DyMoE decodes 2.86 times as fast as Accelerate"
         ),
     }
     parts = {f"TTFT, prompt of {n} tokens": f"prompt {n}" for n in LENGTHS} | {"TPOT": "decode"}
@@ -538,8 +550,9 @@ def figure_10(on: Measured) -> Made:
             Compared(
                 f"{what}: speed of DyMoE relative to other systems",
                 said[what[:4]],
-                f"speed-up {_slots()}: {over_loading} over loading on demand; {over_lru} over an "
-                f"LRU cache (policy lru). Our DyMoE skips less important experts",
+                f"With a cache for {_cache_sizes()} of the experts, DyMoE is {over_loading} times "
+                f"as fast as loading on demand, and {over_lru} times as fast as an LRU cache "
+                f"(policy lru). Our DyMoE skips less important experts",
                 f"{_SIMULATED}. We did not run Accelerate, Mixtral-Offloading, MoE-Infinity and "
                 f"Fiddler",
             )
@@ -552,7 +565,7 @@ def figure_10(on: Measured) -> Made:
                 Line(name, LENGTHS, exact([times[name, cap, f"prompt {n}"] for n in LENGTHS]))
                 for name in (lru, ON_DEMAND, names[-2], best)
             ],
-            f"cache slots for {share(cap)} of the experts",
+            f"cache for {share(cap)} of the experts",
         )
         for cap in SHARES
     ]
@@ -572,9 +585,9 @@ def figure_11(on: Measured) -> Made:
     labels = dict.fromkeys(row["configuration"] for row in rows)
     compared = [
         Compared(
-            name,
+            f"quality by the share r of the experts in high precision, {name}",
             "Accuracy changes smoothly with the share r of the experts in high precision "
-            "(retention ratio). On GSM8K it drops at r = 0.75 and recovers near r = 0.9",
+            "(retention ratio). On GSM8K, accuracy drops at r = 0.75 and recovers near r = 0.9",
             ", ".join(
                 f"r = {row['retention']:g}: KL {row['kl'][0]:.4f}"
                 for row in rows
@@ -592,11 +605,11 @@ PAPER = Paper(
     "DyMoE",
     (
         Figure("Table 1", "accuracy of each precision alone", table_1),
-        Figure("Table 2", "accuracy of mixes", table_2),
+        Figure("Table 2", "accuracy if experts have different precisions", table_2),
         Figure(
             "Table 3",
-            "speed with each part of DyMoE added in turn. With 4/2, less important experts have 2 "
-            "bits. With 4/0, they are skipped",
+            "speed with each technique of DyMoE added in turn. With 4/2, less important experts "
+            "have 2 bits per weight. With 4/0, these experts are skipped",
             table_3,
         ),
         Figure(
@@ -610,8 +623,8 @@ PAPER = Paper(
             "tokens",
             figure_4,
         ),
-        Figure("Figure 5", "sensitivity of each layer", figure_5),
-        Figure("Figure 6", "similarity of neighbouring layers", figure_6),
+        Figure("Figure 5", "sensitivity of each layer to low precision", figure_5),
+        Figure("Figure 6", "similarity of the hidden states of neighbouring layers", figure_6),
         Figure("Figure 10", "end-to-end latency", figure_10),
         Figure(
             "Figure 11",

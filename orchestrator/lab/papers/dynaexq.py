@@ -84,7 +84,8 @@ def _activated(on: Measured, rows: list[Row], said: str, what: str) -> Made:
     ]
     compared = [
         Compared(
-            what if length is None else f"{what}, prompts of {length} tokens",
+            f"{what}, % of a layer's experts by batch size"
+            + ("" if length is None else f", with prompts of {length} tokens"),
             said,
             _by_batch({row["batch"]: row["active"] for row in rows if row["length"] == length}),
             _other(on),
@@ -171,13 +172,13 @@ def table_4(on: Measured) -> Made:
             "the paper's models were not available",
         ),
         Compared(
-            "share of the quality loss that a hot set recovers, divided by the hot set's share of "
-            "the experts",
-            "The paper does not state this ratio. It does not compare DynaExq with random hot "
-            "sets. It also does not compare DynaExq with one precision for all experts that needs "
-            "the same memory",
-            f"The ratio is {quarter['ratio']:.2f} if the hot set has {share(quarter['high'])} of "
-            f"the experts",
+            "A hot set recovers part of the quality loss from high to low precision. Ratio of the "
+            "recovered share of this loss to the hot set's share of the experts",
+            "The paper gives no ratio of the recovered loss to the number of hot experts. It "
+            "compares DynaExq neither with random hot sets nor with one precision for all experts "
+            "in the same memory",
+            f"The recovered share of the quality loss is {quarter['ratio']:.2f} times the hot "
+            f"set's share of the experts ({share(quarter['high'])})",
             "We also measure random hot sets, and one precision for all experts that needs the "
             "same memory",
         ),
@@ -216,8 +217,8 @@ def figure_1(on: Measured) -> Made:
     )
     compared = [
         Compared(
-            f"time that prompts of different lengths wait for experts, and its share of the "
-            f"prompt's time. The simulated disk takes {reads:g} times as long to read a token's "
+            f"time that a prompt waits for experts (and share of the prompt's time), by prompt "
+            f"length in tokens. The simulated disk takes {reads:g} times as long to read a token's "
             f"experts as the CPU takes to compute the token",
             "With ExpertFlow, which offloads experts, longer prompts wait longer for experts. The "
             "paper's text does not give the times",
@@ -227,15 +228,16 @@ def figure_1(on: Measured) -> Made:
                 if row["name"] == prefetching.name and row["reads"] == reads
             ),
             f"Our times are simulated, with cache slots for {HELD:.0%} of the experts. ExpertFlow "
-            f"is not available, so we use the policy firm. On a CPU, a longer prompt takes more "
-            f"time to compute. Experts are read during this time, so the wait need not grow",
+            f"is not available, so we use our policy firm instead. On a CPU, a longer prompt takes "
+            f"more time to compute. Experts are read during this time, so a longer prompt need not "
+            f"wait longer for experts",
         )
         for reads in READS
     ]
     panels = [
         Panel(
             "prompt, tokens",
-            "waits for experts, ms",
+            "time waiting for experts, ms",
             [
                 Line(
                     part.name,
@@ -289,12 +291,12 @@ def figure_2(on: Measured) -> Made:
             _other(on),
         ),
         Compared(
-            "overlap of the hot sets of different workloads",
+            "hot experts (the most used of each layer) that two workloads have in common",
             "In some layers, text, math and code have no hot expert in common. The hot experts "
             "are the ten most used of a layer",
             "; ".join(
                 f"{row['one']} and {row['other']}: {share(row['same'])} of the hot experts are "
-                f"the same, and {row['disjoint']} of {n_layers} layers have no common hot expert"
+                f"the same, and {row['disjoint']} of {n_layers} layers have no hot expert in common"
                 for row in overlaps
             )
             or (
@@ -311,8 +313,8 @@ def figure_2(on: Measured) -> Made:
     columns = (
         Column("first text", "one", left=True),
         Column("second text", "other", left=True),
-        Column("hot in both texts", "same", share),
-        Column("layers without a common hot expert", "disjoint"),
+        Column("hot experts in common", "same", share),
+        Column("layers without hot experts in common", "disjoint"),
     )
     panel = Panel(
         "rank of the expert", "uses of the expert, % of all uses in its layer", drawn, percent=True
@@ -589,7 +591,7 @@ def figure_10(on: Measured) -> Made:
         Compared(
             f"TTFT, ms, mean (P99), by prompt length in tokens: {name}",
             "TTFT grows quickly with the prompt length up to a few hundred tokens, and slowly "
-            "after that. It is lowest with all experts in low precision. For the longest prompts "
+            "after that. TTFT is lowest with all experts in low precision. For the longest prompts "
             "on Qwen3-30B, TTFT is about 10 s with ExpertFlow, which offloads experts (P99 in the "
             "high teens), and a mid-single-digit number of seconds with DynaExq",
             ", ".join(
@@ -597,8 +599,8 @@ def figure_10(on: Measured) -> Made:
                 for row in rows
                 if row["name"] == name
             ),
-            f"{_LIVE}. On a CPU, the compute time grows with every token of the prompt, so TTFT "
-            f"keeps growing",
+            f"On a CPU, every token of the prompt adds compute time, so TTFT also keeps growing "
+            f"for long prompts. {_LIVE}",
         )
         for name in names
     ]
@@ -644,7 +646,7 @@ PAPER = Paper(
         Figure("Figure 7", "time per output token by batch size", figure_7),
         Figure(
             "Figure 8",
-            "subject unknown, because the paper's text does not mention this figure",
+            "unknown subject: the paper's text does not mention Figure 8",
             paper=NOT_IN_TEXT,
             why=(
                 "The paper's text does not mention a Figure 8. It discusses throughput without "

@@ -42,7 +42,6 @@ PROMPTS, ANSWERS, HELD = (16, 32, 64, 128, 256), (32, 64, 128), 0.53
 LOGITS, CACHED = 768, 0.5
 
 slots = percent(0, " %")
-_SHARES = "by share of the experts that have cache slots"
 _MACHINE = (
     f"Our times are simulated: reading all experts of a token takes {SLOW:g} times as long as "
     f"computing the token. Every layer has the same number of cache slots. The paper measures on "
@@ -77,30 +76,36 @@ def table_1(on: Measured) -> Made:
     (table, panel), (other, _) = (
         played_parts(recording(on, reads=reads), BASE, SHARES) for reads in (SLOW, FAST)
     )
-    fg = "only the gate matrix of each expert is prefetched (FG)"
-    mol = "only experts that several layers predict are prefetched (MoL)"
+    fg = "prefetch of only the gate matrix of each expert (FG)"
+    mol = (
+        "prefetch of only the experts that several earlier layers predict (Meeting of Layers, MoL)"
+    )
     # Each row of the study, with a description and the paper's ratios by number of cached experts.
     paper = {
-        "+ FG: gates alone": (f"if {fg}", (1.32, 1.31, 1.24, 1.41)),
-        "+ MoL": (f"if {mol}", (1.21, 1.22, 1.21, 1.27)),
-        "+ FG + MoL": ("with FG and MoL together", (1.43, 1.43, 1.19, 1.43)),
+        "+ FG: gates alone": (fg, (1.32, 1.31, 1.24, 1.41)),
+        "+ MoL": (mol, (1.21, 1.22, 1.21, 1.27)),
+        "+ FG + MoL": (
+            "gate-only prefetch (FG) and Meeting of Layers (MoL) together",
+            (1.43, 1.43, 1.19, 1.43),
+        ),
         "all: tuned": (
-            "with FG, MoL and tuned numbers of predicted experts and predicting layers",
+            "gate-only prefetch (FG), Meeting of Layers (MoL), and tuned numbers of predicted "
+            "experts and predicting layers",
             (1.65, 1.62, 1.29, 1.54),
         ),
     }
     compared = []
     for name, (technique, ratios) in paper.items():
-        slow, fast = (_by_share(each.rows, name, "speedup") for each in (table, other))
+        slow_disk, fast_disk = (_by_share(each.rows, name, "speedup") for each in (table, other))
         by_cached = ", ".join(
             f"{n}: {ratio:.2f}" for n, ratio in zip((128, 256, 512, 768), ratios, strict=True)
         )
         compared.append(
             Compared(
-                f"speed relative to the paper's baseline, {technique}",
-                f"by number of cached experts: {by_cached}",
-                f"{_SHARES}: {slow}. With a simulated disk that is {SLOW / FAST:g} times as fast, "
-                f"{fast}",
+                f"speed with {technique}, divided by the speed of the paper's baseline",
+                f"relative speed by number of cached experts: {by_cached}",
+                f"relative speed by share of the experts that have cache slots: {slow_disk}. With "
+                f"a simulated disk that is {SLOW / FAST:g} times as fast: {fast_disk}",
                 _MACHINE,
             )
         )
@@ -140,11 +145,11 @@ def table_2(on: Measured) -> Made:
         Column("order of reads", "world", left=True),
         Column("", "name", left=True),
         Column("slots", "held", slots),
-        Column("tok/s including the prompt", "speed", fixed(1)),
+        Column("tok/s including prompt time", "speed", fixed(1)),
     )
     compared = []
-    for world in worlds:
-        mine = [row for row in rows if row["world"] == world]
+    for order in worlds:
+        mine = [row for row in rows if row["world"] == order]
         best = {
             held: max((row for row in mine if row["held"] == held), key=lambda row: row["speed"])
             for held in dict.fromkeys(row["held"] for row in mine)
@@ -152,11 +157,13 @@ def table_2(on: Measured) -> Made:
         here = ", ".join(f"{slots(held)}: {row['name']}" for held, row in best.items())
         compared.append(
             Compared(
-                f"fastest number n of prefetched matrices per expert. Order of disk reads: {world}",
-                "On OLMoE with 256 cached experts, one matrix is fastest (5.31 tokens/s, and 4.76 "
-                "with two). On Qwen1.5 with 128 cached experts, two matrices are fastest (3.75 "
-                "tokens/s, and 3.51 with one). The paper does not measure three matrices",
-                f"{_SHARES}: {here}",
+                f"number n of prefetched matrices per expert that gives the most tokens/s. Disk "
+                f"reads: {order}",
+                "On OLMoE with 256 cached experts, the prefetch of one matrix per expert is "
+                "fastest (5.31 tokens/s, and 4.76 with two matrices). On Qwen1.5 with 128 cached "
+                "experts, two matrices are fastest (3.75 tokens/s, and 3.51 with one). The paper "
+                "does not measure three matrices",
+                f"fastest n by share of the experts that have cache slots: {here}",
                 f"We also measure n = 3, the prefetch of all three matrices of an expert. "
                 f"{_MACHINE}",
             )
@@ -168,7 +175,7 @@ def table_2(on: Measured) -> Made:
         "name",
     )
     panel = Panel(
-        "slots, % of the experts", "tokens/s including the prompt", drawn, run.trace.header.model
+        "slots, % of the experts", "tokens/s including prompt time", drawn, run.trace.header.model
     )
     title = "Speed by the number n of prefetched matrices per expert"
     return Made(compared, [Table(title, columns, rows)], [panel])
@@ -188,21 +195,22 @@ def figure_4(on: Measured) -> Made:
         shown, lambda row: 100 * row["held"], lambda row: [row["tpot_ms_mean"], None], "name"
     )
     panel = Panel("slots, % of the experts", "mean decode step, ms", drawn, on.config.model.name)
-    mol = _by_share(table.rows, "firm, mol, n=1", "speedup")
+    speedups = _by_share(table.rows, "firm, mol, n=1", "speedup")
     compared = [
         Compared(
-            "relative speed with Meeting of Layers (MoL): experts that several layers predict are "
-            "prefetched",
+            "speed with Meeting of Layers (MoL), divided by the speed of a baseline. MoL "
+            "prefetches the experts that several earlier layers predict",
             "On Qwen1.5-MoE with 128 cached experts, FIRM-MoE is up to 1.8 times as fast as the "
             "paper's baseline. With 768 cached experts, it is 1.6 times as fast",
-            f"relative to no prefetch, {_SHARES}: {mol}",
-            f"MoL prefetches one matrix per expert here. Table 1 compares with the baseline of the "
-            f"FIRM-MoE paper. {_MACHINE}",
+            f"speed with MoL, divided by the speed without prefetch, by share of the experts that "
+            f"have cache slots: {speedups}",
+            f"In our measurement, Meeting of Layers (MoL) prefetches one matrix per expert. Table "
+            f"1 compares MoL with the paper's baseline. {_MACHINE}",
         ),
         Compared(
-            "slowdown with a small cache",
-            "Decoding is less than 30 % slower with 128 cached experts than with 768, which need "
-            "2.85 times the memory",
+            "slowdown of decoding with a small expert cache",
+            "Decoding is less than 30 % slower with 128 cached experts than with 768. With 768 "
+            "experts, the paper's system needs 2.85 times the memory",
             _slowdown(table.rows),
             "In our simulation, computing takes little time. So decode time depends mostly on how "
             "many bytes are read into the cache",
@@ -277,16 +285,16 @@ def figure_5(on: Measured) -> Made:
     ]
     compared = [
         Compared(
-            f"relative speed of FIRM-MoE, as the mean of {len(base)} pairs of prompt length and "
-            f"answer length",
+            f"speed of FIRM-MoE, divided by the speed of other systems. Mean of {len(base)} pairs "
+            f"of prompt length and answer length",
             "FIRM-MoE is 1.31 times as fast as Fiddler and llama.cpp",
-            "relative to the policy lru: "
+            "speed divided by the speed of the policy lru: "
             + ", ".join(f"{name} {ratio:.2f}" for name, ratio in means.items()),
             f"We did not run Fiddler, so we compare with the policy lru. The paper's text does not "
-            f"state its prompt and answer lengths. {_MACHINE}",
+            f"state the prompt and answer lengths. {_MACHINE}",
         )
     ]
-    title = f"Speed including the prompt, with cache slots for {HELD:.0%} of the experts"
+    title = f"Speed including prompt time, with cache slots for {HELD:.0%} of the experts"
     ticks = [f"{prompt} + {answer}" for prompt, answer in base]
     panel = Panel(
         "tokens of the prompt + tokens of the answer",
@@ -313,8 +321,8 @@ def figure_6(on: Measured) -> Made:
     routers = routers_of(subject)
     if all(router is None for router in routers[1:]):
         raise Unavailable(
-            "the model's file has no router matrices (blk.N.ffn_gate_inp.weight), which predict "
-            "the experts of the next layers"
+            "the model's file has no router matrices (blk.N.ffn_gate_inp.weight). Figure 6 needs "
+            "them to predict the experts of later layers: use a model file that has them"
         )
     losses = heop.Losses(subject.n_layers, n_expert, k, max(k, round(CACHED * n_expert)))
     for _, read in read_windows(subject, subject.windows):
@@ -336,7 +344,12 @@ def figure_6(on: Measured) -> Made:
             for at, row in enumerate(means, 1)
         ]
         panels.append(
-            Panel("experts per prediction, K", "loss per layer and token", drawn, f"{name} layers")
+            Panel(
+                "experts per prediction, K",
+                "prediction loss per layer and token",
+                drawn,
+                f"{name} layers",
+            )
         )
     columns = (
         Column("layers", "group", left=True),
@@ -345,8 +358,9 @@ def figure_6(on: Measured) -> Made:
         Column("x smallest loss", "ratio", fixed(3)),
     )
     title = (
-        f"The best numbers K and P that each search finds, if P earlier layers predict K experts "
-        f"each and {CACHED:.0%} of the experts have cache slots: {subject.basis}"
+        f"K and P that each search method chooses to minimize the prediction loss. Each of the P "
+        f"layers before a layer predicts K of its experts, and {CACHED:.0%} of the experts have "
+        f"cache slots: {subject.basis}"
     )
     tables = [Table(title, columns, rows)]
     run = recording(on)
@@ -356,42 +370,48 @@ def figure_6(on: Measured) -> Made:
     ours = [row["ratio"] for row in rows if row["way"] == "our climb"]
     compared = [
         Compared(
-            "best numbers K and P, if P earlier layers predict K experts each",
-            "On OLMoE with 256 cached experts, three earlier layers predict (P = 3). For shallow "
-            "layers, they predict 4 experts each (K = 4). For middle and deep layers, they predict "
-            "8 experts each (K = 8)",
+            "K and P with the smallest prediction loss, if each of the P layers before a layer "
+            "predicts K of its experts",
+            "On OLMoE with 256 cached experts, the paper chooses P = 3: the three layers before a "
+            "layer predict its experts. Each predicts 4 experts of a shallow layer (K = 4), and 8 "
+            "experts of a middle or deep layer (K = 8)",
             "; ".join(
-                f"{name} layers: {n} experts per prediction (K = {n}), {_earlier(p)} (P = {p})"
+                f"{_earlier(p, name)} predicts {n} of its experts (K = {n}, P = {p})"
                 for name, (n, p, _) in best.items()
             ),
-            "We use another model than the paper. Only experts that all P layers predict are "
-            "prefetched, so a larger P prefetches fewer experts",
+            "We use another model than the paper. An expert is prefetched only if all P layers "
+            "before its layer predict it, so a larger P prefetches fewer experts",
         ),
         Compared(
             "Do predictions improve if each layer predicts more experts than a token uses?",
-            "The paper does not test this: its layers predict at most 8 experts, as many as a "
-            "token uses",
-            f"smallest prediction loss with up to {k} experts per prediction, relative to the "
-            f"smallest loss with up to {losses.most}: "
+            "The paper does not test more predicted experts than a token uses: a layer predicts "
+            "at most 8 experts, and a token uses 8",
+            f"smallest prediction loss if each layer predicts at most {k} experts, divided by the "
+            f"smallest prediction loss if each layer predicts at most {losses.most} experts: "
             + ", ".join(f"{name} layers {ratio:.3f}" for name, (_, _, ratio) in best.items()),
             f"A token of our model uses {k} experts. During a run, a layer predicts at most {k}. "
             f"Here we compute further predictions from the router's logits",
         ),
         Compared(
-            "prediction loss with the numbers K and P that the paper's Algorithm 1 finds",
-            "The paper does not state how close this loss is to the smallest loss of all K and P",
-            f"relative to the smallest loss of all K and P: {min(printed):.2f} to "
-            f"{max(printed):.2f} with Algorithm 1, and {min(ours):.2f} to {max(ours):.2f} with our "
-            f"hill climbing. Algorithm 1 was run with four different first steps",
+            "How close does Algorithm 1 of the FIRM-MoE paper come to the smallest prediction "
+            "loss? The algorithm searches for the number of predicting layers (P) and the number "
+            "of experts that each layer predicts (K)",
+            "The paper does not compare the prediction loss that Algorithm 1 finds with the "
+            "smallest possible loss",
+            f"prediction loss, divided by the smallest possible loss: {min(printed):.2f} to "
+            f"{max(printed):.2f} with the paper's Algorithm 1, and {min(ours):.2f} to "
+            f"{max(ours):.2f} with our hill climbing. We ran Algorithm 1 four times, each time "
+            f"with another first change of its two settings",
             "Algorithm 1, as printed in the paper, never clears its list of losses. So the mean "
-            "loss of the current K and P includes the losses of earlier K and P",
+            "loss of the settings that it tries includes the losses of earlier settings",
         ),
     ]
     return Made(compared, tables, panels)
 
 
-def _earlier(n: int) -> str:
-    return f"{n} earlier layer{'s' * (n > 1)}"
+def _earlier(n: int, group: str) -> str:
+    layers = "the layer" if n == 1 else f"each of the {n} layers"
+    return f"{layers} before a {group} layer"
 
 
 def figure_7(on: Measured) -> Made:
@@ -404,25 +424,26 @@ def figure_7(on: Measured) -> Made:
     rows = {row["strategy"]: row for row in found.tables[0].rows}
     paper = {
         f"MoL K={k} P=3": (
-            f"Meeting of Layers (MoL): experts that all of 3 earlier layers predict. Each layer "
-            f"predicts {k} experts",
+            f"Meeting of Layers (MoL): experts that all of the 3 nearest earlier layers predict. "
+            f"Each layer predicts {k} experts",
             "90.5 % of the predicted experts are used (utilisation). 59.8 % of the used experts "
             "are predicted (accuracy). The paper does not state how many experts each layer "
             "predicts",
         ),
         f"top {k}": (
-            f"the {k} experts that the nearest earlier layer predicts",
+            f"nearest earlier layer alone: the {k} experts that the layer directly before a layer "
+            f"predicts",
             "78.8 % of the predicted experts are used (utilisation)",
         ),
         "weighted >= 3.0": (
-            "weighted voting: experts whose weights sum to at least 3.0. The predictions of the 3 "
-            "nearest earlier layers have the weights 1.5, 1.0 and 0.5",
-            "The same values as Meeting of Layers (MoL). The weights sum to 3.0 only if all three "
-            "layers predict an expert",
+            "weighted voting: the 3 nearest earlier layers vote for experts with the weights 1.5, "
+            "1.0 and 0.5. An expert is predicted if the weights of its votes sum to at least 3.0",
+            "Weighted voting has the same utilisation and accuracy as Meeting of Layers (MoL). An "
+            "expert's votes sum to 3.0 only if all three layers vote for the expert",
         ),
     }
     compared = [
-        Compared(what, said, _of_strategy(rows[name]), "We use another model and text")
+        Compared(what, said, _of_strategy(rows[name]), "Our model and text are not the paper's")
         for name, (what, said) in paper.items()
         if name in rows and rows[name]["utilisation"]
     ]
@@ -438,23 +459,22 @@ def figure_7(on: Measured) -> Made:
     ]
     if above:
         here = (
-            f"utilisation with MoL minus utilisation with the nearest earlier layer alone: "
-            f"{100 * min(above):+.1f} to {100 * max(above):+.1f} percentage points"
+            f"utilisation with Meeting of Layers (MoL), minus utilisation with the nearest earlier "
+            f"layer alone: {100 * min(above):+.1f} to {100 * max(above):+.1f} percentage points"
         )
-        here += (
-            (
-                f". This difference is {100 * min(more):+.1f} to {100 * max(more):+.1f} percentage "
-                f"points if each layer predicts more experts than a token uses"
+        if more:
+            here = (
+                f"{here}. If each layer predicts more experts than a token uses, utilisation with "
+                f"MoL minus utilisation with the nearest earlier layer alone is "
+                f"{100 * min(more):+.1f} to {100 * max(more):+.1f} percentage points"
             )
-            if more
-            else ""
-        )
         compared.append(
             Compared(
-                "utilisation (share of the predicted experts that are used) with MoL compared with "
-                "the nearest earlier layer alone, if both predict the same number of experts",
-                "The paper compares different numbers of predicted experts: 2.64 with MoL, and 4 "
-                "with the nearest earlier layer alone",
+                "utilisation (share of the predicted experts that are used) with Meeting of Layers "
+                "(MoL) compared with the nearest earlier layer alone, if both predict the same "
+                "number of experts",
+                "The paper compares different numbers of predicted experts per layer: 2.64 with "
+                "Meeting of Layers (MoL), and 4 with the nearest earlier layer alone",
                 here,
                 "A layer's routing depends mostly on the layer directly before it",
             )
@@ -464,19 +484,17 @@ def figure_7(on: Measured) -> Made:
 
 def _of_strategy(row: Row) -> str:
     used, named = 100 * row["utilisation"][0], 100 * row["accuracy"][0]
-    cut = (
-        (
-            f". If the nearest earlier layer alone predicts the same number of experts, "
-            f"{100 * row['cut']:.1f} % of them are used"
-        )
-        if row.get("cut")
-        else ""
-    )
-    return (
+    text = (
         f"{used:.1f} % of the predicted experts are used (utilisation). {named:.1f} % of the used "
         f"experts are predicted (accuracy). On average, {row['size']:.2f} experts are predicted "
-        f"per layer{cut}"
+        f"per layer"
     )
+    if row.get("cut"):
+        text = (
+            f"{text}. If the nearest earlier layer alone predicts as many experts per layer, "
+            f"{100 * row['cut']:.1f} % of its predicted experts are used"
+        )
+    return text
 
 
 PAPER = Paper(
@@ -489,7 +507,8 @@ PAPER = Paper(
         Figure("Figure 5", "tokens per second by prompt and answer length", figure_5),
         Figure(
             "Figure 6",
-            "loss from wrong and missing predictions, if P earlier layers predict K experts each",
+            "prediction loss (weighted count of wrong and missing predictions), if each of the P "
+            "layers before a layer predicts K of its experts",
             figure_6,
         ),
         Figure(

@@ -107,7 +107,8 @@ class Paper:
         for name in asked:
             if name.title() not in known:
                 raise ConfigError(
-                    f"--only '{name}' is not in this paper: choose from {', '.join(known)}"
+                    f"--only '{name}' names no table or figure of the paper {self.name}: choose "
+                    f"from {', '.join(known)}"
                 )
         return [known[name.title()] for name in asked]
 
@@ -241,7 +242,7 @@ def _compared_markdown(figure: Row) -> str:
         last = row["why"]
         cells = (row["what"], row["paper"], row["here"], why)
         rows.append(" | ".join(cell.replace("|", "/") for cell in cells))
-    head = ["| | paper | here | why different |", "|---|---|---|---|"]
+    head = ["| what is compared | paper | measured here | why different |", "|---|---|---|---|"]
     return "\n".join([*head, *(f"| {row} |" for row in rows)]).replace("|  |", "| |")
 
 

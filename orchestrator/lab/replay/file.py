@@ -135,7 +135,7 @@ def _header(array: np.ndarray) -> Header:
     try:
         raw: Any = json.loads(array.astype(np.uint8).tobytes().decode())
     except (ValueError, TypeError, RecursionError) as error:
-        raise _Wrong(f"the header is damaged: {error}") from error
+        raise _Wrong(f"the trace's header is damaged: {error}") from error
     if not isinstance(raw, dict) or raw.pop("format", None) != FORMAT:
         raise _Wrong("this .npz file is not a trace: its header has another format")
     if raw.get("version") not in (8, VERSION):
@@ -146,12 +146,15 @@ def _header(array: np.ndarray) -> Header:
     known = {field.name for field in fields(Header)}
     if set(raw) != known:
         odd = one_line(", ".join(sorted(set(raw) ^ known)))
-        raise _Wrong(f"the header is damaged: it lacks fields or has unknown fields: {odd}")
+        raise _Wrong(f"the trace's header is damaged: it lacks fields or has unknown fields: {odd}")
     for name, hint in get_type_hints(Header).items():
         if name != "version" and not _fits(name, raw[name], hint):
-            raise _Wrong(f"the header is damaged: the field {name} is {raw[name]!r}")
+            raise _Wrong(f"the trace's header is damaged: its field {name} is {raw[name]!r}")
     if [tier for tier in raw["tiers"] if tier in raw["in_use"]] != raw["in_use"]:
-        raise _Wrong(f"the header is damaged: the field in_use is {raw['in_use']!r}")
+        raise _Wrong(
+            f"the trace's header is damaged: its field in_use is {raw['in_use']!r}, but must have "
+            f"some of the precisions in its field tiers, {raw['tiers']!r}, in the same order"
+        )
     _check_settings(raw["policy"], raw["settings"])
     raw["model"] = one_line(raw["model"])
     for name in ("layer_ids", "tiers", "files", "in_use", "dense_share"):
@@ -166,10 +169,13 @@ def _check_settings(policy: str, settings: dict[str, Any]) -> None:
         wanted = declared().as_dict()
         if set(settings) != set(wanted):
             odd = one_line(", ".join(sorted(set(settings) ^ set(wanted))))
-            raise _Wrong(f"the header is damaged: it lacks settings or has unknown settings: {odd}")
+            raise _Wrong(
+                f"the trace's header is damaged: it lacks settings of the policy {policy} or has "
+                f"unknown settings: {odd}"
+            )
         declared(**settings)
     except (PolicyError, SettingError) as error:
-        raise _Wrong(f"the header is damaged: {error}") from error
+        raise _Wrong(f"the trace's header is damaged: {error}") from error
 
 
 # Allowed range of each number in the header, also of numbers in lists.
@@ -242,10 +248,12 @@ def _check(trace: Trace) -> None:
     for name in ("marks", "restored"):
         if (np.diff(a[name][:, 0]) < 0).any():
             raise _Wrong(f"the file is damaged: its array '{name}' is not sorted by step")
-    if a["restored"][:, 2].sum(dtype=np.int64) != len(a["restored_use"]):
+    n_restored = a["restored"][:, 2].sum(dtype=np.int64)
+    if n_restored != len(a["restored_use"]):
         raise _Wrong(
-            "the file is damaged: the sizes in its array 'restored' do not add up to the size of "
-            "its array 'restored_use' (saved states of the policy)"
+            f"the file is damaged: its array 'restored_use', the policy states saved with cached "
+            f"prompts, has {len(a['restored_use'])} bytes, but the sizes in its array 'restored' "
+            f"add up to {n_restored}"
         )
 
 
@@ -327,8 +335,8 @@ def _check_events(trace: Trace) -> None:
         raise _Wrong("an event of the trace predicts experts beyond the last layer")
     if (a["event_tokens"] > a["step_tokens"][step]).any():
         raise _Wrong(
-            "the file is damaged: in its arrays 'event_tokens' and 'step_tokens', a layer computes "
-            "more tokens than its step has"
+            "the file is damaged: in its array 'event_tokens', a layer computes more tokens than "
+            "its array 'step_tokens' has for the whole step (one pass through all layers)"
         )
     if (a["phases"] < np.repeat(a["step_phase"][step], a["event_tokens"])).any():
         raise _Wrong(

@@ -751,9 +751,9 @@ def near_tables(result: dict[str, Any]) -> list[Table]:
     runs = [{"name": each, **run} for each, run in result["runs"].items()]
     lengths = [{"name": run["name"], **row} for run in runs for row in run["lengths"]]
     title = (
-        f"{result['shape']}. The GPU has {result['n_hot']} experts per layer. A memory that "
-        f"computes experts itself (near-data memory) has all others at {result['near_bits']:g} "
-        f"bits per weight. Routing: {result['routing']}"
+        f"model {result['shape']}, with {result['n_hot']} experts of each layer on the GPU. All "
+        f"other experts are in a near-data memory, which also computes them, at "
+        f"{result['near_bits']:g} bits per weight. Routing: {result['routing']}"
     )
     return [
         Table(f"Decode steps: {title}", steps, runs),

@@ -325,8 +325,8 @@ def render(result: dict[str, Any]) -> str:
     odd = ", rigid link" if result["link"] == RIGID else ""
     odd += ", waits for whole experts" if result["wait"] == WHOLE else ""
     heading = [
-        f"{result['model']}: {prompt} prompt tokens, {tokens} decoded; "
-        f"{format_size(result['expert_bytes'])} of expert slots",
+        f"{result['model']}: {prompt} prompt tokens, {tokens} decoded tokens; memory for experts: "
+        f"{format_size(result['expert_bytes'])}",
         f"simulated disk: {format_size(result['bandwidth'])}/s, latency {result['latency_us']} "
         f"us, {result['io_threads']} concurrent reads{odd}; compute time: {compute:.2f} ms per "
         f"token, of which {100 * result['dense_share'][Phase.DECODE]:.0f} % is outside the experts",

@@ -72,14 +72,16 @@ class Accuracy(ScoredStudy):
         answers = ANSWERS if on.questions else ()
         note = (
             f"'KL from {on.best}' (nats per token) and 'same top token' compare each configuration "
-            f"with all experts in {on.best}. Every token is a decode step of its own. Every expert "
-            f"is computed in the precision that the policy chose."
+            f"with all experts in {on.best}. The text is read token by token, as an answer is "
+            f"decoded. Every expert is computed in the precision that the policy chose."
         )
+        one = "Quality with all experts in one precision (Table 1 of DyMoE)"
+        two = "Quality with less important experts in low precision or skipped (Table 2 of DyMoE)"
         tables = [
             found.table(title, (LABEL, *columns), several, base, on.high, answers, note)
             for title, columns, several, note in (
-                ("Uniform precision (Table 1)", SIZE, alone, ""),
-                ("Less important experts in low precision or skipped (Table 2)", DONE, mixed, note),
+                (one, SIZE, alone, ""),
+                (two, DONE, mixed, note),
             )
         ]
         labels = [case.label for case, _ in alone]
@@ -118,10 +120,11 @@ class Retention(ScoredStudy):
         def panel(y: str, figure: str) -> Panel:
             drawn = lines(mixed, "realised", figure)
             levels = {f"all {tier}": alone[tier][figure][0] for tier in (on.high, on.low)}
-            x = "realised share of critical experts"
+            x = "realised share of experts in high precision"
             return Panel(x, y, drawn, on.basis, levels, percent=True)
 
-        panels = [panel(f"change of perplexity, relative to all experts in {on.high}, %", "change")]
+        change = f"change of perplexity, relative to the model with all experts in {on.high}, %"
+        panels = [panel(change, "change")]
         if on.questions:
             panels.append(panel("multiple choice, acc, %", "acc"))
         return Findings([table], panels)
@@ -139,13 +142,14 @@ KINDS = {
         ("random", "load", True),
     ),
 }
-# For each form: the rules by which experts are critical, for a footnote.
+# For each form: the rules by which experts get the high precision, for a footnote.
 RULES = {
-    False: "Gate score: the experts with the highest routing weights of the token are critical.",
+    False: "Gate score: the token's experts with the highest routing weights have high precision.",
     True: (
-        "Heavy hitters: the experts that the tokens with the most attention use most are "
-        "critical. This attention is from the last tokens of the prompt; with 'exact', from all. "
-        "Total load: the experts that most tokens use are critical."
+        "Heavy hitters are the tokens that receive the most attention. The experts that they use "
+        "most have high precision. Only attention from the last tokens of the prompt counts; in "
+        "rows with 'exact', attention from all its tokens. Total load: the experts that all "
+        "tokens use most have high precision."
     ),
 }
 SPREADS = {"cosine": "depth-based", "flat": "equal"}
@@ -181,12 +185,14 @@ class Critical(ScoredStudy):
         for (prefill, form), low in product(FORMS.items(), (SKIP, on.low)):
             group, base = f"{form}, {on.high} / {low}", found.one(form)
             note = (
-                f"Critical experts are computed in {on.high}. {RULES[prefill]} Random: critical "
-                f"experts are random, and the figures are means of {len(SEEDS)} random choices. "
-                f"Depth-based: early layers have more critical experts than late layers. Equal: "
-                f"all layers have the same number."
+                f"The row names say which experts are in {on.high}, and how many in each layer. "
+                f"{RULES[prefill]} Random: random experts are in {on.high}, and the figures are "
+                f"means of {len(SEEDS)} random choices. Depth-based: early layers have more "
+                f"experts in {on.high} than late layers. Equal: all layers have the same number."
             )
-            title = f"Quality by the choice of critical experts, {group} (Figure 3)"
+            title = (
+                f"Quality by the choice of experts in high precision, {group} (Figure 3 of DyMoE)"
+            )
             table = found.table(title, (LABEL, *DONE), found.of(group), base, on.high, note=note)
             shown.tables.append(table)
             drawn = lines(
@@ -198,8 +204,8 @@ class Critical(ScoredStudy):
             )
             shown.panels.append(
                 Panel(
-                    "share of routed experts in the high precision",
-                    f"change of perplexity, relative to all experts in {on.high}, %",
+                    "share of the used experts that are in high precision",
+                    f"change of perplexity, relative to the model with all experts in {on.high}, %",
                     drawn,
                     group,
                     {"": 0.0},
@@ -233,14 +239,15 @@ class Depth(ScoredStudy):
 
     def show(self, found: Scores, on: Subject) -> Findings:
         title = (
-            f"Quality with one layer's experts in {on.low} and all others in {on.best} (Figure 5)"
+            f"Quality with one layer's experts in {on.low} and all others in {on.best} (Figure 5 "
+            f"of DyMoE)"
         )
         layer = Column("layer", "layer")
         table = found.table(title, (layer,), found.of(LOW), found.one(HIGH), on.best)
         changes = [row["change"] for row in table.rows]
         panel = Panel(
             f"layer whose experts are in {on.low}",
-            f"change of perplexity, relative to all experts in {on.best}, %",
+            f"change of perplexity, relative to the model with all experts in {on.best}, %",
             [Line("", range(len(changes)), changes)],
             on.basis,
             percent=True,
@@ -255,8 +262,8 @@ AHEAD, OFTEN = "next layer's router", "most used"
 WAYS = {
     OUTPUT: "hidden states after the layers",
     FFN_INPUT: "hidden states before the experts",
-    AHEAD: "predicted by the layer's router, one layer early",
-    OFTEN: "predicted: the layer's most used experts",
+    AHEAD: "predicted by applying the layer's router one layer before",
+    OFTEN: "predicted for every token: the layer's most used experts",
 }
 
 
@@ -306,7 +313,7 @@ class Similarity(Study):
                 similar,
             ),
             Table(
-                f"How well the experts of a layer are predicted one layer early (eq. 6 of DyMoE): "
+                f"How well a layer's experts are predicted from the layer before (eq. 6 of DyMoE): "
                 f"{on.basis}",
                 (
                     Column("layer", "layer"),

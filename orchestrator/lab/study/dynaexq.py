@@ -70,7 +70,10 @@ class Residency:
         plenty = 2 * (self.shape.all_slot_bytes(HIGH) + self.shape.all_slot_bytes(LOW))
         found = resident_plan(self.shape, plenty, n_high)
         if found is None:
-            raise ConfigError("the model has no experts that can have two precisions")
+            raise ConfigError(
+                f"{self.subject.high} and {self.subject.low} cannot be mixed in this model: choose "
+                f"other precisions with --high-tier and --low-tier"
+            )
         return found[0].plan().total_bytes
 
     def counts(self, shares: tuple[float, ...]) -> list[int]:
@@ -104,6 +107,11 @@ class Residency:
         """
         bits = float(nominal_bits(self.subject.low))
         return self.settings(n_high, policy="context", hot_experts=None, near_bits=bits)
+
+
+def _uses_in(high: str) -> str:
+    """Return the footnote that explains the column "uses in HIGH"."""
+    return f"Uses in {high}: how often an expert that a token uses is in {high}, in % of all uses."
 
 
 STEPS = 8  # points of a curve after its start
@@ -162,8 +170,8 @@ class Demotion(ScoredStudy):
             f"{COLD.capitalize()}: the least used experts of each layer are demoted first. "
             f"{HOT_FIRST.capitalize()}: the most used experts are demoted first. Usage is counted "
             f"on {on.n_tokens - scored.n_tokens} other tokens of the same text. "
-            f"{RANDOM.capitalize()}: the figures are means of {len(SEEDS)} random orders. Uses in "
-            f"{scored.high}: share of all expert uses by tokens."
+            f"{RANDOM.capitalize()}: experts are demoted in random order, and the figures are "
+            f"means of {len(SEEDS)} orders. {_uses_in(scored.high)}"
         )
         title = (
             f"Quality by the number of experts per layer that are demoted from {scored.high} to "
@@ -174,8 +182,8 @@ class Demotion(ScoredStudy):
             row["routed_high"] = row["usage"]["high"]
         drawn = lines(table.rows, "demoted", "change")
         panel = Panel(
-            f"experts per layer that are demoted to {scored.low} (of {n})",
-            f"change of perplexity, relative to all experts in {scored.high}, %",
+            f"experts per layer, of {n}, that are in {scored.low} instead of {scored.high}",
+            f"change of perplexity, relative to the model with all experts in {scored.high}, %",
             drawn,
             scored.basis,
             percent=True,
@@ -186,14 +194,14 @@ class Demotion(ScoredStudy):
 HELD = (0.25, 0.5, 0.75)  # fractions of the experts in the high tier
 GOAL = 1.3
 EMPTY, STARTED, FIXED, NULL = (
-    "policy dynaexq, cold start",
-    "policy dynaexq, starting with the usage in the text's first half",
-    "policy dynaexq, hot experts of the text's first half, never changed",
-    "policy dynaexq, random hot experts, never changed",
+    "--policy dynaexq, cold start",
+    "--policy dynaexq, started with usage counts of the text's first half",
+    "--policy dynaexq, fixed hot experts: the most used in the text's first half",
+    "--policy dynaexq, fixed hot experts: random",
 )
 PLACED, PLACED_EMPTY = (
-    "policy context, starting with the usage in the text's first half",
-    "policy context, cold start",
+    "--policy context, started with usage counts of the text's first half",
+    "--policy context, cold start",
 )
 HOT = "hot"
 # Number of reference cases: the best, the high and the low tier. The recovered KL is relative to
@@ -292,18 +300,18 @@ class HotMemory(ScoredStudy):
         shown.tables[-1].footnotes += [
             f"Each text has two halves. Expert usage is counted on the first half (in total "
             f"{on.n_tokens - found.on.n_tokens} tokens). Quality is measured on the second half, "
-            f"token by token. Cold start: the policy starts without this usage.",
-            f"Hot experts are in {on.high}, all others in {on.low}. Hot experts are chosen again "
-            f"every {steps} steps, unless they are never changed. Precisions change in the "
-            f"background, so quality then varies slightly between runs. Promoted: number of "
-            f"experts that moved to {on.high}.",
-            f"Memory: relative to all experts in {on.high}. It includes the padding of expert "
-            f"slots, but that of a file with one type has none. Uses in {on.high}: share of all "
-            f"expert uses by tokens.",
-            f"Recovered: share of the KL difference between all experts in {on.low} and all in "
-            f"{on.high}. Ratio: the recovered share, divided by the share of experts in "
-            f"{on.high}.",
-            "The policy context is measured only with a text that has prompts (--prompt-tokens).",
+            f"token by token. Cold start: the policy starts without usage counts.",
+            f"Hot experts are in {on.high}, all others in {on.low}. Except in rows with 'fixed', "
+            f"--policy dynaexq chooses the hot experts again every {steps} steps. Precisions "
+            f"change in the background, so quality then varies slightly between runs. Promoted: "
+            f"number of experts that moved to {on.high}.",
+            f"Memory: memory for the experts with the padding of expert slots, relative to all "
+            f"experts in {on.high}. Files with one quantization type have no padding. "
+            f"{_uses_in(on.high)}",
+            f"Recovered: share of the KL difference between all experts in {on.low} and all "
+            f"experts in {on.high} that the row's policy recovers. Ratio: the recovered share, "
+            f"divided by the share of experts in {on.high}.",
+            "Rows with --policy context are measured only on texts with prompts (--prompt-tokens).",
         ]
         return shown
 
@@ -343,9 +351,9 @@ def _panel(on: Subject, part: Part, hot: list[Scored], rows: list[Row]) -> Panel
         dashed=lambda label: label in (FIXED, NULL),
     )
     drawn += [
-        Line(f"share of experts in {on.high}", [0, 100], exact([0, 1]), True),
+        Line(f"recovered share = share of experts in {on.high}", [0, 100], exact([0, 1]), True),
         Line(
-            f"{GOAL:g} times the share of experts in {on.high}",
+            f"recovered share = {GOAL:g} times the share of experts in {on.high}",
             [0, 100 / GOAL],
             exact([0, 1]),
             True,
@@ -353,7 +361,7 @@ def _panel(on: Subject, part: Part, hot: list[Scored], rows: list[Row]) -> Panel
     ]
     return Panel(
         f"experts in {on.high}, %",
-        f"recovered share of the KL difference between {on.low} and {on.high}, %",
+        f"share of the KL difference between {on.low} and {on.high} that the policy recovers, %",
         drawn,
         f"{part.name}, {scored.n_tokens} tokens",
         percent=True,
@@ -391,11 +399,12 @@ class EqualMemory(ScoredStudy):
         scored, base = found.on, found.tier(on.high)
         alone = found.by_size()
         after = [Column("KL minus dynaexq's KL", "above", four_digits)]
-        tables = [found.table("All uniform types", (LABEL, *SIZE), alone, base, on.high)]
+        title = "Quality with one quantization type for all experts"
+        tables = [found.table(title, (LABEL, *SIZE), alone, base, on.high)]
         for mix in found.of(MIX):
             n_bytes = mix[0].row["bytes"]
             several = [*_best_that_fit(alone, n_bytes), mix]
-            title = f"Experts in {format_size(n_bytes)}"
+            title = f"Quality with at most {format_size(n_bytes)} for all experts"
             tables.append(found.table(title, (LABEL,), several, base, on.high, after))
             for row, (_, score) in zip(tables[-1].rows, several, strict=True):
                 row["above"] = above(score, mix[1])
@@ -405,10 +414,11 @@ class EqualMemory(ScoredStudy):
             f"Dynaexq: the most used experts are in {on.high} at the start, all others in "
             f"{on.low}. Usage is counted on {on.n_tokens - scored.n_tokens} tokens of the same "
             f"text, on which quality is not measured.",
-            "KL minus dynaexq's KL: mean difference on the same tokens. If it is below 0, the "
-            "uniform type is better.",
-            "The memory of dynaexq includes the padding of expert slots. That of a uniform type "
-            "has none.",
+            f"KL minus dynaexq's KL: KL divergence from {on.best}, minus that of dynaexq, "
+            f"mean over the same tokens. A value below 0 means that the row's quantization type is "
+            f"better than dynaexq.",
+            "The memory of dynaexq includes the padding of expert slots. A model with one "
+            "quantization type for all experts has no padding.",
         ]
         drawn = lines(
             [*tables[0].rows, *found.rows(found.of(MIX), base)],

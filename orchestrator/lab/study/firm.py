@@ -37,13 +37,16 @@ WARM_UP = 16
 
 _NEVER = 2**24
 _BASIS = (
-    "P earlier layers predict K experts each. The loss counts wrong and missing predictions of "
-    "experts that are not in memory.",
-    "Best K, P: the pair with the smallest loss. All and climb: the pairs that --tune all and "
-    "--tune climb choose. x best: the loss of a pair, divided by the smallest loss.",
-    "Losses are off-policy: all pairs are compared in one replay, which prefetches with the best "
-    "pair so far. With another pair, other experts would be in memory.",
-    "Losses are in-sample: pairs are chosen and compared on the same tokens.",
+    "Each of the P layers before a layer predicts K of its experts. The prediction loss of a layer "
+    "counts wrong and missing predictions of experts that are not in memory.",
+    "Best K, P: the number of predicted experts K and of predicting layers P with the smallest "
+    "prediction loss. All and climb: the K and P that --tune all and --tune climb choose. x best: "
+    "the prediction loss with these K and P, divided by the smallest loss.",
+    "Losses are off-policy: one replay compares all numbers of predicted experts (K) and of "
+    "predicting layers (P), and prefetches with the best numbers so far. With other numbers, other "
+    "experts would be in memory.",
+    "Losses are in-sample: the numbers of predicted experts (K) and of predicting layers (P) are "
+    "chosen and compared on the same tokens.",
 )
 
 # Losses of a group, indexed by [P - 1][K - 1].
@@ -196,7 +199,7 @@ def played_parts(on: Played, base: str, shares: Sequence[float]) -> tuple[Table,
     Raises ConfigError if all sizes are too small.
     """
     # Slots are divided evenly among the layers. The paper has one LRU cache for all layers.
-    every, world, rows = expert_bytes(on.trace), WORLDS[base], []
+    every, order, rows = expert_bytes(on.trace), WORLDS[base], []
     left_out = []
     for held in shares:
         try:
@@ -218,22 +221,26 @@ def played_parts(on: Played, base: str, shares: Sequence[float]) -> tuple[Table,
             f"the caches are too small: slots for {' or '.join(left_out)} of the experts cannot "
             f"hold the experts of one token. Measure larger caches"
         )
-    title = f"Speed of several ways to prefetch experts, if {world}: {on.trace.header.model}"
+    title = (
+        f"Speed of several ways to prefetch experts with the model {on.trace.header.model}. Order "
+        f"of disk reads: {order}"
+    )
     table = Table(title, _PARTS, rows, [note.format(base=base) for note in _NOTES])
     if left_out:
         table.footnotes.append(
-            f"Not measured: slots for {' or '.join(left_out)} of the experts, which are too few "
-            f"for a policy."
+            f"Not measured: a cache with slots for {' or '.join(left_out)} of the experts, because "
+            f"it is too small for one of the policies."
         )
     drawn = lines(rows, lambda row: 100 * row["held"], lambda row: [row["speedup"], None], "name")
-    return table, Panel("slots, % of the experts", f"x {base}", drawn, world)
+    return table, Panel("slots, % of the experts", f"x {base}", drawn, order)
 
 
 _NOTES = (
     "Slots: share of the experts that have cache slots. n: number of matrices of each expert that "
     "are prefetched. FG: only the gate matrix is prefetched.",
-    "Rank: the nearest earlier layer predicts the experts. MoL: only experts that P earlier layers "
-    "predict are prefetched. K,P: tuned numbers. Each of P earlier layers predicts K experts.",
+    "Rank: the nearest earlier layer predicts which experts to prefetch. MoL: an expert is "
+    "prefetched if P earlier layers all predict it, and each layer predicts K experts. The column "
+    "K,P has these numbers at the end of the run, for shallow, middle and deep layers.",
     f"Times are simulated, without the first {WARM_UP} decode steps. TPOT: median time per output "
     f"token. Answer tok/s: output tokens per second, including the time of the prompt.",
     "x base: speed relative to '{base}'. Bytes x base: bytes read per token, relative to '{base}'. "
@@ -303,8 +310,9 @@ def measure_votes(on: Played) -> Findings:
     tuned = {way: _tuner(on, {**asked, "tune": way})[0] for way in (ALL, CLIMB)}
     tokens = min(min(each.tokens, each.until) for each in tuned.values())
     title = (
-        f"Prediction loss per layer and token (eq. 11 and Figure 6 of FIRM-MoE): "
-        f"{on.trace.header.model}, slots for {100 * held:.0f} % of the experts, {tokens} tokens"
+        f"Wrong and missing predictions of experts per layer and token (the loss of eq. 11, Figure "
+        f"6 of FIRM-MoE): {on.trace.header.model}, cache slots for {100 * held:.0f} % of the "
+        f"experts, {tokens} tokens"
     )
     rows, panels = [], []
     for group, grid in losses.items():
@@ -317,20 +325,20 @@ def measure_votes(on: Played) -> Findings:
         rows.append(row | {f"P={p}": min(each) for p, each in enumerate(grid, 1)})
         # The loss over K with a line for each P, the minimum, and the choices of the tuners.
         drawn = [
-            Line(f"number of earlier layers P = {p}", range(1, len(each) + 1), exact(each))
+            Line(f"number of predicting layers P = {p}", range(1, len(each) + 1), exact(each))
             for p, each in enumerate(grid, 1)
         ]
         drawn += [
-            Line(f"{name}: K = {k}, P = {p}", [k], exact([at[k, p]]))
+            Line(f"{name}: {k} experts (K) from each of {p} layers (P)", [k], exact([at[k, p]]))
             for name, (k, p) in {
                 "smallest loss": best,
-                **{f"chosen by {way}": votes for way, votes in chosen.items()},
+                **{f"chosen by --tune {way}": votes for way, votes in chosen.items()},
             }.items()
         ]
         panels.append(
             Panel(
                 "experts that each layer predicts (K)",
-                "loss per layer and token",
+                "prediction loss per layer and token",
                 drawn,
                 f"{group} layers",
             )

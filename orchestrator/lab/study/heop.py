@@ -172,8 +172,8 @@ def searches(losses: np.ndarray) -> list[SearchResult]:
 
     printed = [
         found(
-            f"the paper's Algorithm 1 as printed, whose first step changes {'KP'[axis]} by "
-            f"{delta:+d}",
+            f"Algorithm 1 as printed in the FIRM-MoE paper, first step: {delta:+d} "
+            f"{('expert per prediction (K)', 'predicting layer (P)')[axis]}",
             as_printed(losses, axis, delta),
         )
         for axis, delta in FIRST_STEPS
@@ -182,7 +182,10 @@ def searches(losses: np.ndarray) -> list[SearchResult]:
     return [
         *printed,
         found("our climb", climbed(losses)),
-        found("a comparison of all pairs K, P", least(means.tolist(), pairs)),
+        found(
+            "all numbers of experts per prediction (K) and predicting layers (P)",
+            least(means.tolist(), pairs),
+        ),
     ]
 
 

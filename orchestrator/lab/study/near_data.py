@@ -71,16 +71,16 @@ BY_LAYER = {
 }
 # The footnotes of tables of predictions.
 _BASIC = (
-    "Cosine: similarity of the predicted usage of experts and the answer's usage.",
-    "P: how often the prompt uses each expert. S: the mean of P and of the expert's share of the "
-    "prompt's gate weights. Others: usage in other texts of the same domain (kind of text). "
-    "Uniform: equal usage of all experts.",
+    "Cosine: cosine similarity of the predicted usage of experts and their usage in the answer.",
+    "P predicts an expert's usage as its share of all expert uses in the prompt. S predicts the "
+    "mean of this share and of the expert's share of all gate weights in the prompt. Others: usage "
+    "in other texts of the same domain (kind of text). Uniform: equal usage of all experts.",
 )
 _METHODS = (
     *_BASIC,
-    f"Other domains: usage in texts of other domains. Prompt + {USUAL_PRIOR} of others: S, mixed "
-    f"with the usage in others, which counts as {USUAL_PRIOR} prompt tokens. Answer: the answer's "
-    f"actual usage.",
+    f"Other domains: usage in texts of other domains. Prompt + {USUAL_PRIOR} of others: usage in "
+    f"the prompt, mixed with usage in other texts of the domain, which has the weight of "
+    f"{USUAL_PRIOR} prompt tokens. Answer: the answer's actual usage.",
 )
 
 # Scores [n_layers, n_expert] of a window's experts by prediction method; None if the method has no
@@ -210,8 +210,8 @@ class PromptContext(Study):
                 f"{basis}",
                 (
                     Column("layer", "layer"),
-                    Column("uses of the most used expert", "most", share),
-                    Column("of the least used", "least", share),
+                    Column("most used expert, share of uses", "most", share),
+                    Column("least used expert, share of uses", "least", share),
                     *(Column(head, by, fixed(3)) for by, head in BY_LAYER.items()),
                 ),
                 by_layer,
@@ -225,7 +225,7 @@ class PromptContext(Study):
         ]
         return Findings(
             tables,
-            [Panel("layer", "cosine of the predicted and the answer's usage", drawn, on.basis)],
+            [Panel("layer", "cosine of predicted and actual expert usage", drawn, on.basis)],
         )
 
 
@@ -379,10 +379,10 @@ def layer_rows(
 
 BITS = (3.0, 2.0)
 HOT = (0.25, 0.5)  # fractions of a layer's experts; the paper uses one half
-PAPER, OURS = "prompt, losses alone (the paper)", "prompt and profile"
-STATIC, RANDOM = "profile alone", "random"
-UNIFORM = "prompt and profile, uniform bits"
-FIXED = "prompt and profile, fixed number of experts in each bit width"
+PAPER, OURS = "prompt, quality losses alone (the paper)", "prompt and usage profile"
+STATIC, RANDOM = "usage profile alone", "random"
+UNIFORM = "prompt and usage profile, uniform bits"
+FIXED = "prompt and usage profile, fixed number of experts per precision"
 JUDGED, ASKED = "judged", "asked"
 _SEED = 1
 
@@ -468,19 +468,20 @@ class NearBits(ScoredStudy):
             *head,
             Column("slots", "slots", format_size),
             *quality(on.best, on.best),
-            Column("KL minus KL of uniform bits", "above", four_digits),
+            Column("KL minus KL with uniform bits", "above", four_digits),
         )
         notes = [
             f"The column Hot has the number of experts per layer in {on.best}. The column Bits has "
             f"the mean bits per weight of the other experts.",
             "Each domain (kind of text) has two halves. Quality is measured on the second half. "
-            "The profile is the expert usage in the first half.",
+            "The usage profile is the expert usage in the first half.",
             f"{STATIC.capitalize()} and {RANDOM}: precisions are chosen once, before the first "
             f"prompt. In all other rows, each prompt can change them.",
-            "Slots: memory for all experts. A slot for several precisions has the size that the "
-            "largest of them needs.",
-            "KL minus KL of uniform bits: mean difference on the same tokens, with the same hot "
-            "experts. If it is below 0, this choice is better than uniform bits.",
+            "Slots: memory for all experts. If experts can change between precisions, their slots "
+            "have the size of the largest precision.",
+            "Uniform bits: all experts that are not hot have the same precision. KL minus KL with "
+            "uniform bits: mean difference from the row with uniform bits, on the same tokens and "
+            "with the same Hot and Bits. Below 0, a row is better than uniform bits.",
         ]
         tables = [
             Table(

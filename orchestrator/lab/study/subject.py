@@ -161,8 +161,9 @@ class Passes:
                 named += f", {duration(left_s)} left in total"
                 if done == _ESTIMATE_AFTER:
                     self._note(
-                        f"The first {done} of {self.total} passes took "
-                        f"{duration(now_s - self._start_s)}: about {duration(left_s)} more"
+                        f"The first {done} of {self.total} passes over the text took "
+                        f"{duration(now_s - self._start_s)}. The other passes take about "
+                        f"{duration(left_s)}"
                     )
         return lambda share: self._report(named, share)
 
@@ -316,7 +317,7 @@ class Subject:
         of the vocabulary at each scored position of the text. The caller closes the file. The text
         is read token by token.
         """
-        step = self.passes.begin("Reading with the best tier")
+        step = self.passes.begin("Reading the text in the best precision")
         config = best_config(self.config, self.best)
         with (
             Runtime.open(config, self.report) as runtime,
@@ -437,7 +438,7 @@ class Subject:
             return fixed_tiers(inner, on_step=count)
 
         with self.open(settings) as evaluator:
-            self.on(whole).score(evaluator, "Counting uses", decider=counting)
+            self.on(whole).score(evaluator, "Counting expert uses", decider=counting)
         return total / max(1, steps)
 
     def random_uses(self, seed: int) -> np.ndarray:

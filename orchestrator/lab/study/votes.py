@@ -246,23 +246,27 @@ class VotesStudy(Study):
                 ),
                 rows,
                 [
-                    "Utilisation: share of the predicted experts that are used (eq. 8). Accuracy: "
-                    "share of the used experts that are predicted (eq. 7). Mean size: mean number "
-                    "of predicted experts.",
-                    "Nearest layer alone: the layer directly before predicts the same number of "
-                    "experts as the strategy, on average.",
+                    "Utilisation: share of the predicted experts that are used (eq. 8 of "
+                    "FIRM-MoE). Accuracy: share of the used experts that are predicted (eq. 7 of "
+                    "FIRM-MoE). Mean size: mean number of predicted experts per token and layer.",
+                    "Utilisation, nearest layer alone: utilisation if only the layer directly "
+                    "before predicts, and predicts as many experts as the strategy in the same row "
+                    "does on average.",
                     f"Top n: the n best predictions of the layer before. Union: experts that any "
-                    f"of P earlier layers predicts. MoL: experts that all of P earlier layers "
-                    f"predict, if each predicts K. A token uses {found.k} experts.",
-                    "Weighted: predictions of the three nearest layers have the weights 1.5, 1.0 "
-                    "and 0.5. An expert is predicted if its weights sum to at least the limit.",
-                    "Margin: experts with a high score in the layer before. A smaller K requires a "
-                    "higher score.",
+                    f"of the P layers before predicts, {found.k} experts each. MoL: experts that "
+                    f"all of the P layers before predict, K experts each. A token uses {found.k} "
+                    f"experts.",
+                    "Weighted >= n: the three nearest earlier layers vote with the weights 1.5, "
+                    "1.0 and 0.5. An expert is predicted if the weights of its votes sum to at "
+                    "least n.",
+                    f"Margin, K: the layer before scores {found.k} experts. An expert is predicted "
+                    f"if its score is at least the lowest of these scores times 2^(({found.k} - "
+                    f"K)/2).",
                 ],
             ),
             Table(
-                f"Recall of one earlier layer that predicts {found.k} experts, by its distance "
-                f"in layers: {on.basis}",
+                f"Share of a layer's used experts that one earlier layer predicts with {found.k} "
+                f"predictions, by the distance of the two layers: {on.basis}",
                 (Column("distance", "before"), Column("recall", "recall", share_with_error)),
                 recalls,
                 ["Recall: share of the used experts that are predicted."],

@@ -26,8 +26,8 @@ def test_counts_of_calls(device, emulated):
 @pytest.mark.parametrize(
     ("name", "launches"),
     [
-        ("all experts on the GPU, dymoe with prefetch off", 0),
-        ("all experts on the GPU, dymoe with prefetch on", LOOK_AHEAD),
+        ("all experts on the GPU, dymoe with --prefetch off", 0),
+        ("all experts on the GPU, dymoe with --prefetch on", LOOK_AHEAD),
         ("2 cache", PRODUCTS),
         ("3 cache + prefetch", PRODUCTS + LOOK_AHEAD),
         ("4 cache + 4/2", 2 * PRODUCTS),

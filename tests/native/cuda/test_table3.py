@@ -39,7 +39,7 @@ def test_rows_of_the_paper(device, emulated, monkeypatch, tmp_path):
     assert all(row["speedup_tpot"] > 0 and row["long_ms"] > 0 for row in rows.values())
     assert any("copied 3 times" in note for note in notes)
     assert sum(
-        "Waiting times of decoding by cause, in us per layer and token" in note for note in notes
+        "Time that decoding waited, in us per layer and token" in note for note in notes
     ) == len(rows)
     text = report.text()
     assert "each expert is copied 3 times" in text and "2.43/3.71" in text

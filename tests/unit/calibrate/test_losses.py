@@ -135,7 +135,7 @@ def test_the_best_tier_is_the_default_reference(files, text, tmp_path):
     assert (own.loss[seen][:, 0] == 0).all() and (own.loss[seen][:, 1] > 0).all()
     assert "stored" in result.output and "q3_k" in result.output
     assert own.fit is not None and own.fit.tiers == ("q8_0", "q3_k", "skip")
-    assert "The KL divergence is estimated from these errors" in result.output
+    assert "The KL divergence is estimated from the squared errors" in result.output
     windows = read_windows(Method(calib=text, tokens=300), packed).windows
     gates: list[np.ndarray] = []
     ids: list[np.ndarray] = []

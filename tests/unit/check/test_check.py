@@ -238,7 +238,7 @@ def test_a_cap_holds_for_the_check_and_a_run_together(model, monkeypatch):
     monkeypatch.setattr(checking, "run_job", too_little)
     report = look(model, ram=200 << 20)
     plain, *managed = seen
-    assert "The process of moe-edge check uses 40 MiB of --ram during each run." in render(report)
+    assert "Of the memory limit --ram, moe-edge check itself uses 40 MiB" in render(report)
     # A model that fits the limit is not mapped.
     assert (plain["ram"], plain["use_mmap"]) == (None, None)
     assert managed[-1]["ram"] == (200 << 20) - own

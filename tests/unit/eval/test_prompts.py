@@ -128,7 +128,7 @@ def test_the_command_scores_tokens_after_the_prompts(model, text):
         counts.append(json.loads(result.stdout)["text"]["tokens"])
     assert counts[0] - counts[1] in range(7, 7 * 20) and counts[1] > 16
     result = CliRunner().invoke(cli, ["eval", *options, "--prompt-tokens", "8"])
-    assert "begin with a prompt of at least 8 tokens" in result.stdout
+    assert "begins with a prompt of at least 8 tokens" in result.stdout
 
 
 def test_prompts_without_tokens_to_score_are_refused(tmp_path):

@@ -110,7 +110,7 @@ def test_a_pull_that_names_no_model_compares_them(server, repo, tmp_path):
     best = next(line.split()[1] for line in table if line.startswith("* "))
     assert error == (
         "Error: o/n contains 3 models: choose one as o/n/FILE, or several with --include PATTERN. "
-        f"The best of them for this machine is downloaded by `moe-edge pull o/n/{best}`"
+        f"To download the model that suits this machine best, run `moe-edge pull o/n/{best}`"
     )
     result = pull("o/n", "--json", "--revision", repo.commit)
     assert result.exit_code == 1 and len(json.loads(result.stdout)["rows"]) == 3

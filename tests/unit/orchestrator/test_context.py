@@ -106,10 +106,14 @@ def test_as_many_are_hot_as_fit_the_budget():
     "options, message",
     (
         {"near_tiers": "q3_k"},
-        "no precision q3_k below q8_0. The precisions below it are q4_k, q2_k",
+        "no precision q3_k below q8_0. The precisions below q8_0 are q4_k, q2_k",
     ),
     ({"near_tiers": "q8_0"}, "no precision q8_0 below q8_0"),
-    ({"near_bits": 1.5}, "--near-bits 1.5 is too small: the lowest precision q2_k has 2 bits"),
+    (
+        {"near_bits": 1.5},
+        "--near-bits 1.5, the average bits per weight of experts in lower precisions, is too "
+        "small: the lowest precision q2_k has 2 bits",
+    ),
     ({"near_bits": 3.0, "near_tiers": "q4_k"}, "q4_k has 4 bits"),
 )
 def test_tiers_and_bits_that_the_file_lacks_are_refused(options, message):
@@ -279,7 +283,7 @@ def test_the_bits_follow_the_losses_and_the_use():
 
 def test_shared_near_slots_are_refused_on_a_device():
     shape = replace(five_tiers(), shares_slots=False)
-    with pytest.raises(PolicyError, match="--near-slots shared works only in host memory"):
+    with pytest.raises(PolicyError, match="--near-slots shared needs memory slots"):
         shared(shape)
     # one near tier has no other tier to share slots with
     shared(shape, near_tiers="q2_k", near_bits=2.0)

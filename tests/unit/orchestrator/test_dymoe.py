@@ -228,7 +228,7 @@ def test_a_retention_that_the_schedule_cannot_reach_is_described():
         (
             least - 0.05,
             "cosine",
-            "the minimum with --schedule cosine; --schedule flat allows less)",
+            "is the minimum retention with --schedule cosine; --schedule flat allows less)",
         ),
         (least, "cosine", f"(realised {least:.3f})"),
         (0.75, "cosine", "(realised 0.750)"),
@@ -236,7 +236,7 @@ def test_a_retention_that_the_schedule_cannot_reach_is_described():
         (
             0.1,
             "flat",
-            "(realised 0.250: the minimum with --schedule flat)",
+            "(realised 0.250 is the minimum retention with --schedule flat)",
         ),
     ):
         policy = policy_of(DyMoE, shape, DyMoE.Settings(retention=retention, schedule=schedule))

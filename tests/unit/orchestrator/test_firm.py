@@ -243,19 +243,19 @@ def test_given_or_recalled_votes_are_not_saved():
     "settings, said",
     (
         {"agree": "rank", "votes": "4,3"},
-        "must have 1 as the number of layers that predict, not 3 .'4,3'., with the setting agree "
-        "rank",
+        "must have P = 1 in each pair K,P, not P = 3 .'4,3'., because only the previous layer "
+        "predicts experts with the setting agree rank",
     ),
     ({"agree": "margin", "votes": "4,1/4,2/4,1"}, "with the setting agree margin"),
     ({"agree": "rank", "n_ahead": 3, "votes": None}, "only the previous layer predicts"),
-    ({"votes": "4,5"}, "must have at most 4 as the number of layers that predict"),
+    ({"votes": "4,5"}, "must have P of at most 4 in each pair K,P, not P = 5"),
     (
         {"votes": "4,3", "n_ahead": 1},
-        "'n_ahead' must be 3 with the setting votes '4,3', not 1",
+        "'n_ahead' must be 3, the largest P of the pairs K,P in the setting votes '4,3', not 1",
     ),
     (
         {"votes": "4,1", "n_ahead": 3},
-        "'n_ahead' must be 1 with the setting votes '4,1', not 3",
+        "'n_ahead' must be 1, the largest P of the pairs K,P in the setting votes '4,1', not 3",
     ),
     ({"tune": "climb"}, "'tune' has no effect with the setting votes"),
     ({"tune": "all"}, "'tune' has no effect with the setting votes"),
@@ -349,7 +349,7 @@ def test_votes_as_a_text():
     assert read_votes("4,1") == [(4, 1)] * 3
     assert read_votes("4,1/8,3/8,2") == [(4, 1), (8, 3), (8, 2)]
     for text in ("4", "4,1/3,1", "0,1", "a,b", "4,1,2", "4,1/8,3/8,"):
-        with pytest.raises(SettingError, match="must be two numbers such as 4,1"):
+        with pytest.raises(SettingError, match="must be a pair K,P such as 4,1"):
             FIRM.Settings(votes=text)
 
 

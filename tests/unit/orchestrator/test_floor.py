@@ -307,7 +307,7 @@ def test_max_loss_can_change_while_running():
 
 def test_unusual_routing_halves_the_limit_until_it_is_usual_again():
     policy, few = made(max_loss=3 * 0.051), made(max_loss=3 * 0.0255)
-    assert "estimated loss of 0.153 nats" in policy.describe()
+    assert "(estimated quality loss at most 0.153 nats per token)" in policy.describe()
     policy.on_step(report(phase=Phase.PREFILL, unusual=True))
     policy._price = 1.0
     assert decided(policy, make())[0] == decided(few, make())[0]

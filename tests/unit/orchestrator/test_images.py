@@ -131,12 +131,12 @@ HOSTILE = {
         png(IHDR, *[chunk(b"IDAT", zlib.compress(bytes(1 << 20)))] * 3),
         "the file has more data than 4x3 pixels",
     ),
-    "too many chunks": (png(IHDR, chunk(b"tEXt") * 70_000, IDAT), "too many chunks"),
+    "too many chunks": (png(IHDR, chunk(b"tEXt") * 70_000, IDAT), "more than 65536 PNG chunks"),
     "too many scans": (
         jpeg(segment(0xC2, frame(16, 8)), *[scan() + b"\0"] * 101),
-        "the file has more than 100 scans",
+        "the file has more than 100 JPEG scans",
     ),
-    "too many segments": (jpeg(segment(0xFE) * 70_000), "too many segments"),
+    "too many segments": (jpeg(segment(0xFE) * 70_000), "more than 65536 JPEG segments"),
     # Incomplete files.
     **{
         f"PNG cut to {n} bytes": (BLACK[:n], "incomplete")
@@ -146,7 +146,7 @@ HOSTILE = {
         f"JPEG cut to {n} bytes": (GRAY[:n], "incomplete")
         for n in (1, 2, 3, 4, 20, 71, 75, 80, 90, 100, 128, 138, 139, 140)
     },
-    "PNG without IEND": (png(IHDR, IDAT, end=False), "it has no end chunk"),
+    "PNG without IEND": (png(IHDR, IDAT, end=False), "the PNG chunk IEND is missing"),
     "PNG without pixels": (png(IHDR), "the file has no pixels"),
     "PNG with half its pixels": (
         png(IHDR, chunk(b"IDAT", rows(4, 3)[:-6])),
@@ -155,14 +155,14 @@ HOSTILE = {
     "PNG with too few rows": (png(IHDR, chunk(b"IDAT", rows(4, 2))), "pixels are missing"),
     "PNG with an empty IDAT": (png(IHDR, chunk(b"IDAT")), "pixels are missing"),
     "JPEG without pixels": (jpeg(QUANTIZERS, segment(0xC0, frame(4, 3))), "the file has no pixels"),
-    "JPEG without its end": (GRAY[:-2], "it has no end marker"),
+    "JPEG without its end": (GRAY[:-2], "the JPEG end marker is missing"),
     # Damaged PNG.
     "IHDR is not first": (png(chunk(b"tEXt", b"a\0b"), IHDR, IDAT), "not a valid IHDR"),
     "iPhone's own PNG": (png(chunk(b"CgBI", bytes(4)), IHDR, IDAT), "not a valid IHDR"),
     "no IHDR": (png(IDAT), "not a valid IHDR"),
     "IHDR of 12 bytes": (png(chunk(b"IHDR", header(4, 3)[:-1]), IDAT), "not a valid IHDR"),
     "IHDR of 14 bytes": (png(chunk(b"IHDR", header(4, 3) + b"\0"), IDAT), "not a valid IHDR"),
-    "two IHDR": (png(IHDR, IHDR, IDAT), "an unknown chunk IHDR"),
+    "two IHDR": (png(IHDR, IHDR, IDAT), "the unknown PNG chunk IHDR"),
     "wrong CRC of IHDR": (
         png(chunk(b"IHDR", header(4, 3), crc=1), IDAT),
         "chunk IHDR has a wrong checksum",
@@ -188,7 +188,7 @@ HOSTILE = {
         png(IHDR, chunk(b"\0\1\2\3"), IDAT),
         "a PNG chunk has an invalid type",
     ),
-    "unknown critical chunk": (png(IHDR, chunk(b"EVIL"), IDAT), "an unknown chunk EVIL"),
+    "unknown critical chunk": (png(IHDR, chunk(b"EVIL"), IDAT), "the unknown PNG chunk EVIL"),
     "depth 3": (headed(4, 3, 3, GREY), "unknown values"),
     "palette of 16 bits": (headed(4, 3, 16, PALETTE), "unknown values"),
     "RGB of 4 bits": (headed(4, 3, 4, RGB), "unknown values"),
@@ -246,8 +246,8 @@ HOSTILE = {
     "sampling 3 and 2": (framed(4, 3, (0x31, 0x21, 0x11)), "wrong colour sampling factors"),
     "length 0": (jpeg(segment(0xE0, b"", 0)), "a JPEG segment has an invalid length"),
     "length 1": (jpeg(segment(0xE0, b"", 1)), "a JPEG segment has an invalid length"),
-    "length beyond the file": (jpeg(segment(0xE0, b"", 65535)), "it ends in its header"),
-    "restart interval of 3 bytes": (jpeg(segment(0xDD, b"abc")), "its tables are wrong"),
+    "length beyond the file": (jpeg(segment(0xE0, b"", 65535)), "the file ends in its header"),
+    "restart interval of 3 bytes": (jpeg(segment(0xDD, b"abc")), "the JPEG tables are wrong"),
     "quantizers that are cut off": (jpeg(segment(0xDB, bytes(64))), "tables are wrong"),
     "quantizers of 16 bits, 64 bytes": (jpeg(segment(0xDB, bytes([16, *range(64)]))), "tables"),
     "quantizers of number 4": (jpeg(segment(0xDB, bytes([4, *range(64)]))), "tables are wrong"),
@@ -255,7 +255,7 @@ HOSTILE = {
     "codes of number 4": (jpeg(segment(0xC4, b"\4" + b"\1" + bytes(16))), "tables are wrong"),
     "more codes than a length has": (
         jpeg(segment(0xC4, b"\0\3" + bytes(18))),
-        "its tables are wrong",
+        "the JPEG tables are wrong",
     ),
     "codes without their values": (jpeg(segment(0xC4, b"\0\1" + bytes(15))), "tables are wrong"),
     "scan of no component": (
@@ -275,7 +275,7 @@ HOSTILE = {
         "a colour channel has no pixels",
     ),
     "SOI inside": (jpeg(SOI, segment(0xC0, frame(4, 3))), "the JPEG marker D8 is misplaced"),
-    "unknown marker": (jpeg(segment(0xB0, b"a")), "the file has an unknown marker B0"),
+    "unknown marker": (jpeg(segment(0xB0, b"a")), "the file has the unknown JPEG marker B0"),
     "escaped byte as a marker": (SOI + b"\xff\xff\0abc", "marker 00 is misplaced"),
     # Other types.
     "GIF": (b"GIF89a" + bytes(20), "this is a GIF image: convert it to PNG or JPEG"),

@@ -215,7 +215,7 @@ def test_a_smaller_minimum_of_lru_is_named(models):
     for key in ("expert_ram", "ram"):
         with pytest.raises(BudgetError) as caught:
             plan_for(models["three"], **{key: 1000})
-        found = re.search(r"With --policy lru, ([\d.]+ \w+) is enough", str(caught.value))
+        found = re.search(r"With --policy lru, --[\w-]+ ([\d.]+ \w+) is enough", str(caught.value))
         assert found
         least = parse_size(found[1])
         assert least < caught.value.needed_bytes
@@ -258,12 +258,22 @@ def test_a_loss_table_is_refused_if_nothing_reads_it(asked, refused):
 
 @cases(
     "asked, said",
-    ({"low_tier": "q2_k", "retention": 1.0}, "--low-tier: no effect with --retention 1"),
-    ({"low_tier": "skip", "retention": 1.0}, "--low-tier: no effect with --retention 1"),
-    ({"low": "b.gguf", "retention": 1.0}, "--low: no effect with --retention 1"),
+    (
+        {"low_tier": "q2_k", "retention": 1.0},
+        "--low-tier: no effect, because every expert has the high precision with --retention 1",
+    ),
+    (
+        {"low_tier": "skip", "retention": 1.0},
+        "--low-tier: no effect, because every expert has the high precision with --retention 1",
+    ),
+    (
+        {"low": "b.gguf", "retention": 1.0},
+        "--low: no effect, because every expert has the high precision with --retention 1",
+    ),
     (
         {"low": "b.gguf", "low_tier": "q2_k", "policy": "floor", "max_loss": 0.0},
-        "--low and --low-tier: no effect with --max-loss 0",
+        "--low and --low-tier: no effect, because every expert has the high precision with "
+        "--max-loss 0",
     ),
     ({"low_tier": "q2_k", "retention": 0.9}, None),
     ({"low_tier": "q2_k"}, None),

@@ -156,7 +156,7 @@ def test_all_policies_and_uniform_types_are_candidates(model, found):
     assert usual.placement is not None and found.taken.policy == usual.placement.name
     assert found.taken.tiers == [*usual.tier_names, *(["skip"] if usual.skip else [])]
     assert found.taken.tiers == ["q8_0"] and found.taken.kl == 0.0
-    assert found.why.endswith("lossless, because no option allows a quality loss.")
+    assert found.why.endswith("a lossless plan, because no option allows a quality loss.")
     labels, uses = by_label(found), model.n_layers * model.n_expert_used
     assert {each.policy for each in found.candidates} >= {"lru", "dymoe", "dynaexq", "mixed"}
     for tier in ("q4_k", "q2_k"):
@@ -245,7 +245,7 @@ def test_equally_fast_plans_are_ordered_by_loss():
     assert choose([fast, near, far], 0.001) is far
     unknown = made("d", 0.1, None)
     with pytest.raises(
-        ConfigError, match=r"no plan in this memory loses at most 0.001 nats.* 0.01"
+        ConfigError, match=r"quality loss of 0.001 nats per token is too small.* 0.01"
     ):
         choose([unknown, fast], 0.001)
 
@@ -305,7 +305,7 @@ COMMAND = dict[str, object]()
 
 @cases(
     "settings, fitted, measured, says",
-    ({}, True, True, "--max-loss 0.01 would be about 2.0x as fast"),
+    ({}, True, True, "With --max-loss 0.01, decoding would be about 2.0x as fast"),
     ({}, False, True, None),
     ({}, True, False, None),
     ({"policy": "lru"}, True, True, None),
@@ -389,14 +389,14 @@ def test_a_damaged_stored_plan_is_ignored(model, user_folder):
         assert taken.recall() == {"policy": "lru"}
 
 
-AS_ASKED = "lossless, because no option allows a quality loss"
+AS_ASKED = "a lossless plan, because no option allows a quality loss"
 
 
 @cases(
     "dymoe_ms, lru_ms, may_switch, taken, why",
-    (157.8, 156.2, True, "dymoe", f"{AS_ASKED}; lru is predicted to be 1.0% faster, but"),
+    (157.8, 156.2, True, "dymoe", f"{AS_ASKED}. The plan lru is predicted to be 1.0% faster. A"),
     (150.0, 156.2, True, "dymoe", f"{AS_ASKED}."),
-    (165.0, 156.2, True, "lru", "lossless, and 5.6% faster than dymoe."),
+    (165.0, 156.2, True, "lru", "a lossless plan, predicted to be 5.6% faster than dymoe."),
     (165.0, 156.2, False, "dymoe", f"{AS_ASKED}."),
 )
 def test_the_marked_plan_is_the_one_that_runs(dymoe_ms, lru_ms, may_switch, taken, why):

@@ -86,7 +86,7 @@ LOST = {
     ),
     "a reference to itself": (
         {"$ref": "#/$defs/x", "$defs": {"x": {"$ref": "#/$defs/x"}}},
-        "$ref: it names itself",
+        "$ref: the $ref names itself",
     ),
     "an empty enum": (of(p={"enum": []}), "s.properties.p.enum: "),
     "an unknown type": (of(p={"type": "text"}), "s.properties.p.type: "),

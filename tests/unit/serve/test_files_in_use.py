@@ -67,7 +67,7 @@ def test_a_file_that_was_touched_is_compared_with_its_checksums(tmp_path, error)
     assert files.look() == ("", False)
     touch(path)
     sentence, is_fault = files.look()
-    assert is_fault and "it is compared with its checksums" in sentence
+    assert is_fault and "now compared with the stored checksums" in sentence
     check.is_running = False
     sentence, is_fault = files.look()
     assert (is_fault, WRITTEN in sentence) == (error is not None,) * 2

@@ -192,7 +192,12 @@ def test_the_model_is_described_as_ollama_does():
     "path, asked, status, says",
     ("/api/chat", {"messages": "a"}, 400, "messages must be a list of at most 4096 items"),
     ("/api/chat", {"messages": SAID, "options": {"top_p": 2}}, 400, "options.top_p must be"),
-    ("/api/chat", {"messages": SAID, "template": "x"}, 400, "uses the model's chat template"),
+    (
+        "/api/chat",
+        {"messages": SAID, "template": "x"},
+        400,
+        "start the server with --chat-template FILE",
+    ),
     ("/api/generate", {"prompt": "a", "suffix": "b"}, 400, "use /infill"),
     ("/api/generate", {"prompt": "a", "images": ["b"]}, 400, "this model reads text only"),
     ("/api/chat", {"messages": [{**SAID[0], "images": ["b"]}]}, 400, "--mmproj FILE"),

@@ -95,11 +95,15 @@ def test_probabilities_of_all_prompts_have_one_bound(path, data, most):
     "path, data, says",
     (COMPLETIONS, FIVE | {"max_tokens": 427}, "not enough memory for an answer of 427 tokens"),
     (COMPLETIONS, FIVE | {"prompt": ["a", "b"], "max_tokens": 214}, "at most 213 tokens"),
-    (NATIVE, {"prompt": "a", "n_probs": 2560}, "of an answer allows at most 2559"),
+    (
+        NATIVE,
+        {"prompt": "a", "n_probs": 2560},
+        "at most 2559 alternatives for each token of an answer",
+    ),
     (
         NATIVE,
         {"prompt": ["a"] * 64, "n_probs": 40},
-        "of each of 64 answers allows at most 39",
+        "at most 39 alternatives for each token of each of 64 answers",
     ),
 )
 def test_more_probabilities_are_refused(path, data, says):

@@ -235,7 +235,7 @@ def one_tier(folder):
         (
             None,
             ("--only", "Table 9"),
-            "--only 'Table 9' is not in this paper: choose from",
+            "--only 'Table 9' names no table or figure of the paper firm: choose from",
         ),
         (None, ("--data", "EMPTY"), "has no texts: give a folder with .jsonl or .txt files"),
     ],

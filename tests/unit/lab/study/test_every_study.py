@@ -85,7 +85,7 @@ def demotion(rows):
 def memory(*tables):
     assert len(tables) == 3
     for best, high, low, *others in tables:
-        placed = [row for row in others if row["configuration"].startswith("policy dynaexq")]
+        placed = [row for row in others if row["configuration"].startswith("--policy dynaexq")]
         alone = [row for row in others if row not in placed]
         assert [row["configuration"] for row in alone] == [
             f"{name}_k, rtn" for name in ("q3", "q5", "q6")
@@ -101,7 +101,7 @@ def memory(*tables):
             assert row["ratio"] == pytest.approx(row["won_back"][0] / row["high"])
             gained = (low["kl"][0] - row["kl"][0]) / (low["kl"][0] - high["kl"][0])
             assert row["won_back"][0] == pytest.approx(gained)
-        fixed = [row for row in placed if "never" in row["configuration"]]
+        fixed = [row for row in placed if "fixed" in row["configuration"]]
         assert [row["promoted"] for row in fixed] == [0] * 6
 
 
@@ -131,10 +131,10 @@ def near_bits(judged, asked):
     found = by(judged, "domain", "bits", "configuration")
     for name in {row["domain"] for row in judged}:
         assert found[name, None, f"all in {BEST}"]["kl"][0] == pytest.approx(0.0, abs=1e-6)
-        uniform = found[name, 2, "prompt and profile, uniform bits"]
+        uniform = found[name, 2, "prompt and usage profile, uniform bits"]
         assert 0 < uniform["kl"][0] < found[name, 2, f"all in {LOW}"]["kl"][0]
         assert uniform["above"] is None and uniform["hot"] == 2
-        for form in ("prompt and profile", "profile alone", "random"):
+        for form in ("prompt and usage profile", "usage profile alone", "random"):
             assert found[name, 3, form]["kl"][0] < found[name, 2, form]["kl"][0]
     assert len(asked) == 1 + 4 + 3 and all(0 <= row["acc"][0] <= 1 for row in asked)
 

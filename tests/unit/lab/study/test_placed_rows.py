@@ -15,10 +15,10 @@ def test_hot_memory(model, domains, monkeypatch):
     on = Subject(config, options, lambda what, done: None)
     for table in HotMemory().measure(on).tables:
         _best, _high, low, *others = table.rows
-        placed = [row for row in others if row["configuration"].startswith("policy context")]
+        placed = [row for row in others if row["configuration"].startswith("--policy context")]
         assert [row["high"] for row in placed] == [0.25, 0.5, 0.75] * 2
         by_memory = {
-            row["memory"] for row in others if row["configuration"].startswith("policy dynaexq")
+            row["memory"] for row in others if row["configuration"].startswith("--policy dynaexq")
         }
         assert {row["memory"] for row in placed} == by_memory
         for row in placed:

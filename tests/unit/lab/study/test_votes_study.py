@@ -76,7 +76,8 @@ def test_the_parts_over_a_trace(library, trace):
     for base in (NO_PREFETCH, BASE):
         table, panel = played_parts(on, base, (0.1, 0.5, 0.8))
         assert len(panel.lines) == len(parts(2)[base])
-        said = "Not measured: slots for 10% of the experts, which are too few for a policy."
+        said = "Not measured: a cache with slots for 10% of the experts, because it is too small "
+        said += "for one of the policies."
         assert table.footnotes[-1] == said
         for held in (0.5, 0.8):
             rows = {row["name"]: row for row in table.rows if row["held"] == held}
@@ -105,4 +106,4 @@ def test_the_loss_of_a_trace(library, trace):
     losses = deep["losses"]
     assert losses[0][1] == 0.0 < losses[0][0] < losses[1][1]
     assert deep["all"] == (2, 1)
-    assert table.title.startswith("Prediction loss per layer and token (eq. 11")
+    assert table.title.startswith("Wrong and missing predictions of experts per layer and token")
