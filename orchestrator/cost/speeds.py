@@ -181,7 +181,7 @@ class Costs:
     - expert_s: one expert for these tokens, float64 [n_layers, n_tiers, len(ROWS)].
     - expert_bytes: bytes to read one expert, int64 [n_layers, n_tiers].
     - dense_s: everything except the experts and the output matrix, float64 [len(ROWS)].
-    - output_s: the output matrix, for one token.
+    - output_s: the output matrix, float64 [len(ROWS)].
     - attention_s: attention of one token to one KV cell, in all layers. The first value is for
       steps with one token, the second for steps with many tokens.
     - step_s: the rest of a step, such as sampling.
@@ -191,7 +191,7 @@ class Costs:
     expert_s: np.ndarray
     expert_bytes: np.ndarray
     dense_s: np.ndarray
-    output_s: float
+    output_s: np.ndarray
     attention_s: tuple[float, float]
     step_s: float = 0.0
     asked_s: float = 0.0
@@ -199,6 +199,19 @@ class Costs:
     @property
     def n_layers(self) -> int:
         return len(self.expert_s)
+
+
+def interpolated(curve: np.ndarray, rows: float | np.ndarray) -> np.ndarray:
+    """Return the seconds that an operation takes for any number of rows, from measured seconds.
+
+    - curve: the measured seconds of the operation, [len(ROWS)]. Value i is for ROWS[i] rows.
+    - rows: the numbers of rows of activations, one row per token. The result has the same shape.
+
+    Between the numbers in ROWS, the seconds are interpolated linearly. Below the first number, they
+    are constant. Above the last number, they are proportional to the rows.
+    """
+    beyond = np.maximum(1.0, np.asarray(rows) / ROWS[-1])
+    return np.asarray(np.interp(rows, ROWS, curve) * beyond)
 
 
 class Speeds(Closing):
@@ -389,7 +402,7 @@ class Speeds(Closing):
         attention_s = self._attention_seconds(model)
         return Costs(expert_s, expert_bytes, dense_s, output_s, attention_s, step_s, asked_s)
 
-    def _dense_seconds(self, model: ExpertModel, layout: str) -> tuple[np.ndarray, float]:
+    def _dense_seconds(self, model: ExpertModel, layout: str) -> tuple[np.ndarray, np.ndarray]:
         """Return (dense_s, output_s) of Costs: the seconds of everything outside the experts.
 
         The largest matrix of each type is timed, and its time is scaled by bytes. layout: FILE for
@@ -424,8 +437,8 @@ class Speeds(Closing):
         width = model.hparams.embedding_length
         small = np.array([self.seconds(Small(width, n)) for n in ROWS])
         dense = [sum(seconds(kind, size, n) for kind, size in nbytes.items()) for n in ROWS]
-        output_s = seconds(output.type, output.nbytes, 1) if output else 0.0
-        return np.array(dense) + nodes * small, output_s
+        scoring = [seconds(output.type, output.nbytes, n) if output else 0.0 for n in ROWS]
+        return np.array(dense) + nodes * small, np.array(scoring)
 
     def _overhead_seconds(self, model: ExpertModel) -> tuple[float, float]:
         """Return (step_s, asked_s) of Costs: the overheads of a step and of a policy's decision."""

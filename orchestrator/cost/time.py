@@ -32,7 +32,7 @@ from orchestrator.cache.profile import HotnessKeeper, UsageKeeper
 from orchestrator.config import Config
 from orchestrator.cost.disk import Bandwidth
 from orchestrator.cost.losses import Skips, started
-from orchestrator.cost.speeds import FILE, OWN, ROWS, UPSTREAM, Costs, Speeds
+from orchestrator.cost.speeds import FILE, OWN, UPSTREAM, Costs, Speeds, interpolated
 from orchestrator.errors import ProfileError
 from orchestrator.events import SKIP, Phase
 from orchestrator.plan.footprint import process_bytes
@@ -116,7 +116,9 @@ class PlanTime:
         dense = float(costs.dense_s[0]) / costs.n_layers
         layers = sum(self._layer_s(layer, dense) for layer in range(costs.n_layers))
         asked = costs.n_layers * costs.asked_s if self.asked else 0.0
-        return costs.step_s + asked + layers + costs.output_s + cells * costs.attention_s[0]
+        return (
+            costs.step_s + asked + layers + float(costs.output_s[0]) + cells * costs.attention_s[0]
+        )
 
     def prompt_s(self, n_tokens: int, first: bool = False) -> float:
         """Return the predicted seconds until the answer to a prompt of n_tokens tokens begins.
@@ -127,7 +129,7 @@ class PlanTime:
         """
         cold = first and not self.residency.loaded
         early = replace(self, disk=self.disk.at_first)
-        total = self.costs.output_s
+        total = float(self.costs.output_s[0])
         for done in range(0, n_tokens, self.n_ubatch):
             size = min(self.n_ubatch, n_tokens - done)
             last = done + size == n_tokens
@@ -202,19 +204,6 @@ class PlanTime:
             took = max(dense + max(experts, late), self.disk.seconds(read))
             total += took + self.disk.disturbs_s(read, took - dense - experts)
         return total
-
-
-def interpolated(curve: np.ndarray, rows: float | np.ndarray) -> np.ndarray:
-    """Return the seconds that an operation takes for any number of rows, from measured seconds.
-
-    - curve: the measured seconds of the operation, [len(ROWS)]. Value i is for ROWS[i] rows.
-    - rows: the numbers of rows of activations, one row per token. The result has the same shape.
-
-    Between the numbers in ROWS, the seconds are interpolated linearly. Below the first number, they
-    are constant. Above the last number, they are proportional to the rows.
-    """
-    beyond = np.maximum(1.0, np.asarray(rows) / ROWS[-1])
-    return np.asarray(np.interp(rows, ROWS, curve) * beyond)
 
 
 def _binomial(n: int, p: float) -> list[float]:
