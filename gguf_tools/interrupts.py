@@ -155,9 +155,8 @@ class held:
     """A `with` block that delays interrupts, such as Ctrl-C, until its end.
 
     Use it around C calls that call Python functions, and around changes that must not stop halfway.
-    The end of the block raises the interrupt. If there was none, it raises the exception that a
-    Python function, called by the C code, passed to `hand_over`. If blocks are nested, only the
-    outermost block does this.
+    The end of the outermost block raises the delayed interrupt, or else an exception that was
+    stored by `hand_over`, a function of this module.
 
     stop: function that makes a C call in the block return soon. Another thread calls it as soon as
         a signal arrives. Nested blocks, and threads other than the main thread, ignore it.
@@ -193,9 +192,10 @@ class held:
 def cancellable(cancelled: Callable[[], bool]) -> Iterator[None]:
     """Let other threads stop the work of the calling thread in a `with` block.
 
-    The work is stopped by one KeyboardInterrupt in the calling thread, after `cancelled` returns
-    True. Two places raise it: the function `check` of this module, and the end of a `held` block.
-    Code that uses neither is not interrupted. This works on threads that receive no signals.
+    After `cancelled` returns True, the work is stopped by one KeyboardInterrupt in the calling
+    thread. The exception is raised when the work next calls `check`, a function of this module. The
+    work must therefore call `check` from time to time. The end of a `held` block, which delays
+    interrupts, also calls it. This works on threads that receive no signals.
 
     cancelled: function that returns whether the work must stop.
     """
@@ -285,9 +285,9 @@ _watch = _Watch()
 def leaving(last_work: Callable[[], None]) -> Iterator[None]:
     """A `with` block in which SIGTERM and SIGHUP end the process even if a C call does not return.
 
-    Python handles a signal only after the running C call has returned. If that takes more than
-    LEAVE_AFTER_S seconds, another thread calls `last_work` and exits the process. This works only
-    for C calls in a block `with held(stop):`. The function `stop` tells the C code to return.
+    Each C call must be in an inner block `with held(stop):`. A signal then calls `stop`, which
+    should make the C call return. If the C call has not returned after LEAVE_AFTER_S seconds,
+    another thread calls `last_work` and exits the process.
 
     last_work: function that does the work needed before the exit. It must return soon. In nested
         `leaving` blocks, all their functions are called.
@@ -368,10 +368,10 @@ def listening() -> Iterator[None]:
 
 
 def declare_last_file(path: Path) -> None:
-    """Declare which file the running command writes last.
+    """Declare that the running command is complete when the file `path` is complete.
 
-    After `rename`, a function of this module, has given the finished file the name `path`, the
-    command is complete. From then on, Ctrl-C and other interrupts have no effect.
+    The command gives the finished file its name by `rename`, a function of this module. Before
+    that, Ctrl-C and other interrupts stop the command as usual. Afterwards they have no effect.
 
     Call this in a `with listening():` block, in which interrupts raise exceptions. Elsewhere, this
     function does nothing.

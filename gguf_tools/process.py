@@ -41,7 +41,8 @@ def default_threads() -> int:
 def compute_threads(requested: int | None) -> int:
     """Return the number of compute threads: the requested number, but at most the usable cores.
 
-    If `requested` is None or 0, return the default.
+    If `requested` is None or 0, return the number from `default_threads`, usually the physical
+    cores.
     """
     # With more threads than cores, threads wait for each other at every barrier, and a token takes
     # minutes.

@@ -23,8 +23,9 @@ def workers(threads: int, name: str = "work") -> Iterator[ThreadPoolExecutor]:
     """Create a thread pool for the duration of the `with` block.
 
     At the end of the block, jobs that have not started are cancelled and running jobs are awaited.
-    An interrupt such as Ctrl-C raises its exception only then, or while the block waits for results
-    in `in_order`.
+    In the block, interrupts such as Ctrl-C raise no exception. The exception is raised at the end
+    of the block, or earlier by a call of `interrupts.check`. The function `in_order` of this module
+    makes such calls while it waits for results.
 
     threads: number of threads.
     name: prefix of the names of the threads.

@@ -581,7 +581,8 @@ class Config(Settings):
     def given(self, name: str) -> Any:
         """Return the value of a setting of this class or of a policy, by name.
 
-        Return None for a policy's setting that was not given.
+        If the user did not give the setting, the result is the default for a setting of this class,
+        and None for a setting of a policy.
         """
         return getattr(self, name) if name in self.declared() else self.of_policies.get(name)
 

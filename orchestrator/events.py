@@ -239,10 +239,13 @@ class DecisionBuffer:
     def prefetch_all(
         self, layer: int, experts: Sequence[int], tier: int, kinds: int = ALL_KINDS
     ) -> None:
-        """Request several experts of a layer as prefetch() does, the most urgent ones first.
+        """Request that several experts of a layer are read before the layer needs them.
 
-        One call for all experts saves time in a decode step. kinds: a bit mask of the matrices to
-        read; ALL_KINDS for all.
+        If the buffer becomes full, the remaining requests are dropped. This method is faster than a
+        call of `prefetch` for each expert.
+
+        experts: the experts, which the caller must sort by falling urgency. tier: the precision in
+        which they are read. kinds: a bit mask of the matrices to read; ALL_KINDS for all.
         """
         prefetch, n = self._prefetch, self.n_prefetch
         rest = layer | tier << 32 | kinds << 40

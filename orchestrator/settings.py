@@ -61,8 +61,8 @@ class Setting:
     - optional: whether the value may be None, which means that the user chose no value.
     - within: the smallest and the largest allowed number.
     - choices: the allowed words.
-    - unit: SIZE for a number of bytes above 0. RATE for bytes, or bytes per second, that may be 0.
-      Options write both as 6GiB.
+    - unit: SIZE or RATE if users write the value with a suffix, as in 6GiB. SIZE is a number of
+      bytes above 0. RATE is a number of bytes, or of bytes per second, and may be 0.
     - notation: the text format of a value that is not a number, a word or a size, such as a list.
     - metavar, help: the placeholder and the description in the option's help.
     - shown: the text for the default in the help, if it is not the value itself.

@@ -138,9 +138,9 @@ def _too_old(version: Sequence[int]) -> str:
 def inspect(env: Environment) -> dict[str, Any]:
     """Return facts about the environment: its Python version and its packages.
 
-    The dict has the keys `version`, `names` (of the installed packages), `llama_cpp` (the folder of
-    the package llama_cpp) and `stamp` (the build record of this package). A missing version, folder
-    or record is None.
+    The dict has the keys `version` (of Python), `names` (of the installed packages), `llama_cpp`
+    (the folder of the package llama_cpp) and `stamp` (moe-edge's record of how it built llama_cpp).
+    A missing version, folder or record is None.
     """
     report: dict[str, Any] = {"version": None, "stamp": None, "names": [], "llama_cpp": None}
     if env.python.exists():
@@ -154,6 +154,7 @@ def inspect(env: Environment) -> dict[str, Any]:
 def installed_key(report: dict[str, Any]) -> str | None:
     """Return the key of the installed llama.cpp build, or None if moe-edge did not build it.
 
+    The key is a hash of everything that determines the build, such as sources and compiler flags.
     report: result of `inspect`.
     """
     return str(report["stamp"].get("key")) if report["stamp"] else None

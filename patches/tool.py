@@ -165,7 +165,7 @@ def cmd_add(args: argparse.Namespace) -> int:
 
 
 def cmd_source(args: argparse.Namespace) -> int:
-    """Unpack and patch the source in the cache, and print the path of its llama.cpp folder."""
+    """Unpack llama.cpp's source in moe-edge's cache, patch it, and print the path of its folder."""
     upstream = read_upstream()
     with locked(cache_dir() / "lock"):
         root = sync_tree(fetch_sdist(upstream, args.sdist), upstream)

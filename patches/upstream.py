@@ -194,8 +194,9 @@ def fetch_sdist(upstream: Upstream, given: Path | None = None) -> Path:
     The hash of the file is checked before any of its code runs. Raises BuildError if the download
     fails, or if the file is not the pinned release.
 
-    given: path of a file to copy to the cache instead of a download: the source distribution, or
-    the result of `write_part`.
+    given: path of a local file, which is copied to the cache instead of a download. It may be the
+    complete source distribution, or the smaller archive that `write_part` makes from it. This
+    archive has only the files that are needed to build llama.cpp.
     """
     target = cache_dir() / "sdist" / upstream.sdist_name
     if target.exists() and given is None:

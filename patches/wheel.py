@@ -80,13 +80,12 @@ def licences(root: Path, upstream: Upstream) -> dict[str, bytes]:
 
 
 def converter(source: Path, package: str) -> dict[str, bytes]:
-    """Return a zip archive of llama.cpp's checkpoint converter, as {path in the wheel: contents}.
+    """Return a wheel's entry for llama.cpp's checkpoint converter, {path: bytes of a zip archive}.
 
-    Python imports modules directly from the archive. Installing single files would take as long as
-    the rest of the wheel, because pip compiles each of them.
+    Python imports modules directly from the archive. Single files would take longer to install,
+    because pip compiles each of them.
 
-    source: folder of the llama.cpp tree.
-    package: name of the package that contains the archive.
+    source: folder of the llama.cpp tree. package: name of the package that contains the archive.
     """
     buffer = io.BytesIO()
     files = (file for part in CONVERTER_PARTS for file in _python_files(source / part))

@@ -102,10 +102,11 @@ class ExpertModel(Closing):
 
     @property
     def split_files(self) -> list[list[GGUFFile]]:
-        """The opened files, as one list for each path that was given to `open`.
+        """The opened files, as a list with one inner list for each GGUF model.
 
-        The first list has the files of `path`. There are several if the model is split into parts.
-        If `low` was given, too, the second list has the files of `low`.
+        An inner list has the parts of a split model, or a single file. Usually there is one inner
+        list. There are two if `open` was called with its argument `low`, a second model file in a
+        lower precision.
         """
         found: list[list[GGUFFile]] = []
         for part in self.parts:

@@ -81,16 +81,15 @@ def first_expert(parts: list[GGUFFile]) -> TensorInfo:
 def sort_tensors(
     parts: list[GGUFFile], hparams: Hyperparameters, tier_names: list[str]
 ) -> SortedTensors:
-    """Divide the tensors of a model into expert tensors and others.
-
-    Expert tensors of multi-token prediction layers count as other tensors.
+    """Divide the tensors of a model into expert tensors and others, and return both groups.
 
     parts: the opened files of the model.
-    tier_names: the tiers that the metadata lists, the best first.
+    tier_names: the tiers (precisions) that the metadata lists, the best first.
 
-    The name of an expert tensor in a lower tier ends with the tier. Raises MissingTierError if
-    `tier_names` does not list this tier as a lower one. Raises MetadataError if the name of another
-    tensor has such an ending. Raises NotMoEError if the model has no expert tensors.
+    Expert tensors of multi-token prediction layers count as others. The names of expert tensors in
+    lower tiers end with the tier. Raises MissingTierError if such a tier is not in
+    `tier_names[1:]`. Raises MetadataError if another tensor's name has such an ending. Raises
+    NotMoEError if the model has no expert tensors.
     """
     tensors = SortedTensors([0] * hparams.block_count)
     tied = not any(OUTPUT in part.tensors for part in parts)

@@ -371,15 +371,15 @@ def pad(n: int, alignment: int) -> int:
 
 
 def slot_bytes(offset: int, expert_bytes: int, n_expert: int = 1) -> int:
-    """Return the size of a memory slot that can hold any expert's matrix of a tensor.
+    """Return the bytes of a memory slot that can hold any of several experts' matrices.
 
-    Direct I/O reads whole 4096-byte blocks. A matrix that starts inside a block can therefore need
-    one block more than its size suggests. The native function `moe_edge_slot_bytes` returns the
-    size for one expert.
+    A matrix is read in whole 4096-byte blocks of the file (direct I/O). If it starts inside a
+    block, it can need one block more than its size suggests. The result is the largest size that
+    any matrix needs. For one matrix, the native function `moe_edge_slot_bytes` returns the same.
 
-    offset: file offset of the first expert's matrix.
-    expert_bytes: size of one expert's matrix.
-    n_expert: number of experts whose matrices follow each other from `offset` on.
+    offset: position of the first matrix in the file, in bytes.
+    expert_bytes: size of one matrix.
+    n_expert: number of matrices, which follow each other in the file.
     """
     period = IO_BLOCK_BYTES // math.gcd(IO_BLOCK_BYTES, expert_bytes)
     starts = ((offset + e * expert_bytes) % IO_BLOCK_BYTES for e in range(min(n_expert, period)))

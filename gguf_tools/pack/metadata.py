@@ -60,14 +60,15 @@ def write_tiers(
 def method_and_calibration(
     model: ExpertModel, matrices: list[Matrix], quantizer: ExpertQuantizer | None
 ) -> tuple[str, str]:
-    """Return the quantization method and the calibration of a packed file's experts, as texts.
+    """Return two texts for a packed file's metadata: the quantization method and the calibration.
 
-    If a quantizer is given, these are its texts. Without a quantizer, lower precisions (tiers) that
-    the source file has are copied, and the texts are those in its metadata. Tiers that the source
-    file lacks are rounded to nearest ("rtn"). If both occur, the first text names both methods,
-    such as "gptq and rtn".
+    With a quantizer, these are the method and the calibration of the quantizer.
 
-    model: the source.
+    Without a quantizer, lower precisions (tiers) are copied from the source file if it has them.
+    The texts then come from the metadata of the source. Other tiers are rounded to nearest, and
+    their method is "rtn". If both occur, the method is, for example, "gptq and rtn".
+
+    model: the source file.
     matrices: the matrices to be written.
     """
     by = quantizer or Rtn

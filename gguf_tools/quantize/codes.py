@@ -39,12 +39,12 @@ class Plane(NamedTuple):
 class Coding(NamedTuple):
     """How a ggml type stores the weights of a quantization block as small integers (codes).
 
-    planes: the bytes of a block that store the codes. Each `Plane` stores some of the bits of all
-        codes.
+    planes: the positions of the codes' bits. Each `Plane` is a range of bytes in the block, with
+        some of the bits of all codes.
     first, last: the smallest and the largest code in use.
-    scales: scales[i] times the block's scale is the weight for code first + i. Empty if the weights
-        for successive codes are equally spaced.
-    flip: bit mask. A block stores `code XOR flip` instead of the code.
+    scales: one number for each code, from `first` on. Multiplied by the block's scale, it is the
+        weight. Empty if the weights for successive codes are equally spaced.
+    flip: bit mask. The block stores `code XOR flip` instead of the code.
     """
 
     planes: tuple[Plane, ...]
@@ -78,10 +78,12 @@ CODINGS = {
 
 
 def put_codes(ggml_type: GGMLType, blocks: Blocks, codes: Blocks) -> None:
-    """Replace the codes of the weights in quantized blocks, and keep the scales.
+    """Replace the codes in quantized blocks, and keep the scales.
+
+    A code is the small integer that a block stores for a weight.
 
     blocks: uint8 [number of blocks, bytes per block], modified in place.
-    codes: uint8 [number of blocks, weights per block].
+    codes: the new codes, uint8 [number of blocks, weights per block].
     """
     coding = CODINGS[ggml_type]
     codes = codes ^ np.uint8(coding.flip)
@@ -100,9 +102,12 @@ def put_codes(ggml_type: GGMLType, blocks: Blocks, codes: Blocks) -> None:
 def code_values(ggml_type: GGMLType, blocks: Blocks, decode: Decode) -> Floats:
     """Return the values from which the weight for any code in quantized blocks can be computed.
 
-    A code is the integer that stands for a weight. If the weights for successive codes are equally
-    spaced, the result has the weights for the smallest and the largest code. For other types, the
-    result has the scales by which `Coding.scales` are multiplied.
+    A code is the small integer that a block stores for a weight. For each weight, the result has
+    these values, with coding = CODINGS[ggml_type]:
+
+    - If coding.scales is empty: the weights for the codes coding.first and coding.last. The weights
+      for the codes between them are equally spaced.
+    - Otherwise: one number. Times coding.scales[i], it is the weight for code coding.first + i.
 
     blocks: uint8 [number of blocks, bytes per block].
     decode: decodes the bytes of blocks to float32.

@@ -102,12 +102,13 @@ def outer_sum(parts: Iterable[Floats], device: str) -> Square:
 def smoothed(own: Square, tokens: int, shared: Square | None = None) -> Square:
     """Return an expert's Hessian for GPTQ, regularized because the expert may have few tokens.
 
-    own: sum of x x^T over the inputs x of the expert's tokens, [n, n].
+    own: sum of x x^T over the input vectors x of the expert's tokens, [n, n].
     tokens: number of these tokens.
     shared: mean of x x^T over all tokens of the layer, [n, n]. None for down matrices, whose inputs
         differ between experts.
 
-    D is the matrix with the diagonal of own / tokens, and zeros elsewhere. The result is [n, n]:
+    The regularization counts as much as n tokens. D is the diagonal of own / tokens, as a diagonal
+    matrix. The result is [n, n]:
 
     - own + n * (D + shared) / 2 if `shared` is given,
     - own + n * D if `shared` is None,
@@ -200,7 +201,9 @@ class _Grid:
     def nearest(self, column: int, wanted: Tensor) -> tuple[Tensor, Tensor]:
         """Round weights in one column of a matrix to the nearest values that the type can store.
 
-        column: index of the column in the group of columns to which this object belongs.
+        These values differ between columns, because columns have different scales.
+
+        column: index of the column in the group of columns for which this grid was made.
         wanted: the weights, one for each row, [rows].
 
         Returns (codes, values), both [rows]. The values are the rounded weights. The codes are the

@@ -66,9 +66,11 @@ class FileChecksums:
             self._found[info.name].add(start, data.data)
 
     def jobs(self) -> Iterator[Job]:
-        """Yield one function, which computes the SHA-256 of the whole file for `problems`.
+        """Yield a function that computes the SHA-256 of the whole file, which `problems` needs.
 
-        Yield nothing if no SHA-256 from the Hugging Face Hub is known for the file.
+        The function keeps the SHA-256 in this object, and returns the number of bytes that it read.
+        Nothing is yielded if the Hugging Face Hub's SHA-256 of the file is not known, because
+        `problems` then compares no SHA-256.
         """
         if self.hub_hash is not None:
             yield self._read_whole
@@ -81,8 +83,10 @@ class FileChecksums:
         """Yield a `Problem` for each checksum of the file that differs from the known checksum.
 
         Checksums are known if they are stored in the file, or if the file is in the cache of the
-        Hugging Face Hub. Before this call, pass all tensor data to `add`, and call the function
-        that `jobs` yields, if any. If the stored checksums are unusable, a `Problem` says so.
+        Hugging Face Hub. If the stored checksums are unusable, a `Problem` says so.
+
+        Before this call, pass the data of all tensors to `add`, and call the function that `jobs`
+        yields, if any. These calls compute the checksums of the file.
         """
         part = self.part
         if self.refused is not None:

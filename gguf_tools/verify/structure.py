@@ -9,7 +9,7 @@ from gguf_tools.verify.report import Problem, problem_at
 
 
 def layout_problems(part: GGUFFile) -> Iterator[Problem]:
-    """Yield a problem for each tensor of a file that is not where llama.cpp expects its data.
+    """Yield a problem for each tensor whose data is not where llama.cpp expects it in the file.
 
     llama.cpp loads a file only if the data of its tensors is in the order of the tensor list, with
     only zeros between two tensors. Extra bytes at the end are reported, too.
@@ -41,9 +41,10 @@ def layout_problems(part: GGUFFile) -> Iterator[Problem]:
 def foreign_problems(parts: list[GGUFFile]) -> Iterator[Problem]:
     """Yield a problem for each file of a split model that seems to come from another quantization.
 
-    The ggml types of a file's expert matrices are compared with those in the other files, for each
-    kind of matrix (such as up) and each precision (tier). A file is reported if these comparisons
-    find no common type. If the model has only two files, only the second is reported.
+    For each kind of expert matrix (such as up) and each precision (tier), the ggml types in one
+    file are compared with the types in all other files. The file is reported if at least two such
+    comparisons are possible, and none of them finds a common type. If the model has only two files,
+    only the second is reported.
 
     parts: the opened files of the model.
     """

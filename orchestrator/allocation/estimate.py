@@ -37,13 +37,13 @@ def surprise(counts: np.ndarray) -> np.ndarray:
 class Routing:
     """Recognises texts for which a loss table is not valid.
 
-    A loss table gives the quality loss of each expert in lower precisions. It was measured on some
-    texts, and is not valid for a text that uses experts very differently.
+    A loss table gives the quality loss of each expert in lower precisions, measured on some texts.
+    It is not valid for a text that uses their rare experts much more often, or much less often.
 
     - surprise: a number for each expert that is high if the measured texts rarely use the expert,
-      float64 [n_layers, n_expert]. The function `surprise` of this module computes it.
+      float64 [n_layers, n_expert]. The function `surprise` computes it.
     - low, high: the table is valid for ROUTING_TOKENS tokens of a text if the mean of `surprise`
-      over their experts is between these limits.
+      over all uses of experts by these tokens is between these limits.
     """
 
     surprise: np.ndarray
@@ -100,19 +100,19 @@ class KlEstimate:
         spread: float = 1.0,
         routing: Routing | None = None,
     ) -> KlEstimate:
-        """Make an estimate relative to the tier `base`, from losses against full precision.
+        """Make an estimate relative to the tier `base`, from losses relative to full precision.
 
-        The loss of a tier (precision) relative to `base` is the sum of two losses, that of the tier
-        and that of `base`, because their rounding errors are independent. For `base` itself, it is
-        0.
+        A tier is a precision. The loss of a tier relative to `base` is its own loss plus the loss
+        of `base`, because their rounding errors are independent. Relative to itself, `base` has no
+        loss.
 
-        costs: the losses against full precision, in nats for gate weight 1, float64 [n_layers,
-            n_expert, n_tiers + 2]. They are high estimates. The last axis has one value for each
-            tier in `names`, one for `base`, and one for skipping the expert.
+        costs: losses relative to full precision, in nats for gate weight 1, float64 [n_layers,
+            n_expert, n_tiers + 2]. The last axis has the tiers in `names`, then `base`, then
+            skipping the expert.
         names: the tiers of the estimate, which may include `base`.
         gates: each expert's mean squared gate weight, float64 [n_layers, n_expert].
-        spread: a high estimate times this factor is a low estimate.
-        routing: recognises texts for which the estimate is not valid, or None.
+        spread: factor that turns `costs`, which are high estimates, into low estimates.
+        routing: recognises texts for which the estimate is not valid.
         """
         nats = np.delete(costs, -2, axis=2) + costs[..., -2:-1]
         if base in names:
@@ -150,21 +150,25 @@ class KlEstimate:
         return weight * weight * cost
 
     def of_uses(self, uses: np.ndarray, tiers: np.ndarray) -> float:
-        """Return the estimated quality loss of many uses of experts, in nats.
+        """Return the estimated total quality loss of many uses of experts, a KL divergence in nats.
 
-        A use is the computation of one expert for one token. Each expert has its usual gate weight
-        and is always computed in the same tier (precision).
+        A use is the computation of one expert for one token. Each use counts with the expert's mean
+        loss, which `of_use` returns.
 
-        uses: how often each expert is used. tiers: the tier of each expert. Both are [n_layers,
-        n_expert]. If uses are per token, the result is the mean KL divergence per token.
+        uses: the number of uses of each expert, [n_layers, n_expert]. With numbers for a text, the
+            result is the loss of the whole text. With mean numbers per token, the result is the
+            mean loss per token.
+        tiers: the tier (precision) in which each expert is computed, [n_layers, n_expert].
         """
         return float((uses * self.of_use(tiers)).sum())
 
     def of_use(self, tiers: np.ndarray) -> np.ndarray:
-        """Return the estimated quality loss if one token uses an expert, in nats, for each expert.
+        """Return each expert's mean quality loss per use by a token, float64 [n_layers, n_expert].
 
-        The result is float64 [n_layers, n_expert]. Experts have their usual gate weights. tiers:
-        the tier (precision) in which each expert is computed, [n_layers, n_expert].
+        The loss is an estimated KL divergence in nats, relative to computing the expert in the tier
+        `base`. It assumes the expert's mean squared gate weight, which the field `gates` has.
+
+        tiers: the tier (precision) in which each expert is computed, [n_layers, n_expert].
         """
         lost = np.take_along_axis(self._by_tier, tiers[..., None].astype(np.int64), axis=2)
         found: np.ndarray = self.gates * lost[..., 0]

@@ -55,11 +55,11 @@ class Hull:
         return int(self.n_bytes[0])
 
     def at(self, budget_bytes: int) -> np.ndarray:
-        """Return the tier of each expert for a memory budget, uint8 [n_layers, n_expert].
+        """Return each expert's tier (precision) for a memory budget, uint8 [n_layers, n_expert].
 
-        Experts are moved to better tiers in the order of saved loss per added byte, until one does
-        not fit. The bytes that are left are used for later experts that still fit. A budget below
-        least_bytes counts as least_bytes.
+        At first, each expert gets its smallest tier, even if the budget is too small for that.
+        Experts are then moved to better tiers in the order of saved loss per added byte, until one
+        does not fit. The bytes that are left are used for later experts that still fit.
         """
         budget_bytes = max(budget_bytes, self.least_bytes)
         n = int(np.searchsorted(self.n_bytes, budget_bytes, side="right")) - 1

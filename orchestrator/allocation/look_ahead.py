@@ -141,7 +141,11 @@ class PredictionScore:
         return self._ratios(3, 2)
 
     def size(self) -> list[float | None]:
-        """Return the mean number of prefetched experts per step, for each layer."""
+        """Return the mean number of experts in a prediction, for each layer.
+
+        A prediction is the set of experts that were prefetched in a layer for one pass through the
+        model. The value is None for a layer without predictions, such as the first.
+        """
         return self._ratios(0, 1)
 
 

@@ -101,10 +101,11 @@ def importance(
 
 
 def bit_budget(n_cold: int, settings: PlacementSettings) -> int:
-    """Return how many bits per weight the experts of a layer in lower precisions may have in total.
+    """Return the maximum sum of the bits per weight of a layer's experts in lower precisions.
 
-    The setting near_bits limits their average. For example, if it is 2.5, ten experts may have 25
-    bits per weight in total. The result is rounded down. n_cold: the number of these experts.
+    It is the number of these experts, `n_cold`, times their allowed average, the setting near_bits.
+    The result is rounded down. For example, with near_bits = 2.5, the bits per weight of ten
+    experts may add up to 25.
     """
     return int(n_cold * settings.near_bits + 1e-9)
 
@@ -119,9 +120,9 @@ def place(
 ) -> np.ndarray:
     """Return the tier (precision) of each expert, chosen by importance, uint8 [n_layers, n_expert].
 
-    The n_hot most important experts of each layer get tier 0, the best tier. The others get lower
-    tiers with the least total loss, and with at most near_bits (a setting) bits per weight on
-    average.
+    The n_hot most important experts of each layer get tier 0, the best tier. The layer's other
+    experts get the lower tiers with the least total loss. The bits per weight of these other
+    experts are at most near_bits (a setting) on average.
 
     - scores: the importance, [n_layers, n_expert].
     - losses: the quality loss in each lower tier, [n_layers, n_expert, len(bits)].
@@ -142,16 +143,16 @@ def place(
 
 
 def near_tiers(tiers: Sequence[str], asked: str | None) -> list[int]:
-    """Return the tiers to use for experts that are not in the best tier (tier 0), best first.
+    """Return the near tiers, best first, as indices in `tiers`.
 
-    A tier is returned as its index in `tiers`. Of several tiers with the same bits per weight, only
-    the best is returned.
+    Near tiers are the precisions for experts that are not in the best precision (tier 0). Of
+    several tiers with the same bits per weight, only the best is returned.
 
     - tiers: the names of all tiers, best first.
-    - asked: the names that the user wants, with commas between them; None for all lower tiers.
+    - asked: the names of the lower tiers that the user allows, with commas between them. None
+      allows all lower tiers.
 
-    Raises PolicyError for an unknown name. Also raises PolicyError if the tiers have more than
-    MAX_WIDTHS different numbers of bits.
+    Raises PolicyError for an unknown name, or if the result would have more than MAX_WIDTHS tiers.
     """
     names = list(tiers[1:])
     chosen = names if asked is None else [each.strip().lower() for each in asked.split(",")]
@@ -185,7 +186,7 @@ def prefix_split(
     - loss: the quality loss of each expert with each number of bits, float64 [n, len(bits)]. The n
       experts are sorted by importance, the most important first.
     - bits: the bits per weight of each group, falling. There are at most MAX_WIDTHS groups.
-    - budget_bits: the maximum sum of the experts' bits per weight.
+    - budget_bits: the bits per weight of the n experts may add up to at most this number.
     - weights: a factor for each expert's loss, [n]. None for 1.
     - most: the maximum number of experts in each group, or None.
 

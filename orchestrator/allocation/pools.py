@@ -86,12 +86,12 @@ def slot_sizes(shape: ModelShape) -> np.ndarray:
 def slot_plan(pools: Iterable[tuple[Pool, Sequence[int], bool]]) -> SlotPlan:
     """Divide memory pools into slots for single matrices, and return the resulting plan.
 
-    A pool is memory for n_slots experts of some layers. For each kind of matrix (such as up), the
-    plan has a group of n_slots slots of the same size. An expert takes one slot in each group of
-    its pool.
+    A pool is memory for n_slots experts of some layers. In each pool, each kind of matrix gets a
+    group of n_slots slots of the same size. An expert takes one slot in each group of its pool.
 
-    pools: tuples (pool, tiers, on_host). The pool can hold experts in these tiers (precisions). The
-        value on_host is True if a model on a GPU has the pool in host memory.
+    pools: tuples (pool, tiers, on_host). The pool can hold experts in these tiers (precisions). If
+        the model runs on a GPU, on_host is True for a pool in host memory. The CPU computes the
+        experts in such a pool.
     """
     groups: list[SlotGroup] = []
     group_of: dict[tuple[int, int, int], int] = {}
@@ -107,8 +107,8 @@ class Tracker:
     """Counts free memory slots while a policy chooses experts to load in another precision (tier).
 
     A pool is a set of slots for the experts of some layers. An expert that changes its tier needs a
-    free slot in a pool of the new tier. Only slots that are free at the start are counted. DynaExq
-    calls this object BudgetTracker.
+    free slot in a pool of the new tier. The object counts the slots that were free when it was
+    created. Slots that become free later are not added. DynaExq calls this object BudgetTracker.
     """
 
     def __init__(self, free: list[list[int]], pool_of: list[np.ndarray]) -> None:
@@ -121,7 +121,7 @@ class Tracker:
 
     @property
     def full(self) -> bool:
-        """Whether no pool has a free slot left."""
+        """Whether no memory slot for an expert is free, in any layer and any tier (precision)."""
         return all(n < 1 for pools in self._free for n in pools)
 
     def try_reserve(self, layer: int, tier: int) -> bool:
@@ -149,18 +149,17 @@ class Tracker:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """The memory slots that are planned for experts in one tier (precision) or in several tiers.
+    """The number of memory slots that are planned for experts in one or several tiers (precisions).
 
-    A slot is memory for one expert. A pool is a set of slots for the experts of some layers. An
-    expert that changes its tier needs two slots for a time, so a pool can have additional slots,
-    called reserve slots.
+    A slot is memory for one expert. A pool is a set of slots for the experts of some layers. While
+    an expert changes its tier, it needs a second slot. So a pool can have additional slots, called
+    reserve slots.
 
     - tiers: the tiers. A slot can hold an expert in any of them.
     - n_experts: the number of experts in these tiers, by layer.
     - reserve: whether pools have reserve slots.
-    - experts_per_move: a pool has one reserve slot for this number of experts in its layers, but at
-      least one.
-    - most_moves: the maximum number of reserve slots in a pool.
+    - experts_per_move, most_moves: a pool has one reserve slot for each `experts_per_move` experts
+      in its layers, but at least one and at most `most_moves`.
     - on_host: whether a model on a GPU has these slots in host memory.
     """
 
@@ -189,13 +188,13 @@ class Places:
 class TierPools:
     """The memory slots of all experts of a model, divided into pools.
 
-    A pool is a set of slots for the experts of some layers. A list of `Places` objects fixes how
-    many experts of each layer are in which tiers (precisions). Experts can exchange their tiers in
-    any way that keeps these numbers.
+    A slot is memory for one expert. A pool is a set of slots for some layers. A list of `Places`
+    objects fixes how many experts of each layer are in which tiers (precisions). Experts can
+    exchange their tiers in any way that keeps these numbers.
 
-    An expert that changes its tier needs a free slot. Therefore `Places` objects need reserve
-    (spare) slots, or some exchanges are impossible. Only the first needs none, because experts that
-    leave its tiers free slots there.
+    An expert that changes its tier needs a free slot. So every `Places` object except the first
+    needs reserve (spare) slots, or some exchanges are impossible. The first object gets free slots
+    when experts leave its tiers.
     """
 
     # Proof that experts can always move, each of them only once: a move within a place takes a

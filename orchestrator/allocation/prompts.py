@@ -109,18 +109,18 @@ Gated = Callable[[int, np.ndarray, np.ndarray, StoreView], np.ndarray]
 
 @dataclass
 class Prompts:
-    """Chooses the tier (precision) of each expert in steps that process prompts.
+    """Chooses the tier (precision) of each expert while a model processes prompts.
 
-    Critical experts get tier 0, the best tier. All others get the tier `low`, which can be SKIP.
-    The most important experts of each prompt are critical. A step can also have tokens of answers,
-    and `gated` chooses their critical experts.
+    The most important experts of each prompt are called critical. They get tier 0, the best tier.
+    All others get the tier `low`, which can be SKIP.
 
-    - critical: function that `decide` calls for each prompt. critical(layer, n_used) returns how
-      many of the n_used experts of the prompt are critical.
-    - heavy_share: the fraction of a prompt's tokens that determine the importance of its experts.
+    - critical: function (layer, n_used) that returns how many of the n_used experts of a prompt are
+      critical.
+    - heavy_share: the fraction of a prompt's tokens that decide which experts are important. These
+      are the tokens with the most attention.
     - passes: whether the store may evict the less important experts of prompts first.
-    - gated: function that `decide` calls for tokens of answers. None means that all their experts
-      are critical.
+    - gated: function that returns the critical experts for tokens of answers, which can be
+      processed together with prompts. None means that all their experts are critical.
     - room: the number of memory slots, indexed [layer][tier].
     """
 

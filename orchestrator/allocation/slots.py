@@ -55,7 +55,10 @@ class ModelShape:
         return len(self.slots)
 
     def expert_slot_bytes(self, layer: int, tier: int) -> int:
-        """Return the bytes of the slots of one expert, with all its matrices, in a tier."""
+        """Return the bytes of memory that one expert of a layer takes in a tier (precision).
+
+        These are the bytes of the memory slots for all its matrices.
+        """
         return sum(self.slots[layer][tier].values())
 
     def all_slot_bytes(self, tier: int = 0) -> int:
@@ -181,11 +184,12 @@ def even_slots(shape: ModelShape, budget_bytes: int) -> list[int]:
 def layer_groups(shape: ModelShape, counts: Sequence[Sequence[int]]) -> SlotPlan:
     """Return a plan with a separate group of memory slots for each layer, matrix kind and tier.
 
-    A slot holds one matrix of an expert. A tier is a precision, and tier 0 is the best. In tier 0,
-    experts that only a long prompt needs can use at most half of the slots of a group. The rest is
-    kept for other experts.
+    A slot holds one matrix of an expert. A tier is a precision, and tier 0 is the best.
 
     counts: counts[layer][tier] is the number of slots in each group of this layer and tier.
+
+    The plan also limits how many slots of a group hold experts that only a long prompt needs. The
+    limit is half of the group's slots in tier 0, and all of its slots in other tiers.
     """
     groups: list[SlotGroup] = []
     group_of: dict[tuple[int, int, int], int] = {}

@@ -38,10 +38,12 @@ def user_folder(kind: str) -> Path:
 
 @contextmanager
 def whole_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
-    """Open a file that appears under its name only when it is complete.
+    """Open a file for writing in a `with` block. It appears at `path` only when it is complete.
 
     If the block ends without an error, the file gets its name. Otherwise it is deleted. Unfinished
     files of earlier writers that were killed are deleted too. Raises OSError.
+
+    mode: the permissions of the file.
     """
     remove_abandoned(path)
     with _about(path):

@@ -193,10 +193,13 @@ class HotnessKeeper(_Cached):
             self._now = hotness
 
     def save(self) -> None:
-        """Write the values that a policy learned in this run to the file, for later runs.
+        """Save the expert usage that a policy learned in this run, for later runs.
 
-        Raises OSError if the file that the setting `profile` names cannot be written. Write errors
-        of the user cache are ignored.
+        If the user gave the setting `profile`, the usage is written to the file that this setting
+        names. Raises OSError if this file cannot be written.
+
+        Otherwise, the usage is written to the user cache, unless the setting `remember` is off.
+        Errors are then ignored.
         """
         if self._now is None or not (self._named or self._remember):
             return

@@ -399,7 +399,11 @@ class Console:
 
     @contextmanager
     def bars(self) -> Iterator[Console]:
-        """Return a context manager that removes the progress bar when its `with` block ends."""
+        """Return a context manager for code that shows progress bars by the method `bar`.
+
+        The context manager yields this console. The end of the `with` block removes the bar that is
+        shown, if any.
+        """
         try:
             yield self
         finally:

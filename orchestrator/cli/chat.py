@@ -161,9 +161,9 @@ def chat(
 
 
 def offer_table(error: NoLossTableError, config: Config, console: Console) -> None:
-    """Show an error about a missing loss table, and offer to run the command that makes the table.
+    """Show an error about a missing loss table, and ask the user whether to make the table now.
 
-    If the user declines, the process ends with exit status 1.
+    If the user accepts, make the table and return. Otherwise, the process ends with exit status 1.
     """
     from orchestrator.cli.measure import make_table
     from orchestrator.cost.calibrating import TOKENS

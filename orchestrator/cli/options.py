@@ -275,9 +275,9 @@ _MODEL = [each for each in _OWN if not (each.answer or each.conversation)]
 def options_of_model(none: str | None = None) -> Decorator:
     """Return a decorator that adds the options that choose a model and how the model runs.
 
-    none: the text after "default:" in the help of -m, which names the model. For example, `moe-edge
-        plan` without a model prints a table of models, so its text is "a table". None keeps the
-        usual text.
+    none: a text about the command without a model, for the help of the option -m. The help shows it
+        after "default:". For example, `moe-edge plan` without a model prints a table of models, so
+        its text is "a table". If `none` is None, the help shows the usual default.
     """
     own = [
         replace(each, shown=none or each.shown) if each.name == "model" else each for each in _MODEL

@@ -71,8 +71,9 @@ class CalibrationTime(NamedTuple):
         n_vocab = max(1, vocabulary_size(model))
         scored = min(n_tokens, LOGITS_BYTES // (8 * n_vocab))
         rows = n_tokens * k / model.n_expert
-        computed = sum(model.n_expert * interpolated(each[0], rows) for each in costs.expert_s)
-        computed += interpolated(costs.dense_s, n_tokens) + interpolated(costs.output_s, scored)
+        experts_s = model.n_expert * costs.expert_s.sum(axis=0)
+        computed = interpolated(experts_s[0], rows) + interpolated(costs.dense_s, n_tokens)
+        computed += interpolated(costs.output_s, scored)
         computed += n_tokens * ROUTING_TOKENS / 2 * costs.attention_s[1]
         read_bytes = model.dense_bytes + model.tier_bytes[0]
         bandwidth = _BYTES_PER_S
@@ -84,8 +85,8 @@ class CalibrationTime(NamedTuple):
         weights = model.n_expert * sum(
             math.prod(shape) for each in model.shapes for shape in each if shape
         )
-        tested = sum(model.n_expert * interpolated(each, MAX_ROWS).sum() for each in costs.expert_s)
-        measured = float(tested) + weights * n_tiers * _WEIGHT_S / config.n_threads
+        measured = float(interpolated(experts_s.sum(axis=0), MAX_ROWS))
+        measured += weights * n_tiers * _WEIGHT_S / config.n_threads
         return cls(pass_s + _OUTPUT_S * outputs, measured, pass_s, n_tiers + 1)
 
 

@@ -108,9 +108,9 @@ class Bandwidth(NamedTuple):
     def with_compute_threads(self, config: Config) -> Bandwidth:
         """Return a copy of this bandwidth for a run with the compute threads of `config`.
 
-        The field core_s_per_byte is the processor time of reading one byte. This time delays the
-        compute threads only if they use every core. If they leave a core free, the field is 0 in
-        the copy. The other fields are unchanged.
+        If the compute threads leave a core free, reading does not delay them. The field
+        core_s_per_byte, the processor time of reading one byte, is then 0 in the copy. Otherwise,
+        the copy has the same values.
         """
         shares_cores = (config.n_threads) >= usable_cores()
         return self._replace(core_s_per_byte=self.core_s_per_byte if shares_cores else 0.0)
@@ -337,9 +337,10 @@ def kept_bandwidth(model: ExpertModel, config: Config, measures: bool = True) ->
 def machine_bandwidth(config: Config) -> Bandwidth:
     """Return the measured bandwidth of the disk that holds the user cache.
 
-    It is used to predict the speed of a model that is not on this machine yet. The measurements are
-    stored in the user cache. If more of them are needed, this function writes a file of random
-    bytes, reads it and deletes it. Raises OSError if the file cannot be written or read.
+    It is used to predict the speed of a model that is not on this machine yet. The result is the
+    best of several measurements, which are stored in the user cache. Until there are enough of
+    them, a call makes one more, at most every ten minutes. To measure, it writes a file of random
+    bytes, reads the file and deletes it. Raises OSError if the file cannot be written or read.
     """
     folder = user_folder("cache") / "speed"
     folder.mkdir(parents=True, exist_ok=True)

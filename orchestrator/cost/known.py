@@ -79,12 +79,13 @@ class Known:
     def best(self) -> list[Row]:
         """Return one row for each model, in the precision that suits this machine best.
 
-        This is the best precision that is fast enough (WELL, in tokens per second). If no precision
-        is fast enough, it is the fastest one. For a model that does not run, it is the smallest
-        one.
+        A precision is fast enough if it reaches WELL tokens per second. The models come in this
+        order:
 
-        Models that are fast enough come first, sorted by falling size. Slower models follow, sorted
-        by falling speed. Models that do not run come last, sorted by rising size.
+        - Models with a precision that is fast enough, sorted by falling size. The row has the best
+          such precision.
+        - Slower models, sorted by falling speed. The row has the fastest precision.
+        - Models that do not run, sorted by rising size. The row has the smallest precision.
         """
 
         def order(row: Row) -> tuple[int, float]:

@@ -127,9 +127,9 @@ class LossTable:
     def filled(self) -> np.ndarray:
         """Return the mean squared errors of the experts' outputs, without NaN.
 
-        The result is float64 [n_layers, n_expert, n_candidates]. An expert that no token used gets
-        the mean of the other experts in its layer. In this mean, each expert counts in proportion
-        to the number of its tokens.
+        The result is float64 [n_layers, n_expert, n_candidates], with one error for each precision
+        in the field `candidates`. An expert that no token used gets the mean of the other experts
+        in its layer. In this mean, each expert counts in proportion to the number of its tokens.
         """
         return self._filled(self.loss)
 
@@ -488,9 +488,11 @@ class Foreseen:
 def started(placement: Placement, uses: np.ndarray | None = None) -> np.ndarray:
     """Return the tier (precision) of each expert at the start of a run, int [n_layers, n_expert].
 
-    The values are indices into the precisions of the plan, 0 for the best. placement: the expert
-    slots of a policy that keeps every expert in memory. uses: how often a token uses each expert;
-    None for the usage in earlier runs.
+    This function is for policies that keep every expert in memory. A tier is an index in
+    `placement.shape.tiers`, 0 for the best.
+
+    placement: how the policy divides the memory among experts. uses: the fraction of tokens that
+    use each expert, [n_layers, n_expert]; None for the usage in earlier runs.
     """
     shape = placement.shape
     found = np.full((shape.n_layers, shape.n_expert), len(shape.tiers) - 1)
@@ -508,8 +510,9 @@ def foreseen(plan: Plan, uses: np.ndarray, estimate: KlEstimate | None, base: st
     - estimate: estimates the loss for all precisions of the file; None if the losses are unknown.
     - base: the name of the best precision, for the field `base` of the result.
 
-    If the policy has a loss budget, the prediction includes the whole budget. If the policy uses
-    several precisions for one token, the prediction is an upper bound.
+    If the policy has a loss budget (the loss per token that it may cause), the prediction assumes
+    that the policy uses all of it. If the policy uses several precisions for one token, the
+    prediction is an upper bound.
     """
     placement = plan.placement
     if placement is not None and placement.wants.all_resident:
@@ -546,15 +549,16 @@ class LossModel:
         self.note: str | None = None
 
     def recall(self, tiers: Sequence[str], per_use: bool = False) -> np.ndarray | None:
-        """Return the loss of computing each expert of the model in these precisions (tiers).
+        """Return the loss of each expert of the model in each of these precisions (tiers).
 
         The result is float64 [n_layers, n_expert, n_tiers]. It is None if the model has no loss
         table, or if the table lacks one of the tiers.
 
-        The loss is the mean squared error of the expert's output. With per_use, it is the quality
-        loss in nats of one use of the expert by a token. If the table cannot convert errors into
-        nats, per_use has no effect. Raises ConfigError if a table that the user named cannot be
-        used.
+        per_use: False for the mean squared error of the expert's output. True for the mean quality
+            loss, in nats, if a token uses the expert. If the table cannot convert errors into nats,
+            True returns the errors, too.
+
+        Raises ConfigError if a table that the user named is unusable.
         """
         table, why = self._loaded
         self.note = None
@@ -599,7 +603,10 @@ class LossModel:
         return None if table is None else table.costs(tiers)
 
     def needed(self, tiers: Sequence[str]) -> KlEstimate:
-        """Return an estimator of the quality loss of computing experts in these tiers (precisions).
+        """Return an estimator of quality loss. Unlike `estimate`, raise an error if it is unknown.
+
+        The estimator predicts the quality loss, in nats, of computing experts in these tiers
+        (precisions).
 
         tiers: names, best first. Raises ConfigError if the losses are unknown. The error names the
         command that measures them. It is a NoLossTableError if the model has no usable loss table.

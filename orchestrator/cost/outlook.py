@@ -55,9 +55,11 @@ class Outlook:
 
 
 def check_several(config: Config) -> None:
-    """Raise ConfigError for settings that a table of several models does not support.
+    """Check the settings for a table that predicts how several models run on this machine.
 
-    These are the settings of a single model, and those of a GPU.
+    `moe-edge plan` prints such a table if the user names no model, or a repository with several
+    models. Raises ConfigError for settings that only suit a single model, such as --low-tier, and
+    for settings of a GPU.
     """
     of_one = ("low", "high_tier", "low_tier")
     named = [*(name for name in of_one if config.given(name) is not None), *config.of_policies]

@@ -53,11 +53,10 @@ _WORTH_SAYING = 1.1
 class ResolvedPlan(NamedTuple):
     """The memory plan with which a model runs on this machine, and its predicted quality loss.
 
-    - request: the configuration, and the memory and sequences that the user interface, such as the
-      server, needs. If the user allowed a quality loss, the configuration has the settings that the
-      planner chose within this loss.
+    - request: the input of the plan. It has the configuration, including settings that the planner
+      chose, and the needs of the user interface, such as the number of parallel conversations.
     - plan: the memory plan.
-    - loses: the predicted quality loss of the plan.
+    - loses: the predicted quality loss of the model's answers under this plan.
     """
 
     request: PlanRequest
@@ -136,19 +135,23 @@ class Planner:
         return slow_disk(self._model, self.request.config)
 
     def runs(self, config: Config) -> ResolvedPlan:
-        """Return the plan with which the model runs under these settings.
+        """Return how the model runs with these settings: its memory plan and its predicted loss.
+
+        The loss is a loss of answer quality. If `config` names no policy, this method may choose a
+        faster policy than the default. The method `plan` uses the default policy in this case.
 
         Raises ConfigError for an option that has no effect with the policy, and for an allowed loss
-        without a loss table. Raises BudgetError if the model does not fit.
+        without a loss table. Raises BudgetError if the model does not fit in memory.
         """
         check_unused(config)
         return self.compared(config)
 
     def compared(self, config: Config) -> ResolvedPlan:
-        """Return the plan with which the model runs under these settings.
+        """Return how the model runs with these settings, for a comparison of several policies.
 
-        Unlike `runs`, this method accepts settings that have no effect with the policy of `config`.
-        A command that compares policies can thus use the same settings for each policy.
+        The result is the memory plan and its predicted quality loss, as from `runs`. Unlike `runs`,
+        this method ignores settings that have no effect with the policy of `config`. A comparison
+        can thus use the same settings for each policy.
 
         Raises BudgetError if the model does not fit in memory. Raises ConfigError if the user
         allows a quality loss, but the model has no loss table.
@@ -291,10 +294,14 @@ class Planner:
         return replace(request, counted=counted)
 
     def loses(self, plan: Plan) -> Foreseen:
-        """Return the predicted quality loss of a plan.
+        """Predict how much quality the model's answers lose under a memory plan.
 
-        If the policy keeps every expert in memory, the result is the loss with the precisions that
-        the experts have at the start of a run.
+        The loss is the mean KL divergence from the file's best precision, in nats per token. The
+        field `kl` of the result is None if the loss is unknown.
+
+        For a policy that keeps every expert in memory, the prediction uses the precisions at the
+        start of a run. For other policies, it uses the expected fraction of each precision, and
+        adds the policy's loss budget.
         """
         return self.losses.foreseen(plan, self._uses)
 
@@ -441,14 +448,15 @@ class KnownHistory(History):
         return self._hotness.recall()
 
     def losses(self, tiers: Sequence[str], per_use: bool = False) -> np.ndarray | None:
-        """Return the loss of computing each expert of the model in these precisions (tiers).
+        """Return the loss if each expert is computed in each of these tiers (precisions).
 
         The result is float64 [n_layers, n_expert, n_tiers], or None if the loss is unknown.
 
         The loss is the mean squared error of the expert's output. With per_use, it is the quality
-        loss in nats of one use of the expert by a token. If the model's loss table cannot convert
-        errors into nats, per_use has no effect. Raises ConfigError if a loss table that the user
-        named cannot be used.
+        loss in nats of one use by a token, if the model's loss table can convert errors into nats.
+        The result does not tell its unit, so compare its values only with each other.
+
+        Raises ConfigError if a loss table that the user named cannot be used.
         """
         return self._losses.recall(tiers, per_use)
 

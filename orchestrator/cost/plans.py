@@ -88,23 +88,25 @@ class Candidate:
         return (self.policy, self.tiers, self.kl) == (other.policy, other.tiers, other.kl)
 
     def is_asked_by(self, settings: Mapping[str, Any] | None) -> bool:
-        """Return whether this plan is the plan that an earlier command chose.
+        """Return whether these settings ask for this plan.
 
-        settings: the stored settings of that earlier plan, by name. If nothing was stored,
-        `settings` is None and the result is False.
-
-        The loss budget of the policy is not compared, because it is not stored.
+        settings: the settings of a plan, by name, as an earlier command stored them. None means
+        that nothing was stored, and the result is False. Otherwise, the settings must equal the
+        field `settings` of this plan. The loss budget is not compared, because it is not stored.
         """
         mine = {name: value for name, value in self.settings.items() if name != ALLOWED_LOSS}
         return mine == settings
 
     @property
     def is_redundant(self) -> bool:
-        """Whether this plan is left out of the list of plans, because it has no advantage.
+        """Whether this plan has no advantage over other plans. The list of plans leaves it out.
 
-        This is the case if every expert is in memory, and the plan has a single tier (precision) or
-        a loss budget. With a single tier, the plan computes the same as the plan of the baseline
-        policy, which stays in the list. A loss budget only helps if some experts are not in memory.
+        Only a plan that keeps every expert in memory can be redundant. Such a plan is redundant in
+        two cases:
+
+        - It has a loss budget. The budget is useless, because no expert must be read from disk.
+        - It has a single tier (precision). The baseline policy then gives the same output. Plans of
+          the baseline policy and of llama.cpp's own path stay in the list.
         """
         alone = len(self.tiers) == 1 and self.policy not in (PLAIN, BASELINE)
         return self.resident and (alone or ALLOWED_LOSS in self.settings)
@@ -137,16 +139,15 @@ class Frontier:
     ) -> Frontier:
         """Sort plans by predicted speed, and choose the plan with which the model will run.
 
-        - found: the plans. Duplicates and plans without an advantage are left out.
-        - usual: the plan that is chosen if `allowed` is None.
-        - best_tier: the name of the file's best precision, for the sentence that explains the
-          choice.
-        - allowed: the allowed loss in nats per token, or None. The fastest plan within it is
+        - found: the plans. Duplicates and redundant plans (see Candidate) are left out.
+        - usual: the default plan. It is chosen if `allowed` is None.
+        - best_tier: the file's best precision, for the explanation of the choice.
+        - allowed: the maximum loss in nats per token, or None. The fastest plan within it is
           chosen.
-        - before: the settings of the plan that an earlier command chose within `allowed`, or None.
-          This plan is chosen again, unless another plan is clearly faster.
-        - may_switch: if `allowed` is None, a clearly faster plan with the same output as `usual` is
-          chosen instead of `usual`.
+        - before: settings of the plan that an earlier command chose within `allowed`. This plan is
+          chosen again unless another plan is clearly faster.
+        - may_switch: if `allowed` is None, a clearly faster plan with the same output replaces
+          `usual`.
 
         Raises ConfigError if every plan loses more than `allowed`.
         """
@@ -264,10 +265,10 @@ def settings_of_plans(
 
     A plan is an installed policy with precisions (tiers) of the file. `config` may limit the tiers.
 
-    left: a loss budget for each tier, in nats per token. It is the part of the allowed quality loss
-    that remains if all experts are in this tier. A policy with a loss budget gets that of
-    its best tier. Such a policy is left out if that budget is not positive, or if `left` is
-    None.
+    left: for each tier, the part of the allowed quality loss that remains if all experts are in
+    this tier, in nats per token. If the policy of a plan needs a loss budget, its budget is the
+    value of the plan's best tier. Such plans are left out if this value is not positive, or if
+    `left` is None.
     """
     every = [tier.name for tier in model.tiers]
     names = every
@@ -317,10 +318,10 @@ def _settings_of(
 
 
 class TakenPlans:
-    """Remembers which plan was chosen for a request, for this model on this processor.
+    """Remembers the settings of the plan that was chosen for a request, in the user cache.
 
-    The settings are kept in the user cache, so that the same command runs the same plan later. Read
-    and write errors are ignored.
+    The same command thus runs the same plan later. The settings are stored for each combination of
+    request, model and processor. Read and write errors are ignored.
     """
 
     def __init__(self, request: PlanRequest, model: ExpertModel) -> None:

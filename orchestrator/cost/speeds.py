@@ -175,16 +175,16 @@ def _read(seconds: object, n_quiet: object, at: object) -> Timing:
 class Costs:
     """The seconds that each part of a model takes to compute on one machine.
 
-    Several tokens can be computed together. An axis of length len(ROWS) has one value for each
-    number of tokens in ROWS (1, 4, 16, 64, 256).
+    Several tokens can be computed together, as a batch. An axis of length len(ROWS) has the seconds
+    for a whole batch of each size in ROWS (1, 4, 16, 64 and 256 tokens).
 
-    - expert_s: one expert for these tokens, float64 [n_layers, n_tiers, len(ROWS)].
+    - expert_s: one expert, float64 [n_layers, n_tiers, len(ROWS)].
     - expert_bytes: bytes to read one expert, int64 [n_layers, n_tiers].
     - dense_s: everything except the experts and the output matrix, float64 [len(ROWS)].
     - output_s: the output matrix, float64 [len(ROWS)].
-    - attention_s: attention of one token to one KV cell, in all layers. The first value is for
-      steps with one token, the second for steps with many tokens.
-    - step_s: the rest of a step, such as sampling.
+    - attention_s: attention of one token to one token of context, in all layers. The first value is
+      for a batch of one token, the second for larger batches.
+    - step_s: the rest of one pass through the model, such as sampling.
     - asked_s: one call of the policy for a layer.
     """
 
@@ -280,11 +280,11 @@ class Speeds(Closing):
         return self._used[key] * scale
 
     def time_again(self) -> bool:
-        """Time the operations of a single token again, so that results depend less on one moment.
+        """Time operations of a single token again, so that results depend less on one moment.
 
-        Only operations that `seconds` timed since the previous call of this method are timed again.
-        Afterwards, `seconds` returns their improved times. The result is True if any operation was
-        timed again.
+        These are the operations that the method `seconds` has timed since the last call of
+        `time_again`. Afterwards, the method `seconds` returns the improved times. The result is
+        True if any operation was timed again.
 
         Raises NativeError if an operation cannot be timed.
         """

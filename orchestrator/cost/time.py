@@ -233,13 +233,14 @@ def chances(counts: np.ndarray, n_used: int) -> np.ndarray:
 
 
 def resident(tiers: np.ndarray, uses: np.ndarray, n_tiers: int) -> Residency:
-    """Return the residency of a plan that always keeps every expert in memory.
+    """Describe a plan that always keeps every expert in memory, as a Residency.
 
-    A residency says how often tokens use each expert, and how often they find it in memory.
+    Tokens then find every expert in memory, in the expert's tier (precision).
 
-    - tiers: the tier (precision) of each expert, [n_layers, n_expert], an index below n_tiers. SKIP
-      is the tier of an expert that is always skipped.
+    - tiers: the tier of each expert, [n_layers, n_expert]: an index below n_tiers, or SKIP for an
+      expert that is always skipped.
     - uses: the probability that a token uses each expert, [n_layers, n_expert].
+    - n_tiers: the number of tiers, for the last axis of the result's field `mix`.
     """
     mix = (tiers[:, :, None] == np.arange(n_tiers)) * 1.0
     present = np.where(tiers == SKIP, 0.0, 1.0)
@@ -253,19 +254,17 @@ def cached(
     mix: np.ndarray,
     foreseen: float = 0.0,
 ) -> Residency:
-    """Return the predicted residency of a plan whose expert slots are LRU caches.
+    """Predict how often tokens find experts in memory if the memory for experts is an LRU cache.
 
-    A residency says how often tokens use each expert, and how often they find it in memory. Slots
-    are the memory for experts.
+    An expert is assumed to be in memory if one of the last t tokens used it. The number t is chosen
+    so that the cache is just full on average (Che, Tung and Wang 2002).
 
-    - shape, slots: the sizes of the model's experts, and the slots.
+    - shape: the sizes of the model's experts.
+    - slots: the memory for experts, in groups of slots of one size.
     - uses: the probability that a token uses each expert, [n_layers, n_expert].
     - mix: for each expert, the fraction of its uses in each tier (precision), [n_layers, n_expert,
       n_tiers].
-    - foreseen: the fraction of misses that look-ahead predicts. It is only copied to the result.
-
-    An expert is assumed to be in memory if one of the last t tokens used it. The number t is chosen
-    so that the slots are just full on average (Che, Tung and Wang 2002).
+    - foreseen: the fraction of misses that look-ahead predicts, for the result's field `foreseen`.
     """
     rates = uses[:, :, None] * mix
     found = np.zeros_like(rates)
@@ -317,13 +316,15 @@ def recently_used(rates: np.ndarray, n_slots: int) -> np.ndarray:
 def prompt_hit_rates(share: float, several_layers: bool) -> tuple[float, float]:
     """Return the hit rates of experts in a long prompt, as (first, later).
 
-    `first` is the fraction of experts that the first micro-batch of the prompt finds in memory.
-    `later` is this fraction for each following micro-batch. Each micro-batch uses all experts.
+    A hit rate is the fraction of experts that a micro-batch of the prompt finds in memory. `first`
+    is for the first micro-batch, and `later` for each following micro-batch. Each micro-batch uses
+    all experts.
 
-    - share: the number of expert slots divided by the number of experts.
-    - several_layers: whether several layers share the slots. If they share too few slots for all
-      experts, each layer evicts experts of other layers. `first` is then less than `share`, and
-      `later` is 0. Otherwise, both rates are `share`, at most 1.
+    - share: the number of expert slots divided by the number of experts. It may exceed 1.
+    - several_layers: whether several layers share the slots.
+
+    If several layers share too few slots for all experts, they evict each other's experts. The
+    result is then (share + (1 - share) log(1 - share), 0). Otherwise, both rates are min(1, share).
     """
     # A layer with its own slots computes the experts in memory before it replaces any. If layers
     # share slots, each miss takes a slot that a later layer would have hit. Let y be the share of
@@ -337,17 +338,15 @@ def prompt_hit_rates(share: float, several_layers: bool) -> tuple[float, float]:
 
 
 def with_skips(known: Residency, skips: Skips, expert_bytes: np.ndarray) -> Residency:
-    """Return the predicted residency of a plan whose policy skips experts that are not in memory.
+    """Predict how often experts are used and in memory if the policy skips some missing experts.
 
-    A residency says how often tokens use each expert, and how often they find it in memory.
-
-    - known: the residency without skipping.
-    - skips: the loss of skipping each expert, and the allowed loss. The prediction assumes that the
-      policy uses the whole allowed loss.
+    - known: this prediction without skipping, as a Residency. The result is a changed copy.
+    - skips: the mean loss of skipping each expert once, and the allowed loss. The policy is assumed
+      to use the whole allowed loss.
     - expert_bytes: bytes to read one expert of each layer, [n_layers].
 
     Experts with the least loss per byte are skipped first, but never all experts of a token in a
-    layer. Gate weights are assumed to be average.
+    layer.
     """
     asked = known.uses * known.mix.sum(axis=2)
     missing = asked * (1.0 - known.present)

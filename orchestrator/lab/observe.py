@@ -107,9 +107,10 @@ class Node:
         return values
 
     def check(self) -> None:
-        """Check that this module reads ggml's tensors with the right memory layout.
+        """Check that this object reads the fields of its tensor from the right places in memory.
 
-        Raises NativeError if the layout is wrong.
+        Raises NativeError if ggml's own functions return another name, data address or number of
+        dimensions. The loaded llama.cpp library then has another memory layout of tensors.
         """
         lib, tensor, at = self._lib, self._tensor, self._address
         if (
@@ -121,9 +122,11 @@ class Node:
 
 
 def expert_product(node: Node, layer_of: Mapping[int, int]) -> tuple[int, int] | None:
-    """Return (layer, matrix kind) if a node multiplies by expert matrices, or else None.
+    """Return (layer, matrix kind) if a graph node multiplies by expert matrices, or else None.
 
-    `layer_of` maps the layer numbers in tensor names to indices among the MoE layers.
+    The layer is an index among the model's MoE layers. `layer_of` maps the layer number in a
+    tensor's name to this index. The result is also None for a layer that is not in `layer_of`. The
+    matrix kind is an index into KINDS, such as the index of "up".
     """
     parsed = parse_expert_name(node.source(0).name) if node.op == "MUL_MAT_ID" else None
     layer = layer_of.get(parsed.il) if parsed else None
@@ -200,8 +203,13 @@ class Observer(Closing):
     def read_each(self, windows: Sequence[Sequence[int]], scored: np.ndarray | None = None) -> None:
         """Evaluate several token lists in one batch, each as its own sequence from position 0.
 
-        The lists have at most n_ctx tokens in total. `scored` bool [n] selects the tokens whose
-        logits are computed; None selects all. Raises NativeError if the evaluation fails.
+        Afterwards, the method `logits` returns the logits.
+
+        - windows: the token lists, with at most n_ctx tokens in total.
+        - scored: which tokens get logits, bool [n] for the n tokens of all lists in order. None
+          selects all tokens.
+
+        Raises NativeError if the evaluation fails.
         """
         n = sum(map(len, windows))
         if not 1 <= n <= self._context.n_ubatch:

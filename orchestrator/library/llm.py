@@ -166,7 +166,11 @@ class LLM(Closing):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences about the settings and this machine, as the command line prints them."""
+        """Warnings and other remarks about the settings and this machine, one sentence each.
+
+        An example is that a requested context was reduced to the model's training context. The
+        command line prints the same sentences.
+        """
         return tuple(self._notes)
 
     @property

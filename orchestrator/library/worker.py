@@ -103,11 +103,11 @@ class Posted(Generic[T]):
             return not self._has_result
 
     def drop(self) -> None:
-        """Free the result of the function, which is no longer wanted.
+        """Free the value that this object's function has returned.
 
-        The result is passed to the function `discard` that was given to the constructor. Nothing
-        happens without a result or without `discard`. Call this on the worker thread, after
-        `cancel`.
+        The value is passed to `discard`, a function that was given to the constructor. Nothing
+        happens if the function returned no value, or if `discard` is None. Call this on the worker
+        thread, if `cancel` returned False.
         """
         if self._has_result and self._discard is not None:
             self._discard(cast(T, self.result))

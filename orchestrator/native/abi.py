@@ -223,7 +223,14 @@ class CBandwidths(ctypes.Structure):
 
 
 class CMemory(ctypes.Structure):
-    """The memory of a context and its model in bytes (C struct). Arrays are [host, devices]."""
+    """The memory in bytes that a context and its model take, without expert slots (C struct).
+
+    Each field has two values: the host memory, and the total memory of all devices.
+
+    - weights: model weights.
+    - cache: the KV cache.
+    - scratch: temporary buffers of compute graphs.
+    """
 
     _fields_ = [*fields_of(_U64 * 2, "weights", "cache", "scratch")]
 
@@ -243,16 +250,21 @@ class CTouched(ctypes.Structure):
 
 
 class CRoom(ctypes.Structure):
-    """The arguments and results of the callback that makes memory available for a batch (C struct).
+    """The argument of the callback that makes memory available for a batch (C struct).
 
-    The store calls it before a batch is computed or a saved state is restored. The callback reads
-    the first three fields, and sets the last two.
+    The store calls the callback before a batch is computed or a saved state is restored.
 
-    - touched: the memory in use.
-    - n_bytes: size of the state to be restored, or 0.
+    The callback reads:
+
+    - touched: the memory that KV caches and temporary buffers take now.
+    - n_bytes: bytes of the state to be restored, or 0.
     - n_tokens: number of tokens in the batch, or 0.
-    - at_once: the maximum number of tokens per micro-batch, initially that of the context.
-    - drop_scratch: 1 to free the temporary buffers of earlier batches.
+
+    The callback may change:
+
+    - at_once: the maximum number of tokens per micro-batch. The store sets it to the maximum of the
+      context.
+    - drop_scratch: 0, or 1 to free the temporary buffers of earlier batches.
     """
 
     _fields_ = [

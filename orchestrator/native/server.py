@@ -503,11 +503,12 @@ class NativeServer:
         return self.match(sequence, prompt)[0]
 
     def as_held(self, prompt: Sequence[int], held: Sequence[int]) -> list[int]:
-        """Return a prompt with the same text, tokenized so that a sequence can reuse more KV cells.
+        """Return a prompt's text as the tokens that a sequence already holds for this text.
 
-        KV cells are reused only for equal tokens, and a text can have several tokenizations. held:
-        the tokens of the sequence. The result begins with tokens of `held` as long as `prompt` has
-        the same text, and continues with tokens of `prompt`. Safe on any thread.
+        held: the tokens of the sequence. The result has the text of `prompt`. For the common
+        beginning of both texts, it has the tokens of `held`. The sequence's KV cells can then be
+        reused, because they are reused only for equal tokens, and a text can have several
+        tokenizations. Safe on any thread.
         """
         given, known = _array(prompt), _array(held)
         made = (ctypes.c_int32 * (len(prompt) + len(held)))()
@@ -523,9 +524,12 @@ class NativeServer:
         """Save a sequence to a file: its tokens, its state and its checkpoints.
 
         A checkpoint is a position to which the sequence can be truncated later, with the model's
-        state at this position. Returns (size of tokens and state in bytes, number of tokens, a
-        FileMark for each checkpoint). The size does not include the checkpoints. It is 0 if saving
-        fails, and during shutdown.
+        state at this position. The result has three items:
+
+        - the bytes that the tokens and the state take in the file, without the checkpoints. This is
+          0 if saving failed.
+        - the number of tokens.
+        - a list with the place of each checkpoint in the file, as a FileMark.
         """
         n_tokens, n_marks = ctypes.c_int32(), ctypes.c_int32(_MOST_MARKS)
         marks = (CMark * _MOST_MARKS)()
@@ -620,9 +624,9 @@ class NativeRequest:
     def run(self, ready: int = -1) -> None:
         """Compute the whole answer, then close the request. Another thread calls `take` meanwhile.
 
-        ready: a file descriptor that wakes up the other thread, such as the write end of a pipe, or
-        -1. A byte is written to it when text arrives after a call of `take` that returned no text,
-        and at the end of the answer.
+        ready: a file descriptor that tells the other thread to call `take`, such as the write end
+        of a pipe, or -1. If the last call of `take` returned no text, this method writes a byte to
+        `ready` as soon as text is available. It also writes a byte at the end of the answer.
 
         Raises NativeError if memory is short, or if the other thread takes the text too slowly.
         """

@@ -64,12 +64,13 @@ def event_arrays(event: CEvent, spec: StoreSpec) -> tuple[np.ndarray, ...]:
 
     - ids, weights [T, k]: each token's experts and their routing weights.
     - tokens [T]: index of each token in its micro-batch.
-    - ahead_ids, ahead [n_ahead, T, k]: experts that are predicted for the next n_ahead layers, and
-      their scores.
-    - importance [T]: how much attention each prompt token receives from its sequence.
+    - ahead_ids, ahead [n_ahead, T, k]: predicted experts of the next n_ahead layers, and their
+      scores.
+    - importance [T]: the attention that each prompt token receives from tokens of its sequence.
     - phases, sequences [T]: phase (prefill or decode) and sequence of each token.
 
-    T is `spec.max_tokens`, and k is `spec.n_expert_used`.
+    k is `spec.n_expert_used`. T is `spec.max_tokens`. Only the first `event.n_tokens` entries are
+    valid.
     """
     rows = (spec.max_tokens, spec.n_expert_used)
     ahead = (spec.n_ahead, *rows)
@@ -196,12 +197,12 @@ class Store(Closing):
         self.library.set_step_callback(self.handle, self._step_trampoline, None)
 
     def set_room(self, room: RoomCallback) -> None:
-        """Set a function that the store calls before the KV cache or temporary buffers may grow.
+        """Set a function that makes memory available for the KV cache and for temporary buffers.
 
-        The store may call it before a batch is computed on the CPU, and before a saved sequence is
-        restored. The argument (a CRoom) has the memory in use and the size of the batch or of the
-        sequence. The function can make memory free by shrinking the expert cache with
-        `Store.limit`.
+        On the CPU, the store may call it before a batch is computed or a saved sequence is
+        restored. Its argument, a CRoom, tells the memory in use and the size of the batch or of the
+        sequence. The function can shrink the expert cache with `Store.limit`. It returns nothing.
+        If it raises an exception, the batch fails.
         """
         self._room, self._room_trampoline = room, ROOM_CB(self._on_room)
         address = ctypes.cast(self._room_trampoline, ctypes.c_void_p)
@@ -210,9 +211,10 @@ class Store(Closing):
     def set_phase(self, phase: Phase | None) -> None:
         """Set the phase (prefill or decode) of all tokens from the next step on.
 
-        With None, the store determines the phase of each token from its batch. The call also clears
-        the exception of a callback in an earlier step, so that `check_step` does not raise it after
-        the next step.
+        With None, the store determines the phase of each token from its batch.
+
+        A new computation usually follows. The method therefore discards an exception that a
+        callback raised in an earlier step, which `check_step` would otherwise raise.
         """
         self._error = None
         self.library.set_phase(self.handle, _BY_THE_BATCH if phase is None else phase)
@@ -220,8 +222,8 @@ class Store(Closing):
     def sequence_end(self, sequence: int | None = None) -> None:
         """Tell the store that all tokens of a sequence were dropped; None stands for all sequences.
 
-        The step callback (see `set_step_done`) finds the sequence in `ends` of its argument after
-        the next step. A sequence that had no tokens in earlier steps is left out.
+        The function that was set with `set_step_done` finds the sequence in `ComputedStep.ends`
+        after the next step. Sequences that never had tokens in a step are not reported.
         """
         self.library.sequence_end(self.handle, _EVERY_SEQUENCE if sequence is None else sequence)
 
@@ -299,9 +301,9 @@ class Store(Closing):
     def begin_step(self, phase: Phase) -> None:
         """Begin a step (one pass through all layers) without llama.cpp. phase: prefill or decode.
 
-        If llama.cpp computes a step, it begins the step itself. This method is for simulations and
-        tests. It also puts experts into use that were read in another precision, because an expert
-        changes its precision only when a step begins.
+        llama.cpp begins its own steps. This method is for simulations and tests. It is also called
+        between steps of llama.cpp, to complete changes of experts' precisions. Such a change takes
+        effect only when a step begins.
         """
         self._error = None
         self.library.begin_step(self.handle, phase)
@@ -367,20 +369,20 @@ class Store(Closing):
         return counts
 
     def forget_counts(self) -> np.ndarray:
-        """Reset the usage counts of all experts, and return the counts before the reset.
+        """Reset the usage counts of all experts, and return the old counts.
 
-        A count is the number of tokens that used an expert since the last reset. The result is
-        uint32 [n_layers, n_expert]. The total that `taken_counts` returns does not include these
-        counts. Use `take_counts` to include them.
+        The result is uint32 [n_layers, n_expert]. A usage count is the number of tokens that used
+        an expert since the last reset. `take_counts` also resets the counts, and adds them to the
+        total that `taken_counts` returns. This method does not change the total.
         """
         return self._of_each(self.library.take_counts, ctypes.c_uint32)
 
     def taken_counts(self) -> np.ndarray:
-        """Return how many tokens have used each expert, uint32 [n_layers, n_expert].
+        """Return the sum of all results of `take_counts` so far, uint32 [n_layers, n_expert].
 
-        The counts cover the time from the creation of the store to the last call of `take_counts`.
-        Counts that `forget_counts` has reset are left out. The result is a copy. Safe on any
-        thread.
+        A result of `take_counts` is the number of tokens that used each expert since its previous
+        call. Later uses are added at the next call of `take_counts`. This method returns a copy.
+        Safe on any thread.
         """
         taken: np.ndarray = self._taken.copy()
         return taken
@@ -441,12 +443,12 @@ class Store(Closing):
     def limit(self, n_bytes: int) -> int:
         """Limit the memory of the expert cache to n_bytes, by evicting experts.
 
-        Returns how many bytes above the limit are still in use, for example because reads into this
-        memory are running. A limit above the planned size of the cache means no limit.
+        Returns how many bytes above the limit are still in use, for example because experts are
+        being read into this memory. A limit above the planned size of the cache means no limit.
 
-        Call this between steps, on any thread, or in the functions of `set_room` and
-        `set_step_done`. Raises NativeError during a step or `warm`, for slots on a GPU, and if the
-        limit is too small for one slot of each group. The earlier limit then stays.
+        Call this on any thread, but not during a step. Callbacks that were set with `set_room` or
+        `set_step_done` may call it. Raises NativeError and keeps the previous limit during a step
+        or `warm`, for slots on a GPU, and if n_bytes is less than one slot of each group.
         """
         message = ctypes.create_string_buffer(_ERROR_BYTES)
         to_come = self.library.store_limit(self.handle, n_bytes, message, _ERROR_BYTES)
@@ -477,10 +479,11 @@ class Store(Closing):
         return self._calls
 
     def callback_us(self, since: int = 0) -> float | None:
-        """Return the median time of a call of the route callback, in microseconds.
+        """Return the median duration of a call of the route callback, in microseconds.
 
-        The first `since` calls are left out. The median covers the latest 4096 of the other calls.
-        Returns None if there are no other calls.
+        The route callback is the function that was set with `set_route`. The store calls it in each
+        MoE layer of a step. since: the number of first calls to leave out. The median covers at
+        most the latest 4096 calls. The result is None if no calls are left.
         """
         n = self._calls - since
         return percentile([*self._ring][-n:], 50) / 1000.0 if n > 0 else None
@@ -563,7 +566,7 @@ class Store(Closing):
             raise NativeError(_text(message.value))
 
     def close(self) -> None:
-        """Free the native store, after its llama_context is closed."""
+        """Free the native store. The caller must free the store's llama_context first."""
         if self._handle is not None:
             handle, self._handle = self._handle, None
             self._route = self._step_done = self._room = None

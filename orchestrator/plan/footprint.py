@@ -52,11 +52,11 @@ SIZES = (512, 1024, 2048, 4096)
 def output_tokens(request: PlanRequest, n_vocab: int, n_ubatch: int) -> int:
     """Return for how many tokens of one sequence a step may compute logits at once.
 
-    - Usually this is 1, because only the last token of a prompt needs logits.
-    - With the setting `logits_all`, it is n_ubatch, the micro-batch size.
-    - If the probabilities of prompt tokens may be requested, it is `request.needs.scored`, but at
-      most n_ubatch. It is also limited so that the logits and a copy of them fit into
-      SCORING_BYTES.
+    - With the setting `logits_all`, the result is n_ubatch, the micro-batch size.
+    - If prompt tokens may be scored, the result is `request.needs.scored`, the maximum number of
+      tokens to score at once. It is at most n_ubatch. The logits and a copy of them must also fit
+      into SCORING_BYTES.
+    - Otherwise the result is 1, because only the last token of a prompt needs logits.
 
     n_vocab: size of the vocabulary, the number of logits of a token.
     """

@@ -46,11 +46,11 @@ def wants_own_layout(config: Config, plan: Plan) -> bool:
 def with_layouts(
     spec: StoreSpec, config: Config, model: ExpertModel, plan: Plan, library: Library
 ) -> StoreSpec:
-    """Return parameters of an expert store that set the memory layout of each expert matrix.
+    """Return `spec`, the parameters of an expert store, with a memory layout for each matrix.
 
-    spec: the parameters without layouts. If `wants_own_layout` is True, matrices get the CPU's own
-    layout, which interleaves their rows. Matrices that the library cannot interleave, and all
-    experts on a GPU, keep the layout of the file.
+    A matrix keeps the layout of the file, or its rows are interleaved for faster CPU kernels. The
+    function `wants_own_layout` decides whether rows are interleaved. Matrices that the library
+    cannot interleave, and all experts on a GPU, keep the layout of the file.
     """
     if plan.device is not None or not wants_own_layout(config, plan):
         return spec
@@ -65,13 +65,15 @@ def with_layouts(
 
 
 def with_product_times(spec: StoreSpec, model: ExpertModel, timed: TimeProduct) -> StoreSpec:
-    """Return parameters of an expert store that have the host's time to compute each expert.
+    """Return `spec`, the parameters of an expert store, with the host's time for each expert.
 
-    With `--misses auto`, a store on a GPU uses these times to choose whether the host computes an
-    expert that is missing in GPU memory. In other modes, `spec` is returned unchanged.
+    This is the time to compute the expert for one token. With `--misses auto`, the store compares
+    it with the time to copy the expert to the GPU. In other modes, or if the speed of copies is
+    unknown, the result is `spec` unchanged.
 
-    timed: returns the time of an expert product from its type and its shape (row length, rows), or
-    None if the host cannot compute it.
+    timed: a function that returns the host's time to multiply an expert matrix with one token. Its
+    arguments are the matrix's quantization type and shape (row length, number of rows). It returns
+    None if the host cannot do this.
     """
     if spec.misses.mode != AUTO or not spec.misses.copy:
         return spec

@@ -172,9 +172,12 @@ def find_gpu(bindings: Bindings, device: str, vram: int | None = None) -> Accele
 def planned_device(
     bindings: Bindings, gpu: Accelerator | None, model: ExpertModel, kv: str
 ) -> Device | None:
-    """Return the device for the planner, including whether it supports flash attention.
+    """Return a description of the GPU for the memory planner, or None if `gpu` is None.
 
-    kv: KV cache type, on which this support depends. The result is None if no device holds experts.
+    The description has the GPU's name and memory sizes. It also says whether the GPU supports flash
+    attention for the model with this type of KV cache.
+
+    gpu: the device whose memory holds experts. kv: the type of the KV cache, such as "f16".
     """
     if gpu is None or gpu.index is None:
         return gpu.device if gpu else None

@@ -156,7 +156,8 @@ def smallest_default_batch(request: PlanRequest) -> int:
 def smallest_batch(request: PlanRequest) -> int:
     """Return the smallest micro-batch size that a plan may use, in tokens.
 
-    It is --ubatch if the user set it.
+    If the user set --ubatch, this is the result. Otherwise it is the result of
+    `smallest_default_batch`: the smallest of SIZES, or more if an image has more tokens.
     """
     return request.config.ubatch or smallest_default_batch(request)
 
@@ -172,23 +173,26 @@ def micro_batches(request: PlanRequest, most: int) -> list[int]:
 
 
 def line_ends(n_tokens: int, most: int) -> tuple[int, int]:
-    """Return two context lengths (short, long) between which memory is interpolated linearly.
+    """Return the (shortest, longest) context length for estimates of memory, in tokens.
 
-    llama.cpp counts the memory for these two lengths. short: the shortest context that has space
-    for a micro-batch of n_tokens tokens. long: the longest possible context, which has `most`
-    tokens. Both are in tokens, rounded up as llama.cpp does.
+    llama.cpp counts the memory for these two lengths. They are the ends of a line: for lengths
+    between them, the memory is interpolated linearly.
+
+    The shortest context has n_tokens tokens, one micro-batch. The longest has `most` tokens. Both
+    are rounded up to a multiple of CELL_STEP.
     """
     short = pad(n_tokens, CELL_STEP)
     return short, max(pad(most, CELL_STEP), short + CELL_STEP)
 
 
 def sizes_to_count(request: PlanRequest, model: ExpertModel) -> tuple[list[Size], list[Size]]:
-    """Return the context lengths and micro-batch sizes for which llama.cpp should count its memory.
+    """Return the sizes for which planning needs llama.cpp's memory, as (first pairs, all pairs).
 
-    The counted memory is the KV cache and the temporary buffers (scratch). The result is (first
-    pairs, all pairs). A pair is (context length, micro-batch size) in tokens. The counts for the
-    first pairs are enough to decide whether the whole model fits in memory. If it does not fit,
-    planning needs the counts for all pairs.
+    A pair is (context length, micro-batch size) in tokens. For each pair, llama.cpp can tell the
+    bytes of its KV cache and temporary buffers.
+
+    The first pairs are enough to decide whether the whole model fits in memory. If the model does
+    not fit, planning needs all pairs. The second list includes the first.
     """
     config, usual = request.config, default_context(request, model)
     most = usual if config.ctx else max(usual, own_context(request, model))
@@ -436,7 +440,8 @@ class _Layout:
         have fixed sizes, for example on a GPU. If the memory is too small for the policy or for the
         requested context length, the result is a Refusal.
 
-        default: a plan without slots, for the requested context length or the default length.
+        default: a plan with fixed sizes of everything except slots. The method starts from its
+        context length and its micro-batch size.
         """
         config = self.config
         once = config.policy == PLAIN or config.expert_ram or self.machine.device
@@ -477,10 +482,12 @@ class _Layout:
     def divided(self, default: Plan) -> Plan | Refusal:
         """Return a plan in which expert slots and KV cache have fixed sizes, or a Refusal.
 
-        Sizes that the user did not set are chosen here: the context length, the size of the prompt
+        If the user did not set them, this method chooses the context length, the size of the prompt
         cache, and the micro-batch size.
 
-        default: a plan without slots, for the requested context length or the default length.
+        default: the plan to complete. It has all sizes except those of expert slots. Its context
+        length is the requested length or the minimum. If the user requested no length, this method
+        may choose a longer context.
         """
         # A longer context and a prompt cache are used if they cost little memory. The micro-batch
         # size is the one with which a prompt and its answer read the fewest bytes, or the smallest
@@ -732,8 +739,8 @@ class _Layout:
         If the model would fit without --cache-ram (the prompt cache), the text says instead that
         --cache-ram is too large.
 
-        found: the Refusal of `laid_out`, which has only a lower bound of the smallest limit. The
-        search for the smallest limit starts at this bound.
+        found: the failure that `laid_out` returned because the memory limit is too small. No limit
+        below `found.needed_bytes` works. The search for the smallest limit starts there.
         """
         plan = self.least(found.needed_bytes)
         if isinstance(plan, Refusal):

@@ -94,8 +94,9 @@ class Counted:
     def at(self, n_ctx: int, n_tokens: int) -> Size | None:
         """Return (KV cache bytes, scratch bytes) for a context length and a micro-batch size.
 
-        If llama.cpp did not count the memory for this context length, the bytes are interpolated
-        from other lengths. The result is None if it counted no memory for this micro-batch size.
+        Scratch is the memory of temporary buffers. For each micro-batch size, this object has the
+        bytes that llama.cpp counted for some context lengths. For other lengths, the bytes are
+        estimated linearly. The result is None if the object has no bytes for this micro-batch size.
         """
         points, n_ctx = self.by_tokens.get(n_tokens, ()), pad(n_ctx, CELL_STEP)
         if len(points) < 2:
@@ -192,14 +193,16 @@ class SharedMemory:
     prompts: int = 0  # maximum size of the prompt cache, which takes its memory from the slots
 
     def slots(self, n_cells: int, n_tokens: int, held: int = 0, width: int = 0) -> int:
-        """Return how many bytes of this memory are left for expert slots during a step.
+        """Return how many bytes are left for expert slots during a step.
+
+        Slots, KV cache and temporary buffers share the memory that this object describes.
 
         - n_cells: the number of KV cells in use after the step.
         - n_tokens: the number of tokens in the step.
-        - held: bytes of temporary buffers that are already allocated. The step uses these buffers
-          first, and takes more memory only if it needs more than `held`.
-        - width: the number of KV cells that attention covers. It is needed only if unused cells
-          between the used ones make it larger than n_cells.
+        - held: the bytes of temporary buffers that are already allocated. They stay allocated even
+          if the step needs less.
+        - width: how many KV cells attention covers. Pass it if attention also covers unused cells,
+          so that the number is larger than n_cells.
         """
         empty, each = next(s for size, s in self.scratch.items() if size >= n_tokens)
         scratch = empty + int(max(pad(max(1, n_cells), self.cell_step), width) * each)
@@ -208,9 +211,9 @@ class SharedMemory:
     def width(self, cells_end: int, n_tokens: int) -> int:
         """Return the most KV cells that attention can cover after n_tokens more tokens.
 
-        Attention covers all cells up to the last used cell. Several sequences leave some of these
-        cells unused, because each sequence reserves blocks of CELL_STEP cells. The result therefore
-        includes such a block for each sequence, and one more.
+        Attention covers all cells up to the last used cell. With several sequences, some of these
+        cells are unused, because each sequence reserves blocks of CELL_STEP cells. The result is
+        then an upper bound, with one such block for each sequence and one extra block.
 
         cells_end: the number of cells up to the last used cell, before the new tokens.
         """
@@ -241,8 +244,8 @@ class SharedMemory:
         always included.
 
         - n_cells: the number of KV cells in use after the micro-batch.
-        - width: the number of KV cells that attention covers. It is needed only if unused cells
-          between the used ones make it larger than n_cells.
+        - width: how many KV cells attention covers. Pass it if attention also covers unused cells,
+          so that the number is larger than n_cells.
         """
         smallest, least = min(self.scratch), self.least_slots
         fits = (n for n in self.scratch if self.slots(n_cells, n, 0, width) >= least)
@@ -251,14 +254,13 @@ class SharedMemory:
     def micro_batch(self, n_cells: int, n_tokens: int, again: float = 1.0, width: int = 0) -> int:
         """Return the micro-batch size with which a prompt and its answer read the fewest bytes.
 
-        Larger micro-batches read experts less often. They also need larger temporary buffers, so
-        fewer experts stay in memory.
+        Larger micro-batches read experts less often, but leave less memory for experts.
 
         - n_cells: the number of KV cells in use.
         - n_tokens: the number of prompt tokens that are left.
-        - again: how often the answer, on average, reads an expert that is not in memory.
-        - width: the number of KV cells that attention covers at the end of the prompt. It is needed
-          only if unused cells between the used ones make it larger than n_cells + n_tokens.
+        - again: how often the whole answer reads each expert that is not in memory, on average.
+        - width: how many KV cells attention covers at the end of the prompt. Pass it if attention
+          also covers unused cells, so that the number is larger than n_cells + n_tokens.
         """
         # A micro-batch of hundreds of tokens uses nearly every expert, so each micro-batch reads
         # every expert that has no slot. With n tokens, u tokens at once, A bytes of all experts and

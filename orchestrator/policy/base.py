@@ -67,13 +67,12 @@ class Precisions:
     """How many precisions (tiers) of experts a policy can use, and which tiers it uses by default.
 
     - least, most: the minimum and maximum number of tiers.
-    - keeps: a phrase such as "two precisions" if the policy needs several tiers and cannot skip
-      experts, or None. The error message "the policy NAME needs experts in KEEPS and cannot skip
-      experts" has this phrase as KEEPS.
+    - keeps: for a policy that needs several tiers and keeps all experts (cannot skip any), a phrase
+      for error messages, such as "two precisions". None for other policies.
     - skips: whether the policy may skip experts by default. It then uses one tier, unless the user
       names a lower tier.
-    - lossless: the settings with which every expert is computed in the best tier. It is {} if the
-      policy always does that, and None if it cannot.
+    - lossless: the settings with which every expert is computed in the best tier. It is {} if this
+      is always so, and None if it is impossible.
     """
 
     least: int = 1
@@ -156,21 +155,23 @@ class History:
         return None
 
     def losses(self, tiers: Sequence[str], per_use: bool = False) -> np.ndarray | None:
-        """Return the quality loss of each expert in each of these tiers.
+        """Return the quality loss of each expert in each of these tiers (precisions).
 
-        The result is float64 [n_layers, n_expert, n_tiers], or None if the losses were not
-        measured. The loss is the mean squared error of the expert's output. With `per_use`, it is
-        the KL divergence in nats that one use of the expert causes, if errors can be converted into
-        nats. The result does not tell its unit, so compare its values only with each other.
+        The result is float64 [n_layers, n_expert, n_tiers], or None if the losses are unknown.
+
+        The loss is the mean squared error of the expert's output. With `per_use`, the errors are
+        converted into the KL divergence in nats that one use of the expert causes. If the model's
+        loss table lacks the data for this conversion, the result has the errors themselves. The
+        result does not say which, so compare its values only with each other.
         """
         return None
 
     def estimate(self, tiers: Sequence[str]) -> KlEstimate | None:
         """Return an object that estimates the quality loss of computing experts in these tiers.
 
-        The quality loss is the KL divergence in nats, relative to the first of these tiers. The
-        result is None if the loss cannot be estimated. If the policy cannot work without an
-        estimate, a subclass may raise ConfigError instead.
+        tiers: names of precisions, best first. The quality loss is the KL divergence in nats,
+        relative to the first tier. If the loss cannot be estimated, the result is None. A subclass
+        of History may raise ConfigError instead.
         """
         return None
 
@@ -262,7 +263,7 @@ class Placement:
         return ()
 
     def make(self, history: History = UNKNOWN) -> Policy:
-        """Return a new policy object with this placement.
+        """Return a new policy object that works with the expert slots of this placement.
 
         If the policy counts the uses of experts, it starts from the counts of earlier runs in
         `history`.
@@ -281,10 +282,10 @@ class About:
     - name: the name that users type.
     - summary: one sentence for the tables of the documentation.
     - Settings: the dataclass of the policy's own settings.
-    - reason: a few words for the message "OPTION has no effect with --policy NAME, which REASON",
-      such as "runs one precision".
+    - reason: a few words for the message "OPTION has no effect with --policy NAME, which REASON".
     - precisions: how many precisions (tiers) the policy can use, and which it uses by default.
-    - wants: all calls and data that the policy may require from the runtime, with any settings.
+    - wants: the calls and data that the policy requires from the runtime. `Placement.wants` has the
+      requirements after the user's settings are known.
     """
 
     name: str
@@ -387,15 +388,16 @@ class Policy:
     ) -> Sequence[Transition] | None:
         """Return the experts to load before the next token, each as (layer, expert, tier).
 
-        The runtime calls this method without arguments at the start of a run. If `wants.waits` is
-        set, the runtime also calls it before each answer, with these effects of the result:
+        The runtime calls this method without arguments at the start of a run. If `wants.waits` of
+        the policy is True, the runtime also calls it before each answer, with both arguments. The
+        result is then an instruction to the runtime:
 
-        - Experts: the runtime loads them, and calls the method again.
-        - An empty list: the answer begins when no expert is changing its tier.
-        - None: the answer begins at once.
+        - A list of experts: load them, then call this method again.
+        - An empty list: begin the answer when no expert is changing its tier.
+        - None: begin the answer at once.
 
-        resident, target: the tier (precision) of each expert now, and after the running changes,
-        uint8 [n_layers, n_expert]. It is ABSENT for an expert that is not in memory.
+        resident, target: the tier (precision) of each expert, now and after the running changes,
+        uint8 [n_layers, n_expert]. ABSENT means not in memory.
         """
         return self.placement.first()
 

@@ -58,11 +58,12 @@ _MAGIC = b"moe-edge use 1\n"
 class SequenceUse:
     """Counts how often the tokens of each sequence in the context use each expert.
 
-    `past` has the counts of sequences that ended, float64 [n_layers, n_expert].
+    Each prompt token is counted for its own sequence, and its routing weights (gates) are added up
+    as well. In decode steps, only the total of all tokens is known. Each sequence in the context
+    gets an equal share of this total.
 
-    Prompt tokens are counted for their own sequence, and their routing weights (gates) are added up
-    as well. For a decode step, only the sum over all tokens is known. It is divided equally among
-    the sequences in the context.
+    `sums` has the counts of the sequences in the context. `past` has the counts of ended sequences,
+    float64 [n_layers, n_expert].
     """
 
     def __init__(self, n_layers: int, n_expert: int) -> None:
@@ -111,8 +112,9 @@ class SequenceUse:
     def step_done(self, report: StepReport) -> None:
         """Add the expert uses of a finished step to the counts of the sequences in the context.
 
-        An expert use is the use of one expert by one token in one layer. The counts of sequences
-        that ended are first added to `past`. The counts of new sequences start at 0.
+        An expert use is the use of one expert by one token in one layer. Sequences that ended are
+        handled first: their counts move to `past`, the counts of all ended sequences. The counts of
+        new sequences start at 0.
         """
         for sequence in {*report.ends, *report.starts} - self._given:
             if (over := self._of.pop(sequence, None)) is not None:
@@ -254,10 +256,10 @@ def uniform_counts(n_cold: int, near: NearTiers, settings: ContextSettings) -> t
     """Return how many experts of a layer are stored in each lower tier (precision).
 
     All experts are assumed to lose the same quality in a tier, so the numbers are the same for
-    every layer. They determine the number of slots of each tier. The mean number of bits per weight
-    is at most the setting near_bits.
+    every layer.
 
-    - n_cold: the number of experts to divide: all that are not in the best tier.
+    - n_cold: the number of experts of a layer that are not in the best tier. Their mean bits per
+      weight are at most the setting near_bits.
     - near: the lower tiers.
 
     Raises PolicyError if near_bits is less than the bits per weight of the lowest tier.
@@ -286,14 +288,14 @@ def pools_of(
 ) -> TierPools:
     """Return the pools of slots that hold all experts of a model.
 
-    A pool is a group of slots (memory for one expert each) of the same size. In each layer, n_hot
-    experts are in tier 0, the best precision, and the others are in lower tiers.
+    A slot is memory for one expert. A pool is a group of slots of the same size. In each layer,
+    n_hot experts are in tier 0, the best precision. The others are in lower tiers.
 
     - near: the lower tiers.
-    - counts: how many experts of a layer are in each lower tier.
-    - shares_slots: whether each slot for a lower tier is large enough for any of the lower tiers.
-    - on_host: whether the lower tiers are in host memory, if the machine has a GPU. CPU threads
-      then compute their experts.
+    - counts: the number of experts of a layer in each lower tier.
+    - shares_slots: whether any slot for lower tiers can hold any lower tier. Otherwise, each lower
+      tier has its own slots.
+    - on_host: whether slots for lower tiers are in host memory although the model runs on a GPU.
     """
     unused = set(range(1, len(shape.tiers))) - set(near.tiers)
     groups: list[tuple[tuple[int, ...], int]] = [((tier,), 0) for tier in sorted(unused)]
@@ -399,13 +401,13 @@ class ContextPlacement(Placement):
 class ContextAware(Policy):
     """Keeps the most important experts of each layer in the best precision, others in lower ones.
 
-    Every expert stays in memory. The importance of an expert follows from its use in the
-    conversation and in earlier runs. After each prompt, the policy chooses the precision (tier) of
-    each expert again. The tiers change in the background, and tokens do not wait for that. With the
-    setting `placement` "wait", the first token of an answer waits until the tiers have changed.
+    Every expert stays in memory. Its importance follows from its use in the conversation and in
+    earlier runs. After each prompt, the policy chooses the precision (tier) of each expert again.
+    The tiers change in the background. With the setting `placement` "wait", the first token of an
+    answer waits for the changes.
 
-    If the lower tiers share slots, each prompt also changes how many experts are in each of them
-    (prefix split, section 4.2 of the near-data paper).
+    If the lower tiers share slots, the policy also chooses after each prompt how many experts each
+    lower tier has (prefix split, section 4.2 of the near-data paper).
     """
 
     about = About(
@@ -533,8 +535,8 @@ class ContextAware(Policy):
         - At the start of a run, the runtime passes no arguments. The result has all experts.
           Experts that earlier runs used more get better tiers (precisions).
         - Before an answer, the runtime passes the current tiers. The policy chooses new tiers by
-          the prompt. The result has the experts for whose new tier a slot is free now. It is None
-          if answers do not wait for changes of tiers.
+          the prompt. The result has the experts that can change their tier now, because a slot is
+          free. It is None if answers do not wait for changes.
 
         resident, target: the tier of each expert, now and after the changes that are in progress.
         """
@@ -616,12 +618,13 @@ class ContextAware(Policy):
 
         - placements: how often, after a prompt, the policy chose the tiers (precisions) of all
           experts.
-        - moves: how many changes of an expert's tier the policy requested because of these choices.
+        - moves: how many changes of an expert's tier it requested.
         - steps: how many decode steps it took until all experts had the latest chosen tiers.
-        - hot_per_layer, near_per_layer: the mean number of experts of a layer in the best tier, and
-          in each lower (near) tier.
-        - near_bits: the mean bits per weight in lower tiers, by the tiers' names (4 for q4_k).
-        - near_bits_stored: the mean bits per weight in lower tiers, by the sizes in the file.
+        - hot_per_layer: the number of experts of a layer in the best tier.
+        - near_per_layer: the mean number of experts of a layer in each lower (near) tier, by name.
+        - near_bits: the mean bits per weight of all experts in lower tiers. It uses the bits in the
+          tiers' names, such as 4 for q4_k.
+        - near_bits_stored: the same mean, with the bits that weights take in the file.
         """
         latest, placement, names = self._latest, self.placement, self._near.names
         near = [float(n) for n in placement.near_counts]

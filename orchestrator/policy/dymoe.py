@@ -68,13 +68,14 @@ def critical_counts(lam: float, n_layers: int, m: int, schedule: str = COSINE) -
 
 
 def realised(counts: list[int], m: int) -> float:
-    """Return the mean fraction of critical experts, counts[layer] / m, over the MoE layers.
+    """Return the fraction of used experts that are critical, as a mean over all layers.
 
-    Critical experts are computed in the better of two precisions. This fraction is realised with
-    integer counts, so it can differ from the requested fraction.
+    Critical experts are computed in the better of two precisions. The setting retention requests
+    such a mean. The counts are integers, so the mean that is realised can differ a little from the
+    request.
 
     - counts: the number of critical experts of each layer.
-    - m: the number of experts from which a layer's critical ones are chosen.
+    - m: the number of experts that each layer uses, critical or not.
     """
     return sum(counts) / (m * len(counts))
 
@@ -82,16 +83,14 @@ def realised(counts: list[int], m: int) -> float:
 def counts_for_retention(
     retention: float, n_layers: int, m: int, schedule: str = COSINE
 ) -> list[int]:
-    """Return the number of critical experts of each layer, for a mean fraction of `retention`.
+    """Return the number of critical experts of each layer. Their mean is about retention * m.
 
-    Critical experts are computed in the better of two precisions. The fraction of a layer is their
-    number divided by m.
+    Each layer uses m experts. The critical ones are computed in the better of two precisions.
 
-    - retention: the requested mean over all layers, 0 to 1. The result is as near to it as
-      possible.
-    - m: the number of experts from which a layer's critical ones are chosen.
-    - schedule: how the fraction falls from the first layer to the last. With "cosine" and "linear",
-      it starts at 1, so that a mean below about one half is impossible.
+    - retention: the requested fraction of critical experts, 0 to 1, as a mean over all layers.
+    - schedule: how the fraction changes from the first layer to the last. "flat" is the same
+      fraction in all layers. "cosine" and "linear" fall from 1, so the mean is at least about one
+      half.
     """
     if n_layers == 1:
         return critical_counts(retention, 1, m, schedule)
@@ -146,14 +145,14 @@ def load_ahead(
 
 
 def union(ids: np.ndarray, t: int, n_expert: int) -> tuple[list[int], int]:
-    """Return the experts of a layer that any token is predicted to select, critical experts first.
+    """Return (experts, n_critical): the experts that any token is predicted to select in a layer.
 
-    Also return the number of critical experts. An expert is critical if it is among the first t
-    predictions of at least one token. Within both parts, experts that more tokens select come
-    first. Ties are sorted by the best rank in any row of `ids`, then by index.
+    The first n_critical experts of the list are critical. These are the experts among the t best
+    predictions of at least one token. The other experts follow. In each of the two groups, experts
+    that more tokens are predicted to select come first.
 
-    ids: the predicted experts of each token, best first, int32 [T, k]. n_expert: the number of
-    experts in the layer.
+    - ids: the predicted experts of each token, best first, int32 [number of tokens, k].
+    - n_expert: the number of experts in the layer.
     """
     n_tokens, k = ids.shape
     load = np.bincount(ids.ravel(), minlength=n_expert)
@@ -225,13 +224,13 @@ def _one_precision(shape: ModelShape, rules: Rules) -> bool:
 class Depth(NamedTuple):
     """How many experts of each layer are critical: computed in the better of two precisions.
 
-    The critical experts of a layer are chosen among the k experts that a token selects.
+    Fractions are relative to the k experts that a token uses in a layer, as a mean over all layers.
 
-    - retention: the requested mean fraction of critical experts, 0 to 1.
+    - retention: the requested fraction of critical experts, 0 to 1.
     - critical: the number of critical experts of each layer, 1 to k.
-    - realised: the actual mean fraction: the mean of critical / k over all layers.
-    - least: the smallest possible mean fraction. It is above 0, because each layer has at least one
-      critical expert. With most schedules, all k experts of the first layer are critical.
+    - realised: the actual fraction of critical experts.
+    - least: the smallest possible fraction with the setting `schedule`, which fixes how the number
+      of critical experts falls from the first layer to the last.
     """
 
     retention: float
@@ -345,14 +344,14 @@ class DyMoE(Policy):
         budget_bytes: int,
         history: History,
     ) -> DyMoEPlacement:
-        """Divide a memory budget into slots for the experts of each layer, and return the slots.
+        """Divide a memory budget into expert slots, and return the placement with these slots.
 
-        Each slot is for one tier (precision). First, each layer gets slots for the experts of one
-        token: tier 0 for the critical (most important) experts, and tier 1 for the others. The rest
-        of the budget adds slots, more of them for the tier that serves more requests.
+        A slot is memory for one expert of a layer, in one tier (precision). First, each layer gets
+        slots for the experts of one token: in tier 0 for the critical (most important) experts, and
+        in tier 1 for the others. The rest of the budget adds slots.
 
-        Raises TiersError if the setting retention (the fraction of critical experts) is below 1,
-        but the other experts have no tier 1 and cannot be skipped.
+        The setting retention is the fraction of critical experts. Raises TiersError if it is below
+        1, but only one tier is in use and `rules` forbid skipping.
         """
         settings = settings.with_usual()
         depth = Depth.of(shape, settings, rules)
@@ -411,8 +410,9 @@ class DyMoE(Policy):
     def update_settings(self, settings: Any) -> None:
         """Replace the settings, and compute again how many experts of each layer are critical.
 
-        Critical experts are computed in the better of two precisions. Raises TiersError, without a
-        change, if the setting retention does not suit the tiers in use (see `Depth.of`).
+        Critical experts are computed in the better of two precisions. The setting retention is
+        their mean fraction. Raises TiersError, and keeps the old settings, if retention is below 1,
+        but only one precision is in use and experts may not be skipped.
         """
         depth = Depth.of(self.shape, settings, self.rules)
         super().update_settings(settings)

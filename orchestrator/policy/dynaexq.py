@@ -96,11 +96,12 @@ def resident_pools(shape: ModelShape, capacity: Sequence[int]) -> TierPools:
 def fewest_high(shape: ModelShape, most: int = 1) -> list[int]:
     """Return the smallest possible number of experts in the high tier, for each layer.
 
-    The high tier is the better of two precisions. Layers with about the same slot size share a pool
-    of high slots. Each pool needs at least one slot, so one layer of the pool has one expert in the
-    high tier. The pool's other layers have 0.
+    The high tier is the better of two precisions. Its memory is divided into pools. Layers with
+    about equal expert sizes share a pool. Each pool holds at least one expert, so one layer of the
+    pool has the number 1. The other layers have 0.
 
-    most: an upper limit for each number. With 0, no layer has an expert in the high tier.
+    most: the maximum number that the user allows. If it is 0, all layers have 0. Other values have
+    no effect.
     """
     first = {pool.layers[0] for pool in pools_by_size(shape, HIGH)}
     return [min(most, int(layer in first)) for layer in range(shape.n_layers)]
@@ -148,14 +149,15 @@ def _shortlist(swaps: Sequence[Swap], low_pool_of: np.ndarray) -> list[Swap]:
 def cache_plan(
     shape: ModelShape, budget_bytes: int, most_high: int | None
 ) -> tuple[SlotPlan, int, list[int]]:
-    """Divide a memory budget that is too small for all experts into slots for a part of them.
+    """Return (slots, n_high, n_low) for a memory budget that is too small for all experts.
 
-    Return (slots, number of high experts per layer, number of low slots of each layer). High
-    experts are loaded in the better of two precisions.
+    - slots: memory for some of the experts of each layer.
+    - n_high: how many experts of every layer fit in the high tier, the better of two precisions.
+      The maximum is most_high.
+    - n_low: how many experts of each layer fit in the low tier, by layer.
 
-    First, n_expert_used low slots per layer are set aside: enough for one token. At most half of
-    the remaining budget (CACHED_HIGH) is for high experts. Every layer has the same number of them,
-    at most most_high. Low slots get the rest, and each layer has at least one.
+    The low tier first gets memory for the experts of one token. The high tier gets at most half of
+    the rest. The low tier gets all other memory.
     """
     layers = range(shape.n_layers)
     low_bytes = [shape.expert_slot_bytes(layer, LOW) for layer in layers]
@@ -243,14 +245,14 @@ def hottest_first(scores: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class DynaExqPlacement(Placement):
-    """The expert slots of the policy `dynaexq`, which keeps the most used experts in a high tier.
+    """The expert slots of the policy `dynaexq`: memory for experts in a high and in a low tier.
 
-    The high tier is the better of two precisions. If the memory budget is too small for all
-    experts, the slots (inherited field `slots`) are a cache that holds only a part of them.
+    Tiers are precisions, and the high tier is the better one. If the memory is too small for all
+    experts, the slots are a cache for some of them.
 
-    - pools: the slots of all experts; None for a cache.
-    - capacity: the number of experts of each layer in the high tier, int [n_layers].
-    - cached: the number of low slots of each layer of a cache, int [n_layers]; 0 without a cache.
+    - pools: the slots of the field `slots`, grouped by size; None for a cache.
+    - capacity: the number of high experts of each layer, int [n_layers].
+    - cached: the number of low experts of each layer in a cache; 0 without a cache.
     - hotness: the fraction of tokens that used each expert in earlier runs, or None.
     """
 
@@ -264,12 +266,12 @@ class DynaExqPlacement(Placement):
         return self.pools is None
 
     def fractions(self, uses: np.ndarray) -> np.ndarray:
-        """Return which tier (precision) the policy requests for each expert, as a mask of 0 and 1.
+        """Return the fraction of each expert's uses that requests each tier (precision).
 
-        The result is float64 [n_layers, n_expert, 2]. An expert has (1, 0) if it is always
-        requested in the high tier, and (0, 1) if it is always requested in the low tier. In each
-        layer, the most used experts have the high tier, as many as this object's field `capacity`
-        says.
+        In this policy, all uses of an expert request the same tier. So the fractions are (1, 0) for
+        an expert in the high tier, and (0, 1) for an expert in the low tier. The most used experts
+        of each layer are in the high tier: capacity[layer] of them. The result is float64
+        [n_layers, n_expert, 2].
 
         uses: how often tokens use each expert, [n_layers, n_expert].
         """

@@ -81,17 +81,18 @@ def agreed(
     layers: int,
     scores: Sequence[float] = (),
 ) -> list[int]:
-    """Return the experts that a layer is expected to use, from the predictions of earlier layers.
+    """Return the experts that a layer is expected to use, in the order of votes[0].
 
-    - votes: the predictions. Each is a list of experts, best first. The nearest layer's is
-      votes[0].
-    - way: "rank" selects the first `candidates` experts of votes[0]. "mol" selects the experts that
-      are among the first `candidates` in each of the first `layers` predictions (eq. 6 of the
-      FIRM-MoE paper). "margin" selects the experts of votes[0] with a score of at least s * 2 **
-      ((k - candidates) / 2). Here k is len(scores), and s is the lowest score.
-    - scores: the router scores of the experts in votes[0], only for "margin".
+    votes: predictions of earlier layers, nearest layer first. Each is a list of experts, best
+    first. way: the method that chooses from them.
 
-    The result has the order of votes[0].
+    - rank: the first `candidates` experts of votes[0].
+    - mol: the experts among the first `candidates` in each of the first `layers` predictions (eq. 6
+      of the FIRM-MoE paper).
+    - margin: the experts of votes[0] with a minimum router score. `scores` has their scores, and
+      the minimum is
+
+        min(scores) * 2 ** ((len(scores) - candidates) / 2)
     """
     if not votes:
         return []
@@ -112,14 +113,14 @@ def agreed(
 def expected_sets(
     way: str, votes: Sequence[Sequence[int]], depth: int, scores: Sequence[float] = ()
 ) -> list[list[int]]:
-    """Return the experts that a layer is expected to use, for every pair (K, P), as bit masks.
+    """Return the experts that `agreed` chooses for each pair (K, P), as a bit mask for each pair.
 
-    For a pair, the experts are selected from the first K in the predictions of P earlier layers.
-    For example, `way` "mol" selects those that are in all P predictions. P is 1 to `depth`. K is 1
-    to the length of a prediction. The result is indexed [P - 1][K - 1].
+    - K: how many experts of each prediction are considered (`candidates` in `agreed`), 1 to the
+      length of a prediction.
+    - P: how many earlier layers must predict an expert (`layers` in `agreed`), 1 to `depth`.
 
-    - votes: the predictions. Each is a list of experts, best first. The nearest layer's is first.
-    - way, scores: how experts are selected, see `agreed`.
+    The mask for a pair is at index [P - 1][K - 1]. Bit i is set if expert i is chosen. The
+    arguments way, votes and scores are the same as in `agreed`.
     """
     numbers = range(1, len(votes[0]) + 1)
     return [
@@ -142,31 +143,29 @@ def group_of(n_layers: int) -> list[int]:
 
 
 def absent_of(missing: Mapping[int, int], kinds: Sequence[int]) -> Absent:
-    """Return which experts lack matrices in memory, as pairs (mask of experts, n).
+    """Return how many matrices of each expert are not in memory, as pairs (mask, n).
 
-    For each kind of matrix (gate, up, down), a bit mask has the experts without this matrix. n is
-    the number of kinds with the same mask. For example, experts 0 and 2 lack gate and up, and
-    expert 2 also lacks down. The result is then ((0b101, 2), (0b100, 1)).
+    Each expert in the bit mask lacks n matrices. An expert in several pairs lacks the sum of their
+    n. For example, ((0b101, 2), (0b100, 1)) means that expert 0 lacks 2 matrices, and expert 2
+    lacks 3.
 
-    - missing: maps each expert to a bit mask of its absent kinds.
-    - kinds: the bits of the kinds to include: those that are prefetched.
+    - missing: maps each expert to a bit mask of its absent kinds of matrix (gate, up, down).
+    - kinds: the bits of the kinds that count: those that are prefetched.
     """
     sets = (mask_of(e for e, bits in missing.items() if bits & kind) for kind in kinds)
     return tuple(Counter(sets).items())
 
 
 def unused_and_missed(expected: int, used: int, absent: Absent) -> tuple[int, int]:
-    """Return how many matrices were prefetched in vain, and how many had to be read on demand.
+    """Return (unused, missed), the numbers of expert matrices for which a prediction was wrong.
 
-    A matrix was prefetched in vain if its expert was expected but not used. A matrix had to be read
-    on demand if its expert was used but not expected. Matrices that were already in memory do not
-    count.
+    - unused: matrices that were prefetched in vain. Their experts were expected but not used.
+    - missed: matrices that had to be read on demand. Their experts were used but not expected.
 
-    In eq. 11 of the FIRM-MoE paper, the first number is n_unused. The second is n_miss - n_hit: all
-    used matrices that were not expected, minus those in memory.
+    In eq. 11 of the FIRM-MoE paper, these numbers are n_unused and n_miss - n_hit.
 
-    - expected, used: bit masks of experts.
-    - absent: the matrices that were not in memory, from `absent_of`.
+    - expected, used: bit masks of experts of a layer. Bit i stands for expert i.
+    - absent: the matrices that were not in memory, from `absent_of`. Only these count.
     """
     unused = missed = 0
     for gone, n in absent:
@@ -206,15 +205,14 @@ class Weights(NamedTuple):
     def mean(self, counts: np.ndarray, n: int) -> Any:
         """Return the mean prediction loss per layer and token (eq. 11 of the FIRM-MoE paper).
 
-        - counts: two totals, [..., 2]: how many expert matrices were prefetched in vain (`unused`),
-          and how many had to be read on demand (`missed`).
+            (waste * unused + miss * missed) / (matrices * n)
+
+        - waste, miss, matrices: the fields of this object.
+        - counts: an array with the two totals (unused, missed) on its last axis. These are the
+          numbers of expert matrices that were prefetched in vain, and that were read on demand.
         - n: how many pairs (layer, token) the totals cover.
 
-        The fields waste and miss are the weights of the totals, and matrices is the number of
-        prefetched matrices per expert. The result is a float, or nested lists if `counts` has more
-        dimensions:
-
-            (waste * unused + miss * missed) / (matrices * n)
+        The result is a float, or nested lists if `counts` has more than one axis.
         """
         lost = self.waste * counts[..., 0] + self.miss * counts[..., 1]
         return (lost / self.matrices / max(1, n)).tolist()
@@ -257,12 +255,11 @@ class Climb:
         self.seen.add(self.at)
 
     def update(self, means: Sequence[Sequence[float]]) -> None:
-        """Compare the next pair (K, P) with the current one, and move to it if its loss is smaller.
+        """Try a pair (K, P) next to the current pair, and move to it if its mean loss is smaller.
 
         P is the number of earlier layers that predict the experts of a layer. K is the number of
-        experts taken from each prediction. In the next pair, one of them is larger or smaller by 1:
-        this is the direction of the search. After several updates without a move, the direction
-        changes.
+        experts taken from each prediction. The tried pair has K or P larger or smaller by 1. After
+        `patience` calls without a move, another such pair is tried.
 
         means: the mean prediction loss of each pair since the start (eq. 11 of the FIRM-MoE paper),
         indexed [P - 1][K - 1].
@@ -390,14 +387,14 @@ class Tuner:
     def count(
         self, layer: int, sets: Sequence[Sequence[int]], used: Sequence[int], absent: Absent
     ) -> None:
-        """Count the prefetching errors that each pair (K, P) would make for one token in one layer.
+        """Count the prefetching errors that each pair (K, P) would cause for a token in a layer.
 
-        A pair prefetches the first K experts in the predictions of P earlier layers. An error is an
-        expert matrix that would be prefetched in vain, or would have to be read on demand.
+        A pair means: prefetch the experts among the K best predictions of each of the P nearest
+        earlier layers. An error is an expert matrix that is prefetched in vain or read on demand.
 
-        - sets: the experts that each pair would prefetch, as bit masks, indexed [P - 1][K - 1].
+        - sets: sets[P - 1][K - 1] is a bit mask of the experts that a pair would prefetch.
         - used: the experts that the token uses.
-        - absent: the matrices that are not in memory, from `absent_of`.
+        - absent: the layer's matrices that are not in memory, from `absent_of`.
         """
         group, bits = self.groups[layer], mask_of(used)
         self._sums[group] += [[unused_and_missed(one, bits, absent) for one in row] for row in sets]
@@ -429,11 +426,14 @@ class Tuner:
         self._n_ran[group] += 1
 
     def token(self) -> None:
-        """Count a finished token. At intervals, choose how many predicted experts to prefetch.
+        """Count a finished token. At intervals, choose how many predicted experts are prefetched.
 
-        The choice is a pair (K, P) for each group of layers: the first K experts in the predictions
-        of P earlier layers are prefetched. The interval, in tokens, is the setting tune_steps.
-        After a total of tune_tokens tokens (a setting), the choice is final.
+        The choice is a pair (K, P) for each of three groups of layers: shallow, middle and deep. An
+        expert is prefetched if it is among the K best predictions of each of the P nearest earlier
+        layers.
+
+        The setting tune_steps is the interval, in tokens. The setting tune_tokens is the number of
+        tokens after which the choice is final.
         """
         self.tokens += 1
         if self.tuned or (self.tokens % self._steps and self.tokens < self.until):
@@ -629,43 +629,42 @@ class FIRMSettings(LookAhead):
 
     @property
     def way(self) -> str:
-        """How the number of prefetched experts is tuned while running: "climb", "all" or "off".
+        """The method that tunes how many experts the policy prefetches: "climb", "all" or "off".
 
         - climb: hill climbing.
         - all: all possible numbers are compared on the same tokens.
         - off: the number stays fixed.
 
-        If the setting `tune` was not set, the value is "off" if the setting `votes` fixes the
-        number, and "all" if not.
+        The value is the setting `tune` if the user set it. If not, the value is "off" if the user
+        fixed the number with the setting `votes`, and "all" without `votes`.
         """
         return self.tune or (ALL if self.votes is None else OFF)
 
     def with_usual(self) -> FIRMSettings:
-        """Return these settings with a value for n_ahead, the number of layers to predict ahead.
+        """Return these settings with n_ahead set: for how many layers ahead experts are predicted.
 
-        - If n_ahead was set, it is kept.
-        - If the setting `votes` was set, n_ahead is its largest number of earlier layers, such as 3
-          for "4,1/8,3/8,3".
-        - If neither was set, n_ahead is 1, so that only the previous layer predicts. With the
-          setting `agree` "mol", n_ahead is 3, because 3 earlier layers must agree, as in the
-          FIRM-MoE paper.
+        A value that the user set is kept. Otherwise, n_ahead gets its usual value:
+
+        - If the setting `votes` was set: the largest P in its pairs K,P. For example, 3 for
+          "4,1/8,3/8,3". P is the number of earlier layers that must predict an expert.
+        - If not: 3 with the setting `agree` "mol", as in the FIRM-MoE paper, and 1 with other
+          values of `agree`.
         """
         if self.n_ahead is not None:
             return self
         return replace(self, n_ahead=self.deepest or depth_of(self.agree, 3))
 
     def limited(self, depth: int, asked: Collection[str]) -> FIRMSettings:
-        """Return these settings, limited to the predictions that a recorded trace has.
+        """Return these settings, limited to the predictions that a recorded trace contains.
 
-        To replay the trace, a policy can prefetch only experts that the trace predicts. In the
-        result, the setting n_ahead (for how many layers ahead) is at most `depth`. The setting
-        `votes` says how many earlier layers must predict an expert. If that number is more than
-        `depth`, `votes` gets its default.
+        The setting n_ahead, for how many layers ahead experts are predicted, becomes at most
+        `depth`. If the setting `votes` needs predictions by more than `depth` earlier layers,
+        `votes` is unset. The policy then chooses the number of layers itself, within the limit.
 
         - depth: for how many layers ahead the trace predicts experts.
         - asked: the names of the settings that the user set.
 
-        Raises ConfigError if a setting in `asked` needs more predictions.
+        Raises ConfigError if a setting in `asked` needs predictions that the trace lacks.
         """
         if self.deepest is None or self.deepest <= depth:
             return super().limited(depth, asked)
@@ -679,14 +678,15 @@ class FIRMSettings(LookAhead):
 
     @classmethod
     def changed(cls, recorded: Mapping[str, Any], changes: Mapping[str, Any]) -> FIRMSettings:
-        """Return the settings of a recorded run with some changes.
+        """Return the settings of a recorded run, after some changes.
 
-        The settings prefetch, agree, votes, tune and n_ahead control which experts are predicted
-        and prefetched. If `changes` has a new value for one of them, the recorded values of votes,
-        tune and n_ahead no longer fit. These three settings then get the values in `changes`, or
-        their defaults.
+        recorded, changes: values of settings by name. A value in `changes` replaces the recorded
+        value.
 
-        recorded, changes: the values of settings by name.
+        The settings prefetch, agree, votes, tune and n_ahead control prefetching. If one of them
+        changes, the recorded values of votes, tune and n_ahead are dropped, because they were made
+        for the recorded prefetching. Each of these three gets its value in `changes`, or else its
+        default.
         """
         if any(changes.get(name, recorded.get(name)) != recorded.get(name) for name in _VOTING):
             recorded = {k: v for k, v in recorded.items() if k not in _VOTING[2:]}
@@ -705,9 +705,13 @@ _TUNED_FOR = ("agree", "prefetch_kinds", "n_ahead", "waste_weight", "miss_weight
 
 @dataclass(frozen=True)
 class FIRMPlacement(Placement):
-    """The expert slots of the policy `firm`.
+    """The memory slots for experts under the policy `firm`.
 
-    room: the number of slots of each layer in each tier, indexed [layer][tier].
+    This policy computes all experts in one precision, and prefetches those that earlier layers
+    predict.
+
+    room: for each layer, a list with one number: how many slots the layer has. A slot holds one
+    expert.
     """
 
     room: Sequence[Sequence[int]]
@@ -721,10 +725,14 @@ class FIRMPlacement(Placement):
     def text(self) -> str:
         """The policy's part of the status line, such as "firm q4_k, one precision, n=3, rank 8,1".
 
-        - n=3: of each expert, 3 matrices are prefetched.
-        - rank: how the experts to prefetch are selected from predictions (setting `agree`).
-        - 8,1: the first 8 experts in the prediction of 1 earlier layer are prefetched. These are
-          the numbers at the start. Tuning may change them.
+        - firm: the name of the policy.
+        - q4_k, one precision: all experts have the precision q4_k.
+        - n=3: three matrices of each predicted expert are prefetched.
+        - rank: the method that selects experts from predictions (setting `agree`).
+        - 8,1: the 8 best predictions of 1 earlier layer are considered. Tuning may change both
+          numbers later.
+
+        Without prefetching, the text ends after "one precision".
         """
         n_ahead = self.wants.n_ahead
         if not n_ahead:
@@ -736,14 +744,14 @@ class FIRMPlacement(Placement):
         return self.status_text(chosen[group] for group in groups)
 
     def status_text(self, votes: Iterable[Votes]) -> str:
-        """Return the policy's part of the status line, with the given numbers of predicted experts.
+        """Return the policy's part of the status line, for given numbers of predicted experts.
 
-        votes: a pair (K, P) for each group of layers. It means that the first K experts in the
-        predictions of P earlier layers are prefetched.
+        An example is "firm q4_k, one precision, n=3, rank 8,1". Only the last part, "8,1", depends
+        on the argument. The property `text` explains the other parts.
 
-        For example, the pair (8, 1) is the end of "firm q4_k, one precision, n=3, rank 8,1". n is
-        the number of matrices per expert that are prefetched. "rank" is the method that selects
-        experts from predictions (setting `agree`). Equal pairs are shown once.
+        votes: pairs (K, P), one for each group of layers (shallow, middle, deep). A pair means that
+        the K best predictions of each of P earlier layers are considered for prefetching. Equal
+        pairs are shown once.
         """
         pairs = " ".join(f"{k},{p}" for k, p in dict.fromkeys(votes))
         asked = self.settings
@@ -789,10 +797,12 @@ class FIRM(Policy):
     ) -> FIRMPlacement:
         """Divide a memory budget into expert slots, with about the same number for each layer.
 
-        Return the slots and the settings to use. If an earlier run under about the same conditions
-        tuned how many predicted experts are prefetched, these settings contain the tuned numbers.
+        Return a placement: the slots and the settings to use. An earlier run under about the same
+        conditions may have tuned how many predicted experts to prefetch. The settings then have the
+        tuned numbers.
 
-        Raises PolicyError if the setting `votes` asks for more experts per layer than a token uses.
+        The setting `votes` fixes how many experts are taken from each prediction. Raises
+        PolicyError if this number is larger than the number of experts that a token uses per layer.
         """
         settings = settings.with_usual()
         most = max(k for k, _ in read_votes(settings.votes or "1,1"))
@@ -842,13 +852,13 @@ class FIRM(Policy):
     def learned(self) -> Learned:
         """Return how many predicted experts the next run should prefetch, as tuned in this run.
 
-        The result is empty until tuning is finished. Its field `tuned` is a dict:
+        The result is a Learned object, whose field `tuned` is None until tuning is finished. Then
+        it is a dict:
 
-        - votes: a text such as "8,1/6,1/4,1", with a pair for shallow, middle and deep layers. The
-          pair 8,1 means that the first 8 experts in the prediction of 1 earlier layer are
-          prefetched.
+        - votes: a pair "K,P" for shallow, middle and deep layers, such as "8,1/6,1/4,1". An expert
+          should be prefetched if it is among the K best predictions of each of P earlier layers.
         - slots: the number of expert slots in this run.
-        - Other keys are the settings that affect tuning.
+        - Other keys are the names of settings that affect tuning.
         """
         asked, tuner = self.settings, self.tuner
         if not (tuner.tuned and tuner.tokens and self.wants.n_ahead) or asked.way == OFF:
@@ -999,14 +1009,15 @@ def recalled(
     shape: ModelShape,
     rules: Rules,
 ) -> FIRMSettings:
-    """Return the settings, with the number of experts to prefetch that an earlier run tuned.
+    """Return the settings with the number of experts to prefetch that an earlier run tuned.
 
-    In the result, the setting `votes` has the tuned value. It is a text such as "8,1": the first 8
-    experts in the prediction of 1 earlier layer are prefetched. If this run has clearly more or
-    fewer expert slots, or other settings that affect tuning, `settings` is returned unchanged.
+    The setting `votes` gets this number. For example, "8,1" means the 8 best predictions of 1
+    earlier layer. If the earlier run does not match this run, `settings` is returned unchanged: the
+    settings that affect tuning must be equal, and the numbers of slots about equal.
 
-    - tuned: `FIRM.learned().tuned` of the earlier run.
+    - tuned: the dict `FIRM.learned().tuned` of the earlier run.
     - n_slots: the number of expert slots in this run.
+    - shape, rules: the model, and the user's rules for all policies.
     """
     votes, slots = tuned.get("votes"), tuned.get("slots")
     n_ahead = look_ahead(settings, rules)

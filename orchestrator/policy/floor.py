@@ -56,11 +56,12 @@ Way = tuple[float, int, int, float, int | None]
 
 
 class Account:
-    """A record of the quality loss that the tokens of one sequence cause, in nats.
+    """The quality loss that the tokens of one sequence may cause and have caused, in nats.
 
-    Each token may cause a fixed loss, and in addition the loss that earlier tokens did not use.
+    Experts that are skipped or computed in low precision cause the loss. Each token has the same
+    allowance. If a token causes less, later tokens may use the rest.
 
-    - left: the loss that earlier tokens did not use, up to a maximum.
+    - left: the allowance that earlier tokens did not use, up to a maximum.
     - spent: the loss that the current token has caused in the layers so far.
     """
 
@@ -72,16 +73,15 @@ class Account:
 
 @dataclass(frozen=True, slots=True)
 class LayerCosts:
-    """The quality loss and the saved bytes of skipping or lowering experts of one layer.
+    """The quality loss and the saved bytes if experts of one layer are skipped or lowered.
 
     To lower an expert means to compute it in tier 1 instead of tier 0, the better precision.
 
-    - skip, low: the loss in nats of skipping and of lowering each expert, at gate weight 1, float64
-      [n_expert].
+    - skip, low: each expert's loss in nats if it is skipped or lowered, at gate weight 1.
     - high_bytes, low_bytes: the size of an expert in tiers 0 and 1. low_bytes is 0 without a tier
       1.
-    - present_bytes: the bytes that count as saved if an expert in memory is skipped. They stand for
-      the saved computing time. 0 if such experts are never skipped.
+    - present_bytes: the saved bytes if an expert in memory is skipped. They stand for computing
+      time, because no reading is saved. 0 if such experts are never skipped.
     """
 
     skip: memoryview
@@ -92,34 +92,35 @@ class LayerCosts:
 
     @property
     def dearest(self) -> float:
-        """An upper limit for the quality loss per saved byte of skipping any expert of the layer.
+        """The highest possible quality loss per saved byte if an expert of the layer is skipped.
 
-        It is the highest loss of an expert in nats, at gate weight 1, divided by the smallest
-        number of bytes that skipping an expert can save.
+        The value is in nats per byte, at gate weight 1: the largest loss of an expert, divided by
+        the smallest number of bytes that skipping an expert can save.
         """
         saved = (self.high_bytes, self.low_bytes, self.present_bytes)
         return max(self.skip) / min(each for each in saved if each)
 
     @property
     def lowest_resident_cost(self) -> float:
-        """The lowest quality loss per saved byte of skipping an expert that is in memory.
+        """The lowest quality loss per saved byte if an expert in memory is skipped.
 
-        The loss is in nats, at gate weight 1. Skipping such an expert saves computing time, which
-        counts as a number of saved bytes. The value is infinite if such experts are never skipped.
+        The value is in nats per byte, at gate weight 1: the smallest loss of an expert, divided by
+        present_bytes. Skipping such an expert saves no reading. Instead, the saved computing time
+        counts as present_bytes. The value is infinite if present_bytes is 0.
         """
         return min(self.skip) / self.present_bytes if self.present_bytes else math.inf
 
     def ways(self, expert: int, square: float, resident: int) -> Sequence[Way]:
-        """Return the ways to skip one expert or to compute it in tier 1 (low precision).
+        """Return the ways to save bytes for an expert: skip it, or use its low precision (tier 1).
 
-        A way is a tuple of five values:
+        Each way is a tuple of five values:
 
         - the quality loss per saved byte, in nats.
         - the expert.
         - its new tier, or SKIP.
         - the quality loss in nats, at gate weight 1.
-        - 1 if the expert must be lowered to tier 1 before, so that the losses are the difference
-          from tier 1. Otherwise None.
+        - 1 if the way skips an expert after the choice of tier 1, so that both losses are
+          additional losses. Otherwise None.
 
         square: the sum of the squared gate weights of the tokens that use the expert. resident: the
         expert's tier in memory, or ABSENT.
@@ -141,12 +142,13 @@ class LayerCosts:
 
 
 def layer_costs(shape: ModelShape, estimate: KlEstimate, present: float) -> list[LayerCosts]:
-    """Return each layer's quality losses and saved bytes, for skipping or lowering its experts.
+    """Return the quality loss and the saved bytes of skipping or lowering experts, for each layer.
 
-    To lower an expert means to compute it in a lower precision. Losses are in nats.
+    To lower an expert means to compute it in a lower precision.
 
-    estimate: the estimated quality losses. present: the fraction of an expert's bytes that counts
-    as saved if the expert is in memory and is skipped. It stands for the saved computing time.
+    - estimate: the estimated quality losses, in nats.
+    - present: the value of skipping an expert in memory, as a fraction of the expert's bytes. Such
+      skipping saves computing time, but no reading.
     """
     found = []
     for layer, nats in enumerate(estimate.nats):
@@ -160,17 +162,16 @@ def layer_costs(shape: ModelShape, estimate: KlEstimate, present: float) -> list
 def spend(
     ways: list[Way], squares: Mapping[int, float], account: Account, price: float, allowed: float
 ) -> dict[int, int]:
-    """Choose which experts of one token to skip or compute in a lower tier (precision).
+    """Spend one token's allowed quality loss: choose experts to skip or to compute in a lower tier.
 
-    Returns {expert: tier or SKIP}. Choices with the least quality loss per saved byte come first.
-    The token's loss (account.spent) may rise to `allowed` plus the loss that earlier tokens did not
-    use (account.left). Losses are in nats.
+    Return {expert: tier or SKIP}. Choices with the least loss per saved byte come first, up to the
+    loss `price` per byte. The token's total loss may reach `allowed` plus the allowance that
+    earlier tokens left (account.left). Losses are in nats.
 
-    - ways: the possible choices (see LayerCosts.ways); sorted in place.
-    - squares: each expert's squared gate weight, which multiplies the loss.
-    - account: the losses of the token's sequence.
-    - price: the maximum loss per saved byte.
-    - allowed: the allowed loss of a token in all layers up to this one.
+    - ways: the possible choices, from LayerCosts.ways; sorted in place.
+    - squares: each expert's squared gate weight, which multiplies its loss.
+    - account: the record of the token's loss; updated.
+    - allowed: the allowance of a token for the layers up to this one.
     """
     lowered: dict[int, int] = {}
     spent, most = account.spent, account.left + allowed
@@ -192,16 +193,16 @@ def spend_all(
     price: float,
     allowed: float,
 ) -> dict[int, int]:
-    """Choose which experts of several tokens to skip or compute in a lower tier (precision).
+    """Spend the allowed quality loss of several tokens: choose experts to skip or to lower.
 
-    Returns {expert: tier or SKIP}. Choices with the least quality loss per saved byte come first. A
-    token's loss (spent in its account) may rise to `allowed` plus the loss that earlier tokens of
-    its sequence did not use (left in its account). Losses are in nats.
+    To lower an expert means to compute it in a lower tier. Return {expert: tier or SKIP}. Choices
+    with the least loss per saved byte come first, up to the loss `price` per byte. Each token's
+    total loss may reach `allowed` plus the allowance that earlier tokens left (account.left).
+    Losses are in nats.
 
-    - ways: the possible choices (see LayerCosts.ways); sorted in place.
-    - claims: (account, squared gate weight) of each token that uses an expert, by expert.
-    - price: the maximum loss per saved byte.
-    - allowed: the allowed loss of a token in all layers up to this one.
+    - ways: the possible choices, from LayerCosts.ways; sorted in place.
+    - claims: for each expert, the tokens that use it, as pairs (account, squared gate weight).
+    - allowed: the allowance of a token for the layers up to this one.
     """
     lowered: dict[int, int] = {}
     ways.sort()
@@ -250,14 +251,14 @@ class ReadBehind:
         resident: memoryview,
         out: DecisionBuffer,
     ) -> None:
-        """Choose experts of this layer to prefetch, and request those that the previous call chose.
+        """Request experts to prefetch for later tokens. Call this for each layer.
 
-        Experts are chosen if they are skipped or lowered twice within a few steps. They are
-        requested one call later, because the store accepts no requests for the running layer.
-        Requests above the limit in bytes per second are dropped. Call this for each layer.
+        An expert is prefetched if it is skipped or lowered (computed in a lower tier) twice within
+        a few steps. Each call finds such experts of the running layer. The next call requests them,
+        up to the limit in bytes per second.
 
         - step, layer: the running step and layer.
-        - lowered: the experts that are skipped or computed in a lower tier now.
+        - lowered: the experts that are skipped or lowered in this layer.
         - resident: each expert's best tier in memory, or ABSENT.
         - out: receives the requests.
         """
@@ -299,7 +300,11 @@ _LEAST_SQUARE = 1e-3
 
 @dataclass(frozen=True)
 class FloorSettings(LookAhead):
-    """Settings of the policy `floor`, which skips missing experts within an allowed loss."""
+    """Settings of the policy `floor`.
+
+    This policy skips experts that are not in memory, up to a limit on the estimated loss of
+    quality.
+    """
 
     max_loss: float = setting(
         0.01,
@@ -379,12 +384,12 @@ class FloorPlacement(Placement):
 
 
 class Floor(Policy):
-    """A policy that skips missing experts, or computes them in low precision, to read less.
+    """A policy that skips experts that are not in memory, or computes them in low precision.
 
-    The setting max_loss is the allowed quality loss per token. Experts with the least estimated
-    loss per saved byte are skipped or computed in low precision first, up to a maximum loss per
-    saved byte, the price. The price rises while tokens lose less than max_loss, and falls while
-    they lose more. At a high price, experts in memory are skipped too.
+    This saves reading, but costs quality. The setting max_loss limits the mean quality loss per
+    token, in nats. A second limit, the price, is the maximum loss per saved byte of each expert.
+    The price rises while tokens lose less than max_loss, and falls while they lose more. At a high
+    price, experts in memory are skipped too.
 
     Prompts are computed without loss, and so are each token's `keep_top` experts with the highest
     gate weights.
@@ -673,9 +678,7 @@ class Floor(Policy):
         out.prefetch_all(layer, [expert for expert in wanted if expert not in skipped], 0)
 
     def on_step(self, report: StepReport) -> tuple[()]:
-        """After a step, adjust how much quality loss later tokens may cause.
-
-        Returns no transitions.
+        """After a step, adjust how much quality loss later tokens may cause. Always returns ().
 
         - If a token lost less than allowed, later tokens of its sequence may lose the rest, up to a
           maximum.

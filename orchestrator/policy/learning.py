@@ -63,15 +63,14 @@ def wants_to_learn(wants: PolicyRequirements, settings: Intervals) -> PolicyRequ
 class Learning(Policy):
     """Base class of policies that learn how often tokens use each expert.
 
-    Each expert has an average usage S. After each interval of steps, S becomes a S + (1 - a) f
-    (DynaExq, section 3.5).
+    Each expert has an average usage S. After each interval, S is updated with f, the fraction of
+    the layer's tokens that used the expert in the interval (DynaExq, section 3.5):
 
-    - f: the fraction of the layer's tokens that used the expert.
-    - a: hotness_decay ** w.
-    - w: the tokens that the layer computed, divided by those of a full interval; at most 1.
+        S = a * S + (1 - a) * f, with a = hotness_decay ** w
 
-    An interval ends after update_steps decode steps or a prefill step. With the setting update_ms,
-    it ends after this many milliseconds of compute time.
+    The setting hotness_decay is 0 to 1. w is 1, or less if the layer computed fewer tokens than a
+    full interval has. An interval ends after update_steps decode steps or a prefill step. With the
+    setting update_ms, it ends after this many milliseconds of compute time.
     """
 
     settings: Intervals

@@ -45,17 +45,16 @@ def exchanges(
 ) -> list[tuple[int, int]]:
     """Return pairs (riser, faller) of experts that should exchange their tiers (precisions).
 
-    The faller is in the better tier now, and the riser gets it. Pairs that save the most loss come
-    first. An expert is the number layer * n_expert + index.
+    The riser gets the better tier. Pairs that save the most loss come first. An expert is the
+    number layer * n_expert + index.
 
     - losses: each expert's quality loss in each tier, multiplied by its use, [n_layers, n_expert,
       n_tiers].
     - tiers: the current tiers, [n_layers, n_expert].
-    - pool_of: the memory pool of each layer and tier; -1 for unused tiers. Only experts whose
-      layers share both pools can form a pair.
+    - pool_of: the memory pool of each layer in each tier; -1 for unused tiers. The layers of a pair
+      must share a pool in each of its two tiers.
     - free: the experts that may be exchanged.
-    - margin: the minimum saving, relative to the mean loss difference of all experts between the
-      two tiers.
+    - margin: the minimum saving, relative to the mean loss difference between the tiers.
     """
     _, n_expert, n_tiers = losses.shape
     flat, at = losses.reshape(-1, n_tiers), tiers.reshape(-1)
@@ -97,15 +96,15 @@ def moves(
     target: np.ndarray,
     losses: np.ndarray,
 ) -> list[Transition]:
-    """Return the transitions to start now, so that experts get their wanted tiers (precisions).
+    """Return the moves of experts to other tiers (precisions) that can start now.
 
-    A transition (layer, expert, tier) needs a free memory slot. Only the lowest tier has spare
-    slots. If no other transition is possible, experts that wait for a lower tier go to the lowest
-    tier for now. Their old slots become free for others.
+    A move is (layer, expert, new tier), and needs a free memory slot. Normally, an expert moves to
+    its wanted tier. If no such move is possible, experts that should go to a lower tier go to the
+    lowest tier for now, which has spare slots. This frees their old slots for other experts.
 
     - wanted: each expert's wanted tier.
-    - resident, target: each expert's tier now, and after a transition that is under way.
-    - losses: each expert's loss in each tier, multiplied by its use, [n_layers, n_expert, n_tiers].
+    - resident, target: each expert's tier now, and after a running move.
+    - losses: each expert's loss in each tier, multiplied by its use.
     """
     lowest = losses.shape[2] - 1
     wanted = np.where(resident == ABSENT, ABSENT, wanted)
@@ -138,13 +137,11 @@ class MixedSettings(Intervals):
 
 class _AnyTiers(Precisions):
     def high(self, offer: TierOffer) -> FileTier:
-        """Return the best tier (precision) that the policy uses for a model.
+        """Return the best tier (precision) of a model file that the policy uses.
 
-        The result is the better of two tiers:
-
-        - one tier better than the best tier in which all experts fit in the memory budget. Some
-          experts can then have the better tier.
-        - the best tier in which an average expert takes at most the fraction SMALL of the budget.
+        First, find the best tier in which all experts fit in the memory budget. The result is the
+        next better tier, so that some experts can use it. The result is an even better tier if an
+        average expert in that tier takes at most 0.1 % of the budget.
 
         offer: the tiers of the model file, and the budget.
         """
@@ -288,7 +285,11 @@ class Mixed(Learning):
         return looks or self._may_end_interval(phase)
 
     def on_step(self, report: StepReport) -> Sequence[Transition]:
-        """Count the uses of experts in a finished step, and return the transitions to start now."""
+        """Count the expert use of a finished step, and return the experts to move to another tier.
+
+        Each move is (layer, expert, new tier). A tier is a precision. The result has only the moves
+        for which a memory slot is free now.
+        """
         found = self._learn(report)
         self._choose_reports()
         return found
@@ -350,13 +351,14 @@ class Mixed(Learning):
 
 
 def pools_of(shape: ModelShape, settings: MixedSettings, tiers: np.ndarray) -> TierPools:
-    """Return the memory slots for a planned assignment of experts to precisions (tiers).
+    """Return memory slots for experts whose tiers (precisions) were planned.
 
-    The slots are grouped in pools of one size. Each tier with experts has slots of its own. A tier
-    without experts uses the slots of the next better tier with experts, if the model's slots can
-    hold several tiers (shape.shares_slots).
+    Each tier has slots for its experts, in pools of equal slots. The lowest tier also has some
+    spare slots if experts may change their tiers (see `settings`). Every tier must have slots, even
+    without experts. Such a tier shares the slots of the next better tier if the memory allows it
+    (shape.shares_slots), and has a few slots of its own if not.
 
-    tiers: the tier of each expert, [n_layers, n_expert]. Tier 0 is the best.
+    tiers: the planned tier of each expert, [n_layers, n_expert]. Tier 0 is the best.
     """
     places: list[Places] = []
     last = len(shape.tiers) - 1

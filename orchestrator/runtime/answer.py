@@ -39,7 +39,11 @@ class Pace:
 
     @property
     def rests(self) -> bool:
-        """Whether the thread that reads an answer should wait REST_S seconds before it reads on."""
+        """Whether the reader of an answer should rest: wait REST_S seconds before it reads again.
+
+        This is true while new text arrives more often than every REST_S seconds. After the rest,
+        the reader gets several tokens at once.
+        """
         return self._n_fast >= FAST
 
     def came(self) -> None:
@@ -55,10 +59,10 @@ class Pace:
         self._last_s = now_s
 
     def nothing(self) -> None:
-        """Record that the reader of an answer found no new text.
+        """Record that the reader of an answer looked for new text and found none.
 
-        The reader should then read again as soon as new text arrives, without a pause. So the
-        property `rests` becomes false.
+        So text no longer arrives fast. The property `rests` becomes false, which means that the
+        reader should take the next text as soon as it arrives.
         """
         self._n_fast = 0
 

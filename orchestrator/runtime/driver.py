@@ -301,12 +301,12 @@ class Driver(BaseDriver):
     def learn(self, step: ComputedStep, unusual: bool | None = None) -> Sequence[Transition]:
         """Report a computed step to the policy, and return the transitions that the policy wants.
 
-        A transition (layer, expert, tier) makes the store read an expert in another precision
-        (tier).
+        The policy learns from the report. A transition (layer, expert, tier) asks the store to read
+        an expert in another precision (tier).
 
         unusual: whether estimates of the quality loss may be wrong for recent tokens, or None if
-        not known. The policy gets this value in the report. If the driver has a loss meter
-        (`meter`), the result of judge_routing is reported instead.
+        not known. The report contains this value. A driver with a loss meter (`meter`) ignores the
+        argument, and reports the result of judge_routing instead.
         """
         policy = self.policy
         wants, is_reported = policy.wants, step.phase in policy.wants.told_in
@@ -407,15 +407,15 @@ class Driver(BaseDriver):
         self.store.set_phase(phase)
 
     def make_room(self, room: CRoom) -> None:
-        """Divide the memory for a step between KV cache, scratch, prompt copies and expert slots.
+        """Divide the memory for a step between KV cache, scratch, prompt cache and expert slots.
 
         Called before a step is computed or a saved sequence is restored. The KV cache and scratch
-        (temporary buffers of a step) get the memory that they need. Copies of earlier conversations
-        and expert slots share the rest.
+        (temporary buffers) get the memory that they need. The expert slots and the prompt cache,
+        which holds copies of earlier conversations, share the rest.
 
-        room: describes the memory in use and the tokens of the step. The method sets two of its
-        fields: at_once, the micro-batch size, and drop_scratch, which is 1 if scratch of earlier
-        steps is to be freed.
+        room: describes the memory in use and the tokens of the step. The method sets its field
+        at_once to the micro-batch size in tokens. It sets drop_scratch to 1 if scratch of earlier
+        steps must be freed.
         """
         shared = self.shared
         assert shared is not None
@@ -486,9 +486,10 @@ class Driver(BaseDriver):
 
     @property
     def may_wait(self) -> bool:  # type: ignore[override]
-        """Whether the policy requires some experts in memory before each answer.
+        """Whether the first token of an answer may have to wait for reads of experts.
 
-        The first token of an answer then waits until they are read.
+        This is True for a policy that requires certain experts in memory before an answer begins.
+        The token waits only if some of these experts must still be read.
         """
         return self.policy.wants.waits
 

@@ -133,13 +133,14 @@ class ImageLimits:
         return {"bytes": self.file_bytes, "pixels": self.pixels, "count": self.count}
 
     def with_prepared(self, prepared_bytes: int, min_pixels: int) -> ImageLimits:
-        """Return a copy of these limits, completed with the image sizes of a model.
+        """Return a copy of these limits with the sizes of prepared images.
 
-        For the model, llama.cpp scales each image or cuts it into tiles.
+        A prepared image is an image that llama.cpp has scaled, or cut into tiles, for the model.
+        The method `prepared` uses the sizes to estimate the memory of an image. The copy also has a
+        limit for the memory of all prepared images (held_bytes).
 
-        prepared_bytes: the memory of the largest image after scaling or cutting. min_pixels:
-        smaller images are enlarged to this many pixels. If it is 0, each image is assumed to take
-        prepared_bytes.
+        prepared_bytes: the memory of the largest prepared image. min_pixels: llama.cpp enlarges
+        smaller images to this number of pixels; 0 if it cuts images into tiles of a fixed size.
         """
         held = _COPIES * 2 * prepared_bytes + prepared_bytes
         return replace(

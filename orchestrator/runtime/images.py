@@ -52,10 +52,10 @@ def read_image(path: Path, limits: ImageLimits | None) -> tuple[Image, str]:
 
 
 def url_of(data: bytes, limits: ImageLimits, name: str) -> tuple[Image, str]:
-    """Return the properties of an image file, and its bytes as a data: URL.
+    """Return the properties of an image file, and its contents as a data: URL.
 
-    name: the beginning of messages. Raises ConfigError if llama.cpp cannot decode the file within
-    the limits.
+    data: the contents of the file. name: the beginning of error messages, such as the path of the
+    file. Raises ConfigError for a file that llama.cpp cannot decode within the limits.
     """
     image = inspect(data, limits, name)
     return image, f"data:image/{image.type};base64,{base64.b64encode(data).decode()}"

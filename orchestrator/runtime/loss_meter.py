@@ -11,11 +11,11 @@ from orchestrator.events import DecisionBuffer, Phase, RouteEvent, StoreView, se
 class LossMeter:
     """Adds up the estimated quality loss (KL divergence) of a run with experts in lower precision.
 
-    nats, tokens: the loss in nats and the number of tokens since the start. Both are lists with one
-    item for prompts (prefill) and one for answers (decode). halved: whether a policy may use only
-    half of its loss budget at present, because the text uses other experts than the texts with
-    which losses were measured. halved_tokens: number of tokens that were decoded while `halved` was
-    True.
+    - nats, tokens: the loss in nats and the number of tokens since the start. Both are lists with
+      one item for prompts (prefill) and one for answers (decode).
+    - halved: whether a policy may use only half of its loss budget at present. This is True while
+      the text uses other experts than the texts with which losses were measured.
+    - halved_tokens: number of tokens that were decoded while `halved` was True.
     """
 
     def __init__(self, estimate: KlEstimate, exact: bool) -> None:

@@ -95,9 +95,10 @@ class Part(NamedTuple):
         return self.type in (PartType.CALLS, PartType.ANSWER)
 
     def length(self, count: Count) -> int | None:
-        """Return about how many tokens this part adds to a prompt, or None if this is not known.
+        """Return about how many tokens this part of a conversation adds to a prompt.
 
-        count: returns the number of tokens of a list of messages.
+        Returns None if the chat template refuses the messages, so that their tokens cannot be
+        counted. count: returns the number of tokens of a prompt with the given messages.
         """
         # The number for a question is one filler too small, and that for an answer one filler too
         # large. In the sum over a conversation, these errors cancel.
@@ -112,11 +113,11 @@ class Part(NamedTuple):
 
 
 def parts_of(messages: Sequence[Message]) -> list[Part]:
-    """Divide the messages of a conversation into parts, in the order of their first messages.
+    """Divide the messages of a conversation into parts, and return the parts in order.
 
-    A part is a question, an answer, tool calls with their results, or one system message. If the
-    user's messages come together with tool results, without a message of the model between them,
-    they belong to the part with the results.
+    A part is a question of the user, an answer of the model, tool calls with their results, or one
+    system message. A user's message directly before or after a tool result belongs to the same part
+    as the result.
     """
     authors = [author_of(each) for each in messages]
     places = [at for at, author in enumerate(authors) if author is not Author.SYSTEM]
@@ -139,15 +140,13 @@ def first_kept(
 ) -> int:
     """Return the index of the first message to keep, so that a conversation fits in the context.
 
-    If a prompt leaves too little space for its answer, the oldest exchanges are dropped until at
-    most half of the context is full. An exchange is a question and everything up to the next
-    question. The latest exchange stays.
+    The function replays the conversation, answer by answer. If too little context is left for an
+    answer, the oldest exchanges are dropped until at most half of the context is full. An exchange
+    is a question with everything up to the next question. The latest exchange stays. Therefore, a
+    growing conversation keeps the same index until the context is full again.
 
-    The function repeats the cuts for earlier answers. So the index stays the same until another cut
-    is needed.
-
-    parts: the result of parts_of. lengths: their numbers of tokens. n_head: tokens before the first
-    part. n_ctx: context length. n_answer: maximum answer length.
+    parts, lengths: the result of parts_of, and the tokens of each part. n_head: tokens before the
+    first part. n_ctx, n_answer: maximum tokens of the context and of an answer.
     """
     most = n_ctx - min(max(n_answer, n_ctx // LEAST_FREE), n_ctx // MOST_FREE)
     n_prompt, exchanges = n_head, deque[list[int]]()  # of each: first message, number of tokens

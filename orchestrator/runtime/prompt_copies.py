@@ -39,11 +39,13 @@ def common_prefix(a: Sequence[int] | np.ndarray, b: Sequence[int] | np.ndarray) 
 
 
 def usable(length: int, has_part: bool, marks: Sequence[int], common: int) -> int:
-    """Return how many tokens of a stored sequence a prompt can reuse.
+    """Return how many tokens at the start of a stored sequence a prompt can reuse.
 
-    length: number of tokens of the sequence. has_part: whether sliding windows or recurrent layers
-    prevent the sequence from being truncated at every position. marks: the lengths to which such a
-    sequence can be truncated. common: length of the common prefix of the sequence and the prompt.
+    - length: number of tokens of the sequence.
+    - has_part: whether the sequence can be truncated only at checkpoints. A checkpoint is a saved
+      part of the model's state, which models with sliding windows or recurrent layers need.
+    - marks: the lengths with checkpoints.
+    - common: length of the common prefix of the sequence and the prompt.
     """
     if common >= length:
         return length
@@ -119,19 +121,24 @@ class ListedMark(NamedTuple):
 
     @property
     def n_bytes(self) -> int:
-        """The total size of the model's and the policy's saved state in the file, in bytes."""
+        """The size of this checkpoint in the prompt-cache file, in bytes.
+
+        This is the size of the model's state and of the policy's state together.
+        """
         return max(0, self.part_bytes) + max(0, self.policy_bytes)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Listed:
-    """The description of a prompt-cache file, which holds one sequence of tokens and its state.
+    """The description of one prompt-cache file, as `PromptFolder.of` lists it.
 
-    - key: identifies the model and settings of the run (state_key).
-    - tokens: the tokens, int32.
-    - has_part: whether the model has sliding windows or recurrent layers. The sequence can then be
-      truncated only to lengths for which the file has a state of the model.
-    - marks: describe the states in the file, one entry for each such length.
+    The file holds a sequence of tokens and the model's state. Its checkpoints are states to restore
+    if the sequence is truncated.
+
+    - key: identifies the model and settings of the run that saved the file (state_key).
+    - tokens: the tokens of the sequence, int32.
+    - has_part: whether the sequence can be truncated only at checkpoints.
+    - marks: descriptions of the checkpoints.
     - state_end: size of llama.cpp's data at the start of the file, in bytes.
     - n_stored: number of integers in llama.cpp's token list, which may also describe images.
     """
@@ -145,21 +152,21 @@ class Listed:
     n_stored: int
 
     def usable(self, common: int) -> int:
-        """Return how many tokens of the saved sequence in this file a prompt can reuse.
+        """Return how many tokens at the start of the saved sequence a prompt can reuse.
 
-        common: length of the common prefix of the saved tokens and the prompt. The result may be
-        less than `common` if the model has sliding windows or recurrent layers. Their state can be
-        restored only at the lengths for which the file has one.
+        common: length of the common prefix of the saved sequence and the prompt. The result is this
+        number for most models. With sliding windows or recurrent layers, it is the largest length
+        up to `common` for which the file has the model's state, or 0.
         """
         places = [each.length for each in self.marks if each.part_bytes >= 0]
         return usable(len(self.tokens), self.has_part, places, common)
 
     def file_marks(self) -> list[FileMark]:
-        """Return the places of the checkpoints in this prompt-cache file.
+        """Return the checkpoints in this prompt-cache file, with their byte offsets and sizes.
 
-        A checkpoint is the model's state at one length of the sequence. It is restored if the
-        sequence is truncated to this length. Only models with sliding windows or recurrent layers
-        need checkpoints.
+        A checkpoint is the model's state at one length of the sequence. llama.cpp restores it if
+        the sequence is truncated to this length. Only models with sliding windows or recurrent
+        layers need checkpoints.
         """
         found, at = [], self.state_end
         for each in self.marks:
@@ -237,10 +244,11 @@ class PromptFolder:
         If saving fails, a sentence is added to `notes`, and no error is raised.
 
         - key: identifies the model and settings (state_key).
-        - has_part: whether the sequence can be truncated only to lengths with a saved state.
-        - marks: lengths of the sequence, with the states to save for them.
-        - write_state: lets llama.cpp write its data to a path. Returns a Stored or the size of the
-          data in bytes, 0 if writing failed, or None to save no file.
+        - has_part: whether the sequence can be truncated only at checkpoints (saved states).
+        - marks: the checkpoints to save.
+        - write_state: lets llama.cpp write the sequence to a path. Returns the size of the data in
+          bytes, or a Stored with the size and the places of llama.cpp's checkpoints. Returns 0 if
+          writing failed, or None to save no file.
         """
         path = self._target(key, tokens)
         remove_abandoned(path)
@@ -277,13 +285,13 @@ class PromptFolder:
     ) -> tuple[Mark, ...] | None:
         """Verify a saved file, and let `read_state` restore llama.cpp's sequence from it.
 
-        Returns the lengths to which the sequence can be truncated, with the saved states for them.
-        Returns None if the file is damaged, cannot be read or does not fit in memory. A damaged
-        file is removed.
+        Returns a Mark for each length to which the sequence can be truncated, with the states to
+        restore. Returns None if the file is damaged, cannot be read or does not fit in memory. A
+        damaged file is removed.
 
-        - most_bytes: maximum total size of the returned states. If necessary, the shortest lengths
-          are left out. If it is None, the field `part` (the model's state) of all results is None.
-        - read_state: restores the sequence from a path; returns False if memory is too small.
+        - most_bytes: maximum total size of the states. If necessary, the shortest lengths are left
+          out. With None, all Marks are returned, but without the model's states (`Mark.part`).
+        - read_state: restores the sequence from a path. Returns False if memory is too small.
         """
         try:
             with open(listed.path, "rb") as file:

@@ -322,7 +322,7 @@ class Runtime(Closing):
 
     @property
     def about(self) -> About:
-        """The properties of the loaded model."""
+        """The loaded model's name, architecture, context length, policy and other properties."""
         model, loaded = self._model, self._loaded
         policy = loaded.driver.policy
         return About(
@@ -359,7 +359,10 @@ class Runtime(Closing):
 
     @property
     def inside(self) -> Inside:
-        """The parts of the loaded model, for programs that measure or replace them."""
+        """The expert store, policy, memory plan and other internal objects of the loaded model.
+
+        The returned Inside has them as attributes. It is for programs that measure or replace them.
+        """
         return Inside(self._loaded, self._model, self._loader.planner.losses)
 
     @property
@@ -377,9 +380,11 @@ class Runtime(Closing):
     ) -> Answer:
         """Start to answer a request to llama.cpp's HTTP server. Return the running answer.
 
-        body, route: body and path of the request. sequences: numbers of the sequences that compute
-        the prompts of the request. settings: new settings of the policy; None keeps the current
-        settings. forget: sequences to empty first, which frees memory.
+        - body, route: body and path of the request.
+        - sequences: numbers of llama.cpp's sequences in which the answers are computed. If the
+          request has more answers than sequences, the answers take turns.
+        - settings: new settings of the policy; None keeps the current settings.
+        - forget: numbers of sequences to empty first, which frees memory.
 
         Raises NativeError if the route does not exist or memory is short. Raises OSError if no
         threads or file descriptors are left.
@@ -573,13 +578,13 @@ class Runtime(Closing):
     def set(self, **changes: Any) -> bool:
         """Change settings of the loaded model, by their names in Config.
 
-        Live settings can change without loading the model again, and the next token uses the new
-        values. If any change is not live, the model is loaded again after the running answers have
-        ended, and all sequences are emptied. If loading fails, the former settings stay, and
-        MoeEdgeError, OSError or KeyboardInterrupt is raised.
+        Live settings apply from the next token on, and the model stays loaded. If any other setting
+        changes, the model is loaded again after the running answers have ended, and all sequences
+        are emptied. If loading fails, the former settings stay, and MoeEdgeError, OSError or
+        KeyboardInterrupt is raised.
 
-        Returns False if all changes are live settings of other policies, which are then kept until
-        such a policy is chosen. Otherwise returns True.
+        Returns False if only live settings of other policies were changed. Their new values are
+        stored, and apply when such a policy is chosen. Otherwise returns True.
         """
         config = self.config.with_changes(**changes)
         known = policy_settings()

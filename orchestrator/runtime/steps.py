@@ -141,7 +141,7 @@ class Steps:
             self._driver.sequence_end(0)
 
     def reset(self) -> None:
-        """Drop all tokens of all sequences."""
+        """Empty the llama.cpp context: drop all tokens of all its sequences from the KV cache."""
         self._context.forget_all()
         self._driver.sequence_end()
         self._sequences.forget()

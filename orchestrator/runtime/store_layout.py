@@ -53,10 +53,10 @@ class StoreSpecs:
 
     @cached_property
     def checksums(self) -> Checksums:
-        """The model's tensors with the checksums that the model's files contain.
+        """The checksums of the model's tensors, read from the model's files on first use.
 
-        The list `tensors` of the result has the checksums of each tensor. They are read from the
-        files on first use.
+        The list `tensors` of this Checksums object has one item for each tensor, with the tensor's
+        checksums.
         """
         return Checksums(self._model)
 
@@ -130,15 +130,16 @@ def store_layers(
     tiers: Sequence[int],
     slots: SlotPlan,
 ) -> StoreLayers:
-    """Return the positions of experts in the model's files, and the slot groups that cache them.
+    """Return where the experts of each MoE layer are in the files, and which slots cache them.
 
-    The result has a pair (layer number, {(kind, tier): Slices}) for each MoE layer. A Slices object
-    has the file position of the experts' matrices of one kind (up, gate, gate_up or down) and one
-    tier (a precision, as an index into `tiers`). It also has the index of their slot group.
+    The result has a pair (layer id, {(kind, tier): Slices}) for each MoE layer. A kind is a matrix
+    of an expert: up, gate, gate_up or down. A tier is a precision, as an index into `tiers`. A
+    Slices has the file position of these matrices and the number of their slot group (slots of one
+    size).
 
-    layer_ids: llama.cpp's layer numbers. slices: file positions, [layer][kind][precision]. tiers:
-    indices of the used precisions in `slices`. slots: assigns each (layer, kind, tier) to a group
-    of slots of one size.
+    layer_ids: llama.cpp's layer ids. slices: file positions, [layer][kind][precision]. tiers: the
+    precisions to use, as indices into slices[layer][kind]. slots: assigns a slot group to each
+    (layer, kind, tier).
     """
     return tuple(
         (

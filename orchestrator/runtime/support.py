@@ -62,10 +62,11 @@ class ChildAborted(Exception):
 
 
 def ask_child(question: Callable[..., Any], *args: Any) -> Any:
-    """Call a function in a child process, and return its result.
+    """Call question(*args) in a child process, and return the result.
 
-    llama.cpp can end its process over a file that it does not expect. Raises ChildAborted then. The
-    result is None if the child was killed or raised an exception.
+    The child process protects the caller, because llama.cpp aborts its process for some files.
+    Raises ChildAborted if llama.cpp aborts or crashes the child process. Returns None if `question`
+    raises an exception or takes too long.
     """
     # A fork has its modules loaded already: a new process would take most of a second to start.
     # This process does not load the library: if it found a GPU, the fork could not use it.

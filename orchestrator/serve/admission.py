@@ -278,8 +278,9 @@ class Conversation:
         """Return how many digests at the start of this and of an earlier conversation are equal.
 
         A digest stands for a message, or for a piece of a prompt. The result is 0 unless this
-        conversation continues the earlier one, `before`: only the last digest of `before` may
-        differ or be missing here. The result is also 0 if only tools and system messages are equal.
+        conversation continues the earlier conversation, `before`. It continues `before` if it
+        begins with the same digests, except perhaps for the last digest of `before`. The result is
+        also 0 if only tools and system messages are equal.
         """
         shared = 0
         for ours, theirs in zip(self.pieces, before.pieces, strict=False):
@@ -291,14 +292,15 @@ class Conversation:
 
 
 def conversations_of(data: dict[str, Any], most: int) -> list[Conversation]:
-    """Return a Conversation (digests of a prompt) for each answer that a request asks for.
+    """Return a Conversation, the digests of a prompt, for each answer to a request.
 
     `SlotManager` uses the digests to find a sequence of llama.cpp's server that already holds the
     beginning of the prompt. If a prompt gets several answers, only the first Conversation has
     digests.
 
-    `data` is the request. If it has more than `most` prompts, the result has `most` Conversations
-    without digests.
+    `data` is the request, and `most` the number of sequences. If the request has more prompts than
+    `most`, the prompts share the sequences. The result is then `most` Conversations without
+    digests.
     """
     n = data.get("n_cmpl", data.get("n", 1))  # llama.cpp prefers n_cmpl, too
     messages = data.get("messages", data.get("input"))
@@ -362,11 +364,11 @@ class SlotManager:
         """Take a free slot for each conversation. Return (slot numbers, number of old KV cells).
 
         A slot is a sequence of llama.cpp's server. It keeps the KV cells of its previous request
-        until a new prompt starts. The second result says how many of these old cells the taken
-        slots hold together, at most.
+        until a new prompt starts. The second result is an upper limit for these old KV cells in all
+        taken slots together.
 
-        `cells` is the number of KV cells that the new request may use in each slot. When the slot
-        is taken again, they count as its old KV cells.
+        `cells` is the maximum number of KV cells that the new request uses in each slot. When the
+        slot is taken again, this number counts as its old KV cells.
         """
         taken, held = [], 0
         for each in asked:
@@ -524,9 +526,9 @@ class Body:
     async def run(self, call: Callable[[], T]) -> T:
         """Run `call`, which parses this body, on the parsing thread, and return its result.
 
-        One thread parses the bodies of all requests. Clients that wait for the thread take turns.
-        `call` can query llama.cpp's server with the method `ask` of this body. If the caller of
-        `run` is cancelled, that query is cancelled, too.
+        One thread parses the bodies of all requests, and clients take turns. `call` may send
+        queries to llama.cpp's server with the method `ask` of this body. If the caller of `run` is
+        cancelled, the current query of `call` is cancelled, and `run` waits until `call` has ended.
         """
         return await self._bodies.run(call, self._client, self.give_up)
 

@@ -104,14 +104,14 @@ class Outlet:
 class Exchange:
     """An ASGI response that waits until its request may run, then computes and sends the answer.
 
-    - places, cells: how many of the server's parallel answers, and how many KV cells, the request
-      reserves.
+    - route, body: path and body of the request.
+    - places, cells: numbers of parallel answers and of KV cells that the request reserves.
     - conversations: digests of the prompts, to find sequences of llama.cpp's server that already
       hold the beginning of a prompt.
     - settings: the policy settings of the request.
-    - shape: converts llama.cpp's answer to the format of `route`.
-    - compute: a function that computes the answer, instead of llama.cpp's server.
-    - outlet: a function that makes the writer of the HTTP response; `Outlet` by default.
+    - shape: converts llama.cpp's answer to the format that clients expect on this path.
+    - compute: computes the answer, instead of llama.cpp's server.
+    - outlet: makes the writer of the HTTP response; `Outlet` by default.
     """
 
     state: State

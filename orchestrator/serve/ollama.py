@@ -167,11 +167,10 @@ class Lines(Outlet):
     async def begin(
         self, status: int, content_type: str, more: dict[str, str] | None = None
     ) -> None:
-        """Send the HTTP status and the headers of an answer.
+        """Send the HTTP status and the headers of an answer in Ollama's format.
 
-        `content_type` is the media type of the answer in OpenAI's format. The media type of a
-        stream is replaced by Ollama's media type for lines of JSON. `more` holds further header
-        fields.
+        `content_type` is the media type that the answer has in OpenAI's format. For a stream,
+        Ollama's media type for lines of JSON is sent instead. `more` holds further header fields.
         """
         self._is_stream = content_type == STREAM
         await super().begin(status, LINES if self._is_stream else content_type, more)

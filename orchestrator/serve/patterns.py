@@ -136,7 +136,8 @@ class _Reader:
         """Parse the whole regular expression, and return its top-level alternatives.
 
         Each alternative is (whether it starts with ^, its parts in order, whether it ends with $).
-        A part is a One, a Times or a Choice.
+        A part is a One (one character), a Times (a repeated part) or a Choice (alternatives in
+        parentheses).
         """
         found = []
         while True:

@@ -780,12 +780,12 @@ def settle_probs(
     """Translate the fields of a request for token probabilities into llama.cpp's fields, in place.
 
     Returns an object that converts llama.cpp's answer to the format of the path `route`, or None if
-    no conversion is needed. `n_dropped` is the number of messages that --overflow removed from the
-    request. The converted answer reports it.
+    no conversion is needed. `n_dropped` is the number of messages that --overflow removed; the
+    converted answer reports it to the client.
 
-    The probabilities of an answer must fit in PROBS_BYTES of memory. If necessary, a request
-    without a limit of generated tokens gets a limit. Raises Refusal (an error response) if the
-    request has a limit of more tokens than fit. `most_tokens` is the longest possible answer.
+    The probabilities of an answer must fit in PROBS_BYTES of memory. Raises Refusal (an error
+    response) if the request's token limit is too large. If the request has no limit, and the
+    longest answer (`most_tokens`) does not fit, a limit is added.
     """
     shaping = Shaping(route, data, n_dropped)  # before the fields change
     name = {CHAT: "top_logprobs", COMPLETIONS: "logprobs"}.get(route, "n_probs")
@@ -859,15 +859,14 @@ def _limit(data: dict[str, Any], n_tokens: int) -> None:
 def settle_length(
     route: str, data: dict[str, Any], served: Served, n_answers: int, asker: Body
 ) -> int:
-    """Return the number of KV cells to reserve for a request: those of its prompt and its answers.
+    """Return the number of KV cells to reserve for the prompt and all answers of a request.
 
-    If the request `data` has no limit of generated tokens, a limit for each answer is added. The
-    added limit is the server's --max-tokens, or else about 1/--parallel of all KV cells. The added
-    limit never exceeds the part of the context that the prompt leaves free.
+    The reservation for each answer is the request's limit of generated tokens, or less if the
+    prompt leaves less context free. If the request `data` has no limit, a limit is added. The added
+    limit is --max-tokens, or else about 1/--parallel of all KV cells, minus the prompt's tokens.
 
-    `served` is the loaded model. `n_answers` is the number of answers to one prompt. `asker` sends
-    queries to llama.cpp's server, which counts tokens. Raises Refusal (an error response) if the
-    prompt is too long.
+    `n_answers` is the number of answers to one prompt. `asker` sends queries to llama.cpp's server,
+    which counts tokens. Raises Refusal (an error response) if the prompt is too long.
     """
     body, most = written(data), served.about.n_ctx
     counted = check_length(route, body, served, asker)

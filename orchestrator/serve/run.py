@@ -149,11 +149,10 @@ class _Server(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen on the sockets. The operating system then queues up to BACKLOG new connections.
+        """Listen on the sockets, each with a queue of up to BACKLOG new connections.
 
-        asyncio is given a queue length of 1, because it uses this number also as the number of
-        times that it tries a failed accept again without a pause. The sockets get their real queue
-        length afterwards.
+        uvicorn starts asyncio with a queue length of 1, and this method then sets the real length.
+        asyncio would otherwise repeat a failed accept BACKLOG times without a pause.
         """
         asyncio.get_running_loop().set_exception_handler(self._failed)
         await super().startup(sockets)

@@ -213,14 +213,14 @@ def _logits(
 
 
 def judged(prompt: Prompt, parts: Iterable[np.ndarray], top: int, n_generated: int) -> Scores:
-    """Return the log-probability of each token of a prompt, computed from the model's logits.
+    """Return the log-probabilities of a prompt's tokens, and the likeliest tokens at each position.
 
-    Tokens that the server added, such as BOS, are left out. n_generated is the number of tokens to
-    generate after the prompt, 0 or 1. If it is 1, the result ends with the most likely next token.
+    Tokens that the server added, such as BOS, are left out. If n_generated is 1, the result ends
+    with the most likely token after the prompt. Otherwise n_generated is 0.
 
-    `parts` are arrays of logits, float32 [m, n_vocab], with a row for each token of the prompt: the
-    prediction of the token after it. The last token has a row only if n_generated is 1. `top` is
-    the number of most likely tokens to return for each position.
+    `parts` are arrays of logits, float32 [m, n_vocab]. Together they have a row for each token of
+    the prompt, which predicts the next token. If n_generated is 0, the last token has no row. `top`
+    is the number of likeliest tokens to return for each position.
     """
     n_prompt = len(prompt.tokens)
     n = n_prompt + n_generated

@@ -44,9 +44,9 @@ def most_scored(config: Config) -> int:
 
 
 def answering(config: Config, settings: ServeSettings, words: Words, threads: str) -> Answering:
-    """Return the settings for a Runtime that computes the answers of the server.
+    """Return the settings (Answering) with which the server's Runtime answers requests.
 
-    The settings are options of `moe-edge serve`, and the memory to reserve for the server itself.
+    They combine options of `moe-edge serve` with the memory to reserve for the server itself.
     `words` estimates the memory for tokenizing a request's body. `threads` is the prefix of the
     names of the runtime's threads. Raises ConfigError or TextFileError if the file of
     --chat-template or --mmproj cannot be used.
@@ -144,9 +144,9 @@ class Served:
     def count_tokens(self, text: str) -> tuple[int, int]:
         """Return (approximate number of tokens, length of the longest word) of a text.
 
-        The memory for tokenizing depends on these numbers. Returns (0, 0) if the tokenizer does not
-        split texts into words. Nothing needs to be counted then, because the length of the text
-        limits the memory.
+        The memory for tokenizing is estimated from these numbers. For a tokenizer that does not
+        split texts into words, the result is (0, 0), and the memory is estimated only from the
+        length of the text.
         """
         return self._words.count_tokens(text, self.runtime.vocabulary)
 

@@ -149,17 +149,21 @@ class ServeSettings(Settings):
     def most_body_bytes(self, n_ctx: int | None) -> int:
         """Return the maximum length of a request's body in bytes.
 
-        n_ctx is the value of --ctx, or None if the option was not given.
+        This is the value of --body-limit. Without this option, it is BODY_BYTES for each token of
+        the context, and at least LEAST_BODY_BYTES. n_ctx is the context length (--ctx), or None if
+        the option was not given.
         """
         return self.body_limit or max(LEAST_BODY_BYTES, BODY_BYTES * (n_ctx or 0))
 
     def most_with_images(self, n_ctx: int | None) -> tuple[int, int]:
-        """Return (text limit, image limit) for the body of a request to a model that takes images.
+        """Return (text limit, image limit) in bytes for a request to a model that takes images.
 
-        Both limits are in bytes. Text is everything except the images. It may take BODY_BYTES for
-        each token of the context, but at least LEAST_BODY_BYTES and at most --body-limit. Images
-        may take the rest of --body-limit. Without --body-limit they may take IMAGE_BYTES. n_ctx is
-        the value of --ctx, or None if the option was not given.
+        Text is everything in the body except the images. The usual text limit is BODY_BYTES for
+        each token of the context, and at least LEAST_BODY_BYTES.
+
+        Without --body-limit, the result is (usual text limit, IMAGE_BYTES). With --body-limit, text
+        may take its usual limit, and images may take the rest of --body-limit. n_ctx is the context
+        length (--ctx), or None if the option was not given.
         """
         usual = max(LEAST_BODY_BYTES, BODY_BYTES * (n_ctx or 0))
         if self.body_limit is None:

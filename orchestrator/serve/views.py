@@ -77,15 +77,15 @@ def _digest(text: str, tag: str) -> str:
 
 
 def picture(runtime: Runtime) -> dict[str, Any]:
-    """Return the data that the web page shows about the model and its experts, as a JSON object.
+    """Return the data about the model's experts that the web page draws, as a JSON object.
 
     - tiers: the names of the precisions.
     - resident: the best precision of each expert in memory, uint8 [layers, experts] in base64. A
       value is an index into `tiers`, or 254 for an expert that is only on disk.
     - used: how often tokens used each expert, little-endian uint32 of the same shape, in base64.
     - images: the limits for images in requests, or None if the model takes none.
-    - streams_below: only for a model without an expert store, instead of the fields about experts.
-      It is an example of a value for --ram, in bytes, that is too small to hold all experts.
+    - streams_below: only for a model without an expert cache, instead of tiers, resident and used.
+      The page suggests this value of --ram, in bytes, for a restart with an expert cache.
     """
     plan, stats = runtime.plan, runtime.stats()
     about: dict[str, Any] = {"model": runtime.about.name, "mode": stats.mode}

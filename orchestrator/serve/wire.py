@@ -125,9 +125,10 @@ async def read_body(
     """Read the whole body of a request from its client, and return it.
 
     `count` is called after each piece, with the number of bytes so far. Raises Refusal (an error
-    response) as soon as the body or its declared length exceeds most_bytes. `useful_bytes` is the
-    longest body that the context could use. If it is larger than most_bytes, the error suggests it
-    as --body-limit.
+    response) as soon as the body or its declared length exceeds most_bytes.
+
+    useful_bytes is the length of the longest body whose prompt fits in the model's context. If it
+    is larger than most_bytes, the error suggests useful_bytes as --body-limit.
     """
     body, said = bytearray(), request.headers.get("content-length", "")
     try:
@@ -335,12 +336,13 @@ def error_event(route: str, error: bytes) -> bytes:
 
 
 def takes_costs(part: bytes, is_stream: bool, route: str) -> bool:
-    """Return whether `with_costs` should add the costs of an answer to this part of it.
+    """Return whether `with_costs` should add the costs of an answer to this part of the answer.
 
-    Costs are measurements, such as cache hits. `part` is a complete answer, or whole events of a
-    stream, for the path `route`. The costs belong in the part that has llama.cpp's own measurements
-    (`timings`). On paths without `timings`, they belong in the complete answer, or in Anthropic's
-    event `message_delta`.
+    Costs are measurements, such as cache hits. The right part has llama.cpp's own measurements
+    (`timings`). If llama.cpp sends no `timings`, the right part is the complete answer, or
+    Anthropic's event `message_delta` in a stream.
+
+    `part` is a complete answer or whole events of a stream. `route` is the path of the request.
     """
     if not is_stream and route in _WITHOUT_TIMINGS:
         return True

@@ -256,8 +256,9 @@ class Benchmark(ABC):
         """A title for tables of measurements under a memory cap, with a placeholder for the cap.
 
         An example is "expert cache with space for {:.0%} of the experts". The caller fills in the
-        cap, which is a fraction. The option `caps_process` decides whether the cap limits the
-        memory of the process or only the expert slots.
+        cap. If the option `caps_process` is True, the cap limits the memory of the process, and is
+        a fraction of the model file's size. Otherwise, the cap limits only the expert cache, and is
+        a fraction of the experts' size.
         """
         if self.on.caps_process:
             return "process memory limited to {:.0%} of the model file"
@@ -334,9 +335,10 @@ class Benchmark(ABC):
 
 
 def token_slot_bytes(shape: ModelShape) -> int:
-    """Return the smallest size of the expert slots with which the engine can run, in bytes.
+    """Return the bytes of memory that hold the experts of one token in one layer.
 
-    The slots hold the experts of one token in one layer. All layers share them.
+    With less memory for experts, the engine cannot run. All layers share this memory. If experts of
+    different layers have different sizes, the result is the sum over these sizes.
     """
     sizes = {each for layer in shape.slots for each in layer[0].items()}
     return shape.n_expert_used * sum(size for _, size in sizes)

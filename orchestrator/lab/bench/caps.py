@@ -117,12 +117,15 @@ class Computing(NamedTuple):
 def computing(rows: Sequence[Result], fewer_share: float) -> Computing:
     """Return upstream llama.cpp's compute times per token with everything in memory.
 
-    - rows: the rows of the benchmark's table. The role of a row names the measurement: "upstream"
-      (all experts in the high precision), "low" (all experts in the low precision) or "fewer"
-      (fewer experts per token). Other rows are ignored. A row has one time for each run
-      (repetition). If several rows have the same role, the smallest time of each run is used.
+    The result has three lists: the times with all experts in the high precision, with all experts
+    in the low precision, and with fewer experts per token. A list has one time in milliseconds for
+    each run (repetition).
+
+    - rows: the rows of the benchmark's table. The lists are from the rows with the roles
+      "upstream", "low" and "fewer". If several rows have the same role, the smallest time of each
+      run is used.
     - fewer_share: the number of experts per token in the rows "fewer", as a fraction of the usual
-      number.
+      number. It is copied to the result.
     """
     high, low, fewer = (
         best_runs([row for row in rows if row["cap"] is None and row["role"] == role])
@@ -214,13 +217,13 @@ class Caps(Benchmark):
         return listed
 
     def largest_whole(self, cap: float) -> str | None:
-        """Return the largest quantization of experts with which the model fits under a memory cap.
+        """Return the largest type of experts with which the whole model fits under a memory cap.
 
-        The result is a type such as "q4_k", or None if no type is small enough.
+        A type is a quantization such as "q4_k". The result is None if no type is small enough.
 
-        - cap: the memory cap. If the option `caps_process` is True, it limits the whole process,
-          and is a fraction of the size of the model file. If the option is False, it limits only
-          the experts, and is a fraction of their size in the model file.
+        - cap: the memory cap. If the option `caps_process` is True, `cap` is a fraction of the
+          model file's size, and limits the memory of the whole process. Otherwise, `cap` is a
+          fraction of the experts' size, and limits only the experts.
         """
         model, options = self.model, self.on
         config = Config.build(model=self.high, ctx=options.n_ctx, ubatch=options.n_ubatch)

@@ -35,16 +35,17 @@ COUNTS = ("launches", "graphs", "waits", "copies in", "bytes in", "copies out", 
 
 
 class Part(NamedTuple):
-    """One part of a measurement: a prompt of n tokens, or n decode steps.
+    """One part of a measurement: one or more prompts, or a number of decode steps.
 
     - name: identifies the part in the results.
-    - kind: PROMPT, PROMPTS (a prompt for each sequence) or DECODE.
+    - kind: PROMPT (one prompt), PROMPTS (one prompt for each sequence) or DECODE (decode steps).
+    - n: the number of tokens in each prompt, or the number of decode steps.
     - seconds, at_least: decode steps end early after `seconds`, but not before `at_least` steps.
-    - sequences: the number of prompts, or of sequences that decode in one batch. 0 stands for one
-      sequence without a batch.
+    - sequences: the number of sequences that have a prompt (PROMPTS) or decode in one batch
+      (DECODE). With 0, a single sequence decodes without a batch.
 
-    Decode steps continue the text of the previous part. After PROMPTS, each sequence continues its
-    own prompt. After PROMPT, all sequences of the batch continue the same prompt.
+    Decode steps continue the text of the previous part. After PROMPT, all sequences of a batch
+    continue the same prompt.
     """
 
     name: str
@@ -65,10 +66,10 @@ def prompt(n: int, name: str = PROMPT) -> Part:
 
 
 def settle(n: int, seconds: float) -> Part:
-    """Return a description of n decode steps that warm up a measurement.
+    """Return a Part with n decode steps in which the speed settles before the measurement.
 
-    Reports ignore the times of these steps, because speeds still change. The function `play` runs
-    the steps later, and stops early after `seconds`.
+    The function `play` runs these steps later, and ends them early after `seconds`. Reports ignore
+    their times.
     """
     return Part("settle", DECODE, n, seconds)
 
@@ -83,11 +84,14 @@ def decode(n: int, seconds: float) -> Part:
 
 
 def longest_context(parts: Sequence[Part], shared: bool = True) -> int:
-    """Return the context length that a measurement needs, rounded up to a multiple of 256 tokens.
+    """Return the length of the longest context in a measurement, in tokens.
+
+    Decode steps lengthen the context, and a prompt starts a new context. The result is rounded up
+    to a multiple of 256.
 
     - parts: the prompts and decode steps of the measurement, in order.
-    - shared: if True, the result is the length for all sequences of a batch together. If False, it
-      is the length that one sequence needs.
+    - shared: if True, all sequences of a batch share one context, so their tokens are added up. If
+      False, the result is the length that one sequence needs.
     """
     longest = length = 0
     for part in parts:
@@ -280,7 +284,10 @@ def slow_link(job: Job) -> None:
 
 
 def run_device(job: Job) -> Result:
-    """Return the name, the number, the memory and the copy bandwidth of a GPU, as a dict.
+    """Measure a GPU, and return a dict that describes it.
+
+    The dict has the "name" and the "index" of the GPU, the size of its memory ("total_bytes"), and
+    the measured bandwidths of copies to the GPU ("copies").
 
     job: its field `device` names the GPU. Its field `copy_times` says how often the GPU repeats
     each copy, to imitate a slower link. Raises ConfigError if the device is not a GPU.
@@ -407,8 +414,10 @@ def store_counters(stats: Any) -> Result:
 def counter_of(job: Job) -> Callable[[], dict[str, int]] | None:
     """Return a function that reads the counters of the emulated GPU.
 
-    The function first waits until the emulated GPU has completed all work. If the job does not
-    count operations, the result is None instead of a function.
+    The function waits until the emulated GPU has completed all work. It then returns a dict that
+    maps names of operations, such as "launches", to their total numbers.
+
+    job: the measurement. If its field `counts` is False, the result is None instead of a function.
     """
     if not job.counts:
         return None

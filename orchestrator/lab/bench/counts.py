@@ -120,10 +120,10 @@ def job(case: Case, high: Path, low: Path, model: ExpertModel) -> Job:
 
 
 def no_hits_slot_bytes(model: ExpertModel) -> int:
-    """Return the size of expert slots that are too small for any cache hit, in bytes.
+    """Return the total bytes of expert slots that are too few for any cache hit.
 
-    The slots hold twice the experts that one token uses in one layer. All layers share the slots,
-    so later layers evict these experts before the next token.
+    The slots hold the experts that one token uses in two layers. All layers share the slots, so
+    later layers evict these experts before the next token.
     """
     share = model.n_expert_used / model.n_expert / model.n_layers
     return 2 * int(share * model.tier_bytes[0])

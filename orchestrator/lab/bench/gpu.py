@@ -222,19 +222,18 @@ class FixedMemory:
 
         - share: this part, as a fraction of the bytes of all experts.
 
-        The result is enough for our engine and for upstream llama.cpp. They need different amounts
-        of memory for the rest of the model, of which the larger one is used.
+        The result is large enough for both our engine and upstream llama.cpp, which need different
+        amounts of memory for the rest of the model.
         """
         return max(self.ours, self.theirs) + int(share * sum(self.layers))
 
     def cpu_moe(self, share: float) -> int:
-        """Return how many layers must keep their experts on the CPU if llama.cpp runs the model.
+        """Return the smallest --n-cpu-moe of llama.cpp with which a model fits on the GPU.
 
-        - share: the fraction of the experts, by bytes, for which the GPU has memory. Together with
-          the rest of the model, this memory is `vram_bytes(share)`.
+        This option of llama.cpp is the number of layers whose experts stay on the CPU.
 
-        The result is the smallest value of llama.cpp's option --n-cpu-moe with which the model
-        fits.
+        - share: sets the size of the GPU memory, which is `vram_bytes(share)`. This memory has
+          space for the fraction `share` of the experts, by bytes, and for the rest of the model.
         """
         left = self.vram_bytes(share) - self.theirs
         n = len(self.layers)
@@ -434,13 +433,14 @@ class Gpu(Benchmark):
         return found
 
     def measure_fixed_memory(self, gpu: int | None) -> None:
-        """Measure how much GPU memory a model needs apart from its experts, and store the result.
+        """Measure how much GPU memory a model needs apart from its experts.
 
-        Our engine and upstream llama.cpp are measured. The result is the attribute `fixed_memory`.
+        The need is measured for our engine and for upstream llama.cpp, and stored in the attribute
+        `fixed_memory`.
 
-        - gpu: number of the GPU. None stands for a device whose memory is main memory, such as an
-          emulated GPU. The memory that the engines report is then used, because their total use
-          cannot be measured.
+        - gpu: number of the GPU whose memory use is measured. None means that the device has no
+          memory of its own, like an emulated GPU. In this case, the sizes that both engines report
+          are stored.
 
         Raises MoeEdgeError if one of the two engines fails.
         """
@@ -475,11 +475,13 @@ class Gpu(Benchmark):
         self.fixed_memory = FixedMemory(ours, theirs, layers)
 
     def bandwidth(self, number: int, seconds: float = 1.5) -> disk.Bandwidth:
-        """Return the measured read speed of the disk.
+        """Return the read speed of the disk, and measure copies to the GPU once in each run.
 
-        The benchmark runs all cases several times. The first call in each run also measures the
-        speed of copies to the GPU, and adds it to the attribute `copies`. With the option --table3,
-        only the first call in a run measures the disk, and later calls return its result.
+        A run measures all cases of the benchmark once. The first call in a run also measures the
+        bandwidth of copies to the GPU, and adds it to the attribute `copies`.
+
+        Usually, each call measures the disk. With the option --table3, only the first call in a run
+        measures it, and later calls return the same result.
 
         - number: index of the run.
         - seconds: approximate duration of the disk measurement.

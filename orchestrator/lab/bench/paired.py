@@ -100,8 +100,8 @@ class PairedOptions(BenchOptions):
 
     The two configurations are called the sides "ours" and "theirs".
 
-    - ours, theirs: the settings of each side, as NAME=VALUE. With the word "upstream", a side runs
-      upstream llama.cpp, and its settings are those of PlainModel.
+    - ours, theirs: the settings of each side, as texts NAME=VALUE. If one of the texts is the word
+      "upstream", the side runs upstream llama.cpp. Its only settings are mmap and extra_bufts.
     - other: the source checkout whose code "theirs" runs; None is this checkout.
     - python: the Python interpreter that runs the other checkout.
 
@@ -151,11 +151,11 @@ class PairedOptions(BenchOptions):
     def side(self, words: Sequence[str], model: Path) -> dict[str, Any]:
         """Return the settings of one of the two compared configurations, for its child process.
 
-        The result has arguments of Config.build. For upstream llama.cpp, it has arguments of
-        PlainModel, and "upstream" is True.
+        The result is a dict with arguments of Config.build. For upstream llama.cpp, it has
+        arguments of PlainModel instead, and the additional key "upstream" with the value True.
 
-        - words: the settings that the user gave, each as NAME=VALUE. The word "upstream" selects
-          upstream llama.cpp.
+        - words: the settings that the user gave, each as NAME=VALUE. The word "upstream" among them
+          selects upstream llama.cpp.
         - model: the model file.
 
         Raises ConfigError for an unknown setting.

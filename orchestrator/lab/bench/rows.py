@@ -96,9 +96,9 @@ def caps_of(rows: Sequence[Result]) -> list[list[Result]]:
 def add_bound(row: Result, compute_ms: Sequence[float], waits_ms: Sequence[list[float]]) -> None:
     """Add a lower bound of the time per token to a table row, under the key "bound_tpot_ms".
 
-    A decode step takes at least its compute time, and at least the time to load its missing
-    experts. The bound is the median over the steps of a run (a repetition of the measurement), and
-    then over all runs. The entry "of_bound" is the bound divided by the measured time.
+    The bound of a decode step is its compute time or the time to load its missing experts,
+    whichever is longer. The bound of a run (repetition) is the median over its steps. The row gets
+    the median over the runs. The entry "of_bound" is the bound divided by the measured time.
 
     - compute_ms: the compute time of a step, for each run.
     - waits_ms: for each run, the time to load the missing experts of each step.
@@ -201,10 +201,10 @@ def step(digits: int) -> Column:
 
 
 def moved(key: str = "bytes_per_token") -> Column:
-    """Return the table column "MB/tok": megabytes of experts that were loaded per token.
+    """Return the table column "MB/tok": megabytes of experts moved into memory per token.
 
-    - key: the row's key for the number of bytes per token. By default, these are the bytes read
-      from disk. GPU benchmarks give the key of the bytes copied to the GPU.
+    - key: the key of the number of bytes per token, in each row of the table. The default is the
+      key of the bytes read from disk. GPU benchmarks give the key of the bytes copied to the GPU.
     """
     return Column("MB/tok", key, fixed(1, MB))
 

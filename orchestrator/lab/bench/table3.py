@@ -77,10 +77,10 @@ def intro(short: int, long: int) -> list[str]:
 
 
 def on_gpu() -> list[Case]:
-    """Return the benchmark cases in which our engine has all experts on the GPU.
+    """Return the two benchmark cases in which our engine has all experts on the GPU.
 
-    A case is a policy with its settings. In one case no policy is asked during decoding. In the
-    other, the policy decides in each layer.
+    In the first case, the policy is not called during decoding. In the second case, the policy is
+    called for each layer.
     """
     settings = {"policy": "dymoe", "retention": 1.0, "prefetch": "off", "force_managed": True}
     return [
@@ -90,13 +90,14 @@ def on_gpu() -> list[Case]:
 
 
 def cases_under(cap: float, first: bool, retention: float, table: Path) -> list[Case]:
-    """Return the benchmark cases (policies with settings) of our engine for one cap on GPU memory.
+    """Return the benchmark cases of our engine for one cap on GPU memory.
 
-    Six cases are the rows of Table 3 of the DyMoE paper. Row 1 loads each expert on demand, and
-    rows 2 to 6 use techniques of DyMoE.
+    A case is a policy with its settings, and becomes a row of our table. Six cases reproduce the
+    rows of Table 3 of the DyMoE paper.
 
-    - cap: fraction of the experts that fits on the GPU. Up to 0.25, the result is all six rows, and
-      the policies dynaexq and floor. Above 0.25, it is rows 2, 3, 5 and 6.
+    - cap: fraction of the experts that fits on the GPU. Up to 0.25, the result has the cases of all
+      six rows, and two cases with the policies dynaexq and floor. Above 0.25, it has the cases of
+      rows 2, 3, 5 and 6.
     - first: include row 1 above 0.25 too.
     - retention: fraction of experts that DyMoE keeps in high precision.
     - table: file with each expert's error in each precision, for floor.
@@ -191,9 +192,12 @@ def columns(prompt_tokens: int) -> tuple[Column, ...]:
 def add_over_row_1(rows: Sequence[Result]) -> None:
     """Add to each row of the benchmark its speed-ups over the row "load on demand".
 
-    That row is row 1 of Table 3 of the DyMoE paper. The speed-ups are those of the time per output
-    token and of the time to the first token. The rows of all memory caps are compared with the same
-    row, because without cache hits its time does not depend on the cap.
+    The key "speedup_tpot" has the speed-up of the time per output token, and "speedup_ttft" of the
+    time to the first token.
+
+    The row "load on demand" reproduces row 1 of Table 3 of the DyMoE paper. It loads each expert
+    again for each token. Its speed therefore does not depend on the memory cap, and the rows of all
+    caps are compared with it.
     """
     base = [row for row in rows if row["name"] == ON_DEMAND]
     add_ratio(rows, "speedup_tpot", base)

@@ -141,9 +141,13 @@ class _Layer:
         self.shared = self._mean_of_all()
 
     def factor(self, kind: int, expert: int) -> Factor | None:
-        """Return the factorized Hessian of one expert's matrix, or None without calibration data.
+        """Return the factorized Hessian with which GPTQ quantizes a matrix of an expert.
 
-        `kind` is the matrix kind, such as DOWN.
+        The Hessian is the smoothed sum of x x^T over the calibration inputs x of the matrix. The
+        result contains the Cholesky factor of the inverse Hessian. The result is None if the
+        Hessian is zero, because there is no calibration data, or if it cannot be factorized.
+
+        kind: the kind of the matrix, such as DOWN. expert: the index of the expert.
         """
         key = (kind == DOWN, expert)
         with self._lock:

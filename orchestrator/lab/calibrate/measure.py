@@ -246,9 +246,10 @@ class OutputSums:
     def add_product(self, layer: int, kind: int, node: Node) -> None:
         """Update the statistics after llama.cpp has computed a matrix product of a layer's experts.
 
-        The product of the down matrices is the output of the experts. Its mean squares are added to
-        the field `squares`. The inputs of the other products are the inputs of the experts. If
-        samples were requested, some of these inputs are stored in the field `samples`.
+        After the product with the down matrices, the mean squares of the experts' outputs are added
+        to the field `squares`. If samples were requested, a sample of the experts' inputs is stored
+        in the field `samples`. Each other product only supplies the inputs for this sample and for
+        the field `weighs`.
 
         - layer: index among the MoE layers.
         - kind: the kind of the matrices, such as DOWN.

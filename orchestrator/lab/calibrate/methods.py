@@ -241,9 +241,13 @@ def gptq_of(method: Method, source: Path, progress: Progress) -> Iterator[Gptq]:
 
 
 def calibrated(method: Method, model: ExpertModel, progress: Progress) -> tuple[Imatrix, str]:
-    """Read the calibration text of `method` with a model.
+    """Compute the importance matrix of a model from a calibration text.
 
-    Returns the importance matrix and one line that identifies the text.
+    The matrix has the sums of the squared inputs of each expert matrix. Returns the matrix, and one
+    line that identifies the text.
+
+    - method: the options of the quantization, which include the file of the text.
+    - progress: receives the completed fraction.
     """
     columns = sum(shape[0] for layer in model.shapes for shape in layer if shape is not None)
     own = expert_input_bytes(model, WINDOW) + 4 * model.n_expert * columns  # the sums of squares

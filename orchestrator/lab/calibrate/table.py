@@ -126,15 +126,16 @@ def moved(
     against: Reference,
     progress: Progress,
 ) -> Moved:
-    """Read a text once with some experts skipped or in a lower precision, and measure the effect.
+    """Measure how a model's output moves if some experts are skipped or have a lower precision.
 
-    Returns, for each window (piece of the text), the KL divergence from the unchanged model, the
-    error of the changed experts, and how unusual the used experts are.
+    The model reads its text once. The result has three values for each window (piece of the text):
+    the KL divergence from the unchanged model, the error of the changed experts, and the mean
+    surprise of the used experts. Surprise is a number that is large for rarely used experts.
 
     - reader: the model with its text.
     - name: one of the names from passes(). It decides how experts are changed.
     - costs float64 [n_layers, n_expert]: mean squared output error of each expert if it is changed.
-    - unusual float64 [n_layers, n_expert]: how unusual one use of each expert is.
+    - unusual float64 [n_layers, n_expert]: the surprise of each expert.
     - against: log-probabilities of the unchanged model.
     """
     n_layers, n_windows = len(costs), len(reader.scored)
@@ -179,10 +180,11 @@ def moved(
 
 
 def fitted(tiers: Sequence[str], found: dict[str, Moved], text: str, weights: np.ndarray) -> Fit:
-    """Fit the factors that convert errors of experts' outputs to KL divergence of the model.
+    """Compute the factors that convert errors of experts' outputs to KL divergence of the model.
 
     The model has read a text several times. Readings with skipped experts give a factor for each
-    layer. Readings with experts in a lower precision give a factor for this precision.
+    layer, in the field `factors` of the result. Readings with experts in a lower precision give a
+    multiplier for this precision, in the field `scales`.
 
     - tiers: the precisions of the model file, best first.
     - found: the measurements of each reading, by its name from passes().
@@ -364,7 +366,10 @@ class Kept:
             return dict(found)
 
     def keep(self, name: str, arrays: Mapping[str, np.ndarray]) -> None:
-        """Save arrays to a file with this name."""
+        """Save arrays in the folder of the calibration, as the file NAME.npz.
+
+        arrays: the arrays by their names in the file. The method `arrays` reads the file.
+        """
         with whole_file(self.folder / f"{name}.npz") as file:
             np.savez(file, **arrays)  # type: ignore[arg-type]
 

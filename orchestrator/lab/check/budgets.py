@@ -138,18 +138,17 @@ def _comparison_settings(config: Config) -> dict[str, Any]:
 
 
 def three_budgets(config: Config, planner: Planner, tier: str) -> Iterator[tuple[str, Config]]:
-    """Yield (budget name, config) for runs of a model with three memory budgets.
+    """Yield (budget name, config) for lossless runs of a model with three memory budgets.
 
-    The runs are lossless: all experts are computed in the precision `tier`, and the logits must
-    equal llama.cpp's.
+    A lossless run computes all experts in the precision `tier`.
 
-    - "minimum": the smallest possible budget.
-    - "half way": about the mean of the other two, for each policy in half_way() that can run with
-      it.
-    - "everything": all experts in memory. If memory is too small, all of it is used, and the budget
-      has another name.
+    - "minimum": the smallest possible budget, with an LRU cache.
+    - "everything": memory for all experts, with an LRU cache. If they do not all fit, the budget
+      has a name such as "all free memory".
+    - "half way": about the mean of these two, for each other lossless policy (see `half_way`) that
+      needs no more than the cap of `config`.
 
-    Raises BudgetError if the minimum exceeds the memory cap of `config` or the free memory.
+    Raises BudgetError if the minimum exceeds the cap or the free memory.
     """
     capped = "vram" if planner.machine.device else "ram"
     allowed = getattr(config, capped)
@@ -177,14 +176,15 @@ def three_budgets(config: Config, planner: Planner, tier: str) -> Iterator[tuple
 def budgets_of(config: Config, path: Path, tier: str) -> list[tuple[str, Config]]:
     """Return a list of (name of the memory budget, config) for the runs of `moe-edge check`.
 
-    There are three budgets: the smallest possible one, a medium one, and one for all experts. The
-    medium budget has a config for each policy from half_way(), and the others have one config each.
-    Every config computes all experts in the precision `tier`.
+    The smallest possible budget and the budget for all experts have one config each, with an LRU
+    cache as the policy. A medium budget has one config for each other lossless policy (see
+    `half_way`).
 
     - config: the user's settings, with the memory cap.
     - path: the model file.
+    - tier: the precision of all experts.
 
-    Raises BudgetError if even the smallest budget exceeds the memory cap or the free memory, and
+    Raises BudgetError if the smallest budget exceeds the memory cap or the free memory, and
     MoeEdgeError for another failure.
     """
     settings = settings_of(config.with_changes(model=path, low=None, low_tier=None))

@@ -174,10 +174,12 @@ def render(runtime: Runtime, messages: Sequence[Mapping[str, str]]) -> list[int]
 
 
 def play(evaluator: Evaluator, job: CheckJob) -> Result:
-    """Read a prompt, decode tokens, and write the logits to the file job.rows.
+    """Run a check job: read its prompt, decode an answer, and write the logits to job.rows.
 
-    Each row is written at once, so that rows do not add to the measured memory. Returns the tokens
-    and the speeds in tokens per second. The decode speed is that of the median step.
+    The logits of each step are written to this file at once, so that they do not add to the
+    measured memory. Returns a dict with the tokens, the size of the vocabulary, and two speeds in
+    tokens per second. "prompt_tok_s" is the speed of reading the prompt. "decode_tok_s" is the
+    speed of the median decode step.
     """
     n_decode = min(job.n_decode, evaluator.n_ctx // 2)
     n_prompt = evaluator.plan.n_ubatch if job.n_prompt is None else job.n_prompt

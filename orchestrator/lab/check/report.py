@@ -50,11 +50,11 @@ def render(report: dict[str, Any]) -> str:
 
 
 def row(report: dict[str, Any]) -> list[str]:
-    """Return the results of `moe-edge check` as a row for the table in docs/reports.md.
+    """Return the results of `moe-edge check` as a Markdown row for the table in docs/reports.md.
 
     The row has the speed and the memory use that the check measured with the user's own options.
-    The result is a list of lines of text. It is empty if this measurement is missing or failed, or
-    if the check found a problem.
+    The result is a list of three lines: an empty line, a heading for the user, and the row. The
+    list is empty if this measurement is missing or failed, or if the check found a problem.
 
     - report: the report of the check.
     """

@@ -77,11 +77,12 @@ class Judge:
     def continuation(
         self, context: Sequence[int], tokens: Sequence[int]
     ) -> tuple[np.ndarray, bool]:
-        """Return the log-probabilities of `tokens` after `context`, float64 [len(tokens)].
+        """Compute how likely the model continues `context` with exactly these tokens.
 
-        The second value is True if greedy decoding would give these tokens. The context is read as
-        a prompt. If it is too long, its oldest tokens are dropped. A context equal to that of the
-        previous call is not evaluated again.
+        Returns a pair. The first value has the log-probability of each token, float64
+        [len(tokens)]. The second value is True if each token is the model's most likely next token.
+
+        The context is read as a prompt. If it is too long, its oldest tokens are dropped.
         """
         n_free = self.evaluator.n_ctx - len(tokens)
         kept = list(context)[-max(1, n_free) :]
@@ -236,11 +237,15 @@ def score_text(
     against: Reference | None = None,
     progress: Callable[[float], None] = lambda share: None,
 ) -> TextScores:
-    """Compute the scores of a text, such as its perplexity, with a model.
+    """Let a model read a text, and return scores of its tokens, such as their log-likelihoods.
 
-    The text is cut into windows, and the tokens from index `first` of each window on are scored. If
-    `keep` is given, the model's log-probabilities are written to it. If `against` is given, the
-    model is compared with its log-probabilities. `progress` is called with the completed fraction.
+    - judge: computes the model's logits.
+    - windows: the pieces of the text. In each window, the tokens from index `window.first` on are
+      scored.
+    - keep: a file to which the model's log-probabilities are written.
+    - against: a file with the log-probabilities of a reference model. If given, the scores also
+      compare the two models, for example by KL divergence.
+    - progress: a function that receives the completed fraction after each window.
     """
     total = sum(window.n_scored for window in windows)
     nll = np.empty(total)

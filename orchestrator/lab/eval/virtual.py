@@ -45,12 +45,12 @@ def _computing_us(evaluator: Evaluator) -> float:
 
 
 class VirtualStore(Closing):
-    """Simulates a model's expert store (cache of experts) with a disk of a given speed.
+    """A simulated expert store (cache of experts) for a loaded model, with a disk of a given speed.
 
-    Some policies choose the precision of an expert depending on the experts in memory, and
-    therefore on the speed of the disk. During the simulation, the policy sees the simulated store
-    instead of the real store. The real store then supplies the experts in the chosen precisions,
-    because the model needs their weights.
+    Some policies choose an expert's precision by which experts are in memory. During the
+    simulation, such a policy sees the simulated store, so its choices depend on the simulated disk.
+    The real store then reads the weights in the chosen precisions, and the model computes with
+    them.
 
     The simulation ends with close. `step_us` has the simulated duration of each decode step, in
     microseconds.

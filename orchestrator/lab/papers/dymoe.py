@@ -349,13 +349,12 @@ def _cases(on: Measured) -> list[tuple[Case, dict[str, Any]]]:
 def simulated(on: Measured) -> Times:
     """Simulate the speed of the systems in Table 3 of the DyMoE paper, and of an LRU cache.
 
-    Each system is a way to load experts from the disk, such as a cache with prefetching. `on` is
-    the model and the text.
+    Each system is a way to load experts, such as a cache with prefetching. `on` is the model and
+    the text.
 
-    Returns a dict of times in milliseconds. A key has the name of the system, the size of its cache
+    Returns a dict of times in milliseconds. A key is a tuple: the system's name, its cache size
     (fraction of all experts), and the timed work. "prompt 64" is to read a prompt of 64 tokens,
-    starting with an empty cache. "decode" is the mean decode step after the prompt of LENGTHS[1]
-    tokens.
+    starting with an empty cache. "decode" is the mean decode step after this prompt.
     """
     high, found = on.subject().high, Times()
     for n in LENGTHS:
@@ -381,13 +380,12 @@ def simulated(on: Measured) -> Times:
 def live(on: Measured) -> Times:
     """Measure the speed of the systems in Table 3 of the DyMoE paper, and of an LRU cache.
 
-    Each system is a way to load experts from the disk, such as a cache with prefetching. `on` is
-    the model and the text.
+    Each system is a way to load experts, such as a cache with prefetching. `on` is the model and
+    the text.
 
-    Returns a dict of times in milliseconds. A key has the name of the system, the size of its cache
-    (fraction of all experts), and the timed work. "prompt 64" is to read a prompt of 64 tokens, and
-    "decode" is one decode step. The times are medians over several rounds. Each system runs once in
-    each round.
+    Returns a dict of times in milliseconds, as medians over several rounds. A key is a tuple: the
+    system's name, its cache size (fraction of all experts), and the timed work. "prompt 64" is to
+    read a prompt of 64 tokens, and "decode" is one decode step.
     """
     subject = on.subject()
     with subject.model() as model:

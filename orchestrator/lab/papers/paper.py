@@ -275,7 +275,13 @@ def render(result: dict[str, Any]) -> str:
 
 
 def compared_markdown(result: dict[str, Any]) -> str:
-    """Format all comparisons of a paper's results in Markdown, without details."""
+    """Format the comparison of our results with a paper's results in Markdown.
+
+    Each figure or table of the paper becomes one Markdown table, with the paper's values, our
+    values, and the reasons for differences. Our other tables and the plots are left out.
+
+    - result: the results of the paper's figures and tables, from `publish`.
+    """
     return "\n\n".join(
         f"**{figure['name']}**: {figure['about']}\n\n{_compared_markdown(figure)}"
         for figure in result["figures"]

@@ -70,16 +70,16 @@ def link_ms(n_bytes: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class PaperModel:
-    """A model in Table 1 of the near-data paper, with methods that return simulated times.
+    """A model in Table 1 of the paper "Context-Aware MoE Inference on GPU-NDP Systems".
 
-    The simulated machine is a GPU that is connected by a link to a near-data memory. A near-data
-    memory computes experts itself.
+    The methods return simulated times. The simulated machine is a GPU that is connected by a link
+    to a near-data memory, which computes the experts that it holds.
 
     - kv_width: width of a token's key vector, and of its value vector.
     - other_weights: number of weights outside the experts.
     - n_hot: number of experts per layer that are on the GPU.
-    - fitted_migrations: number of experts that MoNDE, a compared method, copies to the GPU for each
-      token. It is fitted to the paper's speed-ups.
+    - fitted_migrations: number of this model's experts that MoNDE, a compared system, copies to the
+      GPU for each token. It is fitted to the paper's speed-ups.
     """
 
     name: str
@@ -107,7 +107,10 @@ class PaperModel:
 
     @property
     def move_ms(self) -> float:
-        """Time to copy one 16-bit expert from the near-data memory to the GPU, in milliseconds."""
+        """Time to copy one 16-bit expert from the near-data memory to the GPU, in milliseconds.
+
+        A near-data memory is a memory that also computes the experts that it holds.
+        """
         return link_ms(self.expert_bytes())
 
     @property
@@ -496,11 +499,12 @@ class Decoded:
 
 
 def placed(asked: NearData, scores: np.ndarray) -> Plan:
-    """Decide for each expert whether it is on the GPU or in the near-data memory.
+    """Return a plan that places each expert either on the GPU or in the near-data memory.
 
     A near-data memory computes the experts that it holds. In each layer, the n_hot experts with the
-    largest scores are on the GPU, with 16 bits per weight. The others have at most near_bits bits
-    per weight on average. These bits are divided such that the total quality loss is small.
+    highest scores are on the GPU, with 16 bits per weight. The near-data memory has all others,
+    with at most near_bits bits per weight on average. Their precisions are chosen such that the
+    total quality loss is small.
 
     - asked: the options, which have n_hot and near_bits.
     - scores: the importance of each expert, float64 [n_layers, n_expert].
@@ -512,9 +516,14 @@ def placed(asked: NearData, scores: np.ndarray) -> Plan:
 
 
 def decode(shape: PaperModel, plan: Plan, sequence: Sequence) -> Decoded:
-    """Return simulated times for decoding a sequence's answer, as means per token.
+    """Simulate the decoding of one answer on a GPU with a near-data memory.
 
-    - plan: the placement of the experts on the GPU and in the near-data memory.
+    A near-data memory computes the experts that it holds. Returns means over the answer's tokens:
+    the duration of a decode step and the time that the near-data memory takes, in milliseconds, and
+    the fraction of the used experts that are on the GPU.
+
+    - shape: the simulated model.
+    - plan: the place and the precision of each expert.
     - sequence: the experts that each answer token uses.
     """
     ids = sequence.ids
@@ -535,12 +544,13 @@ def on_demand(
 ) -> Decoded:
     """Simulate decoding on a GPU that copies missing experts when they are needed.
 
-    The GPU has an LRU cache of experts, and no near-data memory. Returns the mean duration of a
-    decode step, and the fraction of used experts that are in the cache. To fill the cache, the
-    first sequence is simulated an additional time, which is not counted.
+    The GPU has an LRU cache of experts. Returns the mean duration of a decode step in milliseconds,
+    and the fraction of used experts that are in the cache. An extra run of the first sequence fills
+    the cache.
 
-    - bits: bits per weight of a token's first expert, of its second, and so on.
-    - n_slots: size of the cache, as a number of 16-bit experts.
+    - sequences: the experts that each answer token uses, the largest gate weight first.
+    - bits: bits per weight of these experts, in the same order. The last value is repeated.
+    - n_slots: size of the cache, as a number of experts with 16 bits per weight.
     """
     free = n_slots * shape.expert_bytes()
     held: OrderedDict[tuple[int, int], float] = OrderedDict()  # least recently used first

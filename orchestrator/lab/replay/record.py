@@ -34,13 +34,13 @@ ANSWER_TOKENS = 512
 
 
 class Recorder:
-    """Records the routing of each step of a model, for a later replay.
+    """Records which experts each token uses while a model runs, so that the run can be replayed.
 
-    Enter and leave this context manager while no step runs, then call trace(). Meanwhile, no
-    experts may be prefetched between answers.
+    Use it as a context manager around the run, and then call trace(). Enter and leave it while no
+    step runs. The caller must turn off the prefetching of experts between answers.
 
-    Raises ConfigError if the model runs without an expert store. Also raises it if the policy has
-    learned from earlier steps, or if experts were prefetched between answers, because a replay
+    Raises ConfigError if the model has no expert store (cache of experts). Also raises it if the
+    policy has learned from earlier steps, or if experts were prefetched between answers. A replay
     could not repeat such a run.
     """
 

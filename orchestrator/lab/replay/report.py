@@ -191,10 +191,15 @@ def replay(library: Library, trace: Trace, options: ReplayOptions) -> dict[str, 
 
 
 def speed_and_time(header: Header, options: ReplayOptions) -> tuple[Transport, Compute]:
-    """Return the disk speed and the compute times of a replay.
+    """Return the disk speed and the compute times with which a recorded run is simulated again.
 
-    They are those of the recording, unless the options change them. Raises ConfigError if the disk
-    speed is unknown.
+    The first value is a Transport, and the second is a Compute. Their values are those of the
+    recording, unless `options` has others.
+
+    - header: facts about the recorded run.
+    - options: options of the simulation.
+
+    Raises ConfigError if the disk speed was not recorded and is not in the options.
     """
     speed = Transport(
         options.bandwidth or header.read_bytes_per_s,

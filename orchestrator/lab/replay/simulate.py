@@ -327,14 +327,15 @@ class RecordedHistory(History):
 
 
 def foreseen(trace: Trace, tiers: tuple[int, ...], path: Path | None) -> KlEstimate | None:
-    """Return an object that estimates the quality loss if experts have these precisions.
+    """Return an estimator of the quality loss of a replay. None if the losses are unknown.
 
-    The loss is relative to the best of them. It is computed from the losses in the trace, or from
-    the loss table in the file `path`. This table may belong to another model: it is stretched to
-    the trace's layers and experts.
+    - trace: the recorded run. It may have a table of the loss of each expert in each precision.
+    - tiers: the precisions of the replay, as indices into the trace's tiers, best first. The loss
+      is relative to the first.
+    - path: a file with a loss table, which replaces the trace's table. It may belong to another
+      model: it is stretched to the trace's layers and experts.
 
-    `tiers` are the precisions, as indices into the trace's tiers, best first. The result is None if
-    the losses are unknown. Raises ConfigError if the table lacks a precision.
+    Raises ConfigError if the file lacks a precision of the trace.
     """
     names = trace.header.tiers
     costs = trace.arrays["costs"]

@@ -181,7 +181,11 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """A validated recording of a run: the header, and the arrays listed in ARRAYS."""
+    """A recording of which experts each token used while a model ran, and how long each step took.
+
+    - header: facts about the run, such as the model and the policy.
+    - arrays: the recorded data by name. ARRAYS describes each array.
+    """
 
     header: Header
     arrays: dict[str, np.ndarray]

@@ -156,10 +156,12 @@ SPREADS = {"cosine": "depth-based", "flat": "equal"}
 
 
 class Critical(ScoredStudy):
-    """Study for Figure 3 of DyMoE: critical experts are chosen by importance or at random.
+    """Study for Figure 3 of DyMoE: the quality if critical experts are important or random experts.
 
-    Critical experts keep the high precision. Their number is the same in all layers, or decreases
-    with depth (cosine schedule). Decode steps and prompts are measured separately.
+    Critical experts keep the high precision. All others have the low precision or are skipped. The
+    number of critical experts is the same in all layers, or decreases with depth (cosine schedule).
+    Quality is measured twice: with a text that is read token by token, and with a text that is read
+    as prompts.
     """
 
     def cases(self, on: Subject) -> list[Case]:

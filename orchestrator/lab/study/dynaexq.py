@@ -48,10 +48,12 @@ NEVER = {"update_steps": 0}
 
 
 class Residency:
-    """Computes the memory for a model's experts if some have high and all others low precision.
+    """Computes the memory that keeps all experts of a model resident (loaded), in two precisions.
 
-    Also creates settings that limit a policy to this memory. `subject` names the model and the two
-    precisions.
+    A given number of experts of each layer has the high precision, and all other experts have the
+    low precision. The class also creates settings that limit a policy to this amount of memory.
+
+    - subject: names the model and the two precisions.
     """
 
     def __init__(self, subject: Subject) -> None:
@@ -210,10 +212,11 @@ N_ENDS = 3
 
 
 class HotMemory(ScoredStudy):
-    """Study for Table 4 of DynaExq: quality with a hot set, the most used experts of each layer.
+    """Study for Table 4 of DynaExq: quality if only the hot (most used) experts have the high tier.
 
-    The hot set has the high tier, and all other experts have the low tier. The study measures how
-    much of the KL divergence between the two tiers the hot set recovers.
+    All other experts have the low tier. The quality loss is the KL divergence from the model's best
+    tier. The loss is larger with all experts in the low tier than with all in the high tier. The
+    study measures what fraction of this difference is gained if the hot experts have the high tier.
     """
 
     halved = True

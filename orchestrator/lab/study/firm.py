@@ -54,9 +54,14 @@ Grid = list[list[float]]
 
 
 class Variant(NamedTuple):
-    """A policy with settings and replay options, whose simulated speed is compared with others.
+    """A policy with its settings, whose simulated speed is compared with that of other policies.
 
-    `changes` are the replay options in which the variant differs from the others.
+    The speed comes from a replay of a recorded run.
+
+    - name: the name in tables and plots.
+    - settings: the policy's own settings.
+    - changes: options of the replay, such as the order of disk reads, that are set only for this
+      variant.
     """
 
     name: str
@@ -116,15 +121,15 @@ class Played(NamedTuple):
 
 
 def parts(k: int) -> dict[str, list[Variant]]:
-    """Return the policies whose simulated speeds are compared, in two lists.
+    """Return variants of FIRM-MoE with and without its parts, such as prefetching, to compare.
 
-    The result is a dict. A key is the name of the baseline with which the policies in its list are
-    compared. The list includes the baseline.
+    The result is a dict. It maps the name of a baseline to a list of the variants that are compared
+    with this baseline, including the baseline.
 
-    - NO_PREFETCH: FIRM-MoE without prefetching. The list has FIRM-MoE with prefetching, and other
-      policies.
-    - BASE: the baseline of the FIRM-MoE paper. The list has this baseline with and without
-      techniques of the paper.
+    - NO_PREFETCH: the baseline is FIRM-MoE without prefetching. Its list also has FIRM-MoE with
+      prefetching, and other policies.
+    - BASE: the baseline of the FIRM-MoE paper, which prefetches whole experts. Its list also has
+      this baseline with techniques of the paper.
 
     `k` is the number of experts per token.
     """
@@ -185,18 +190,18 @@ def on_link(trace: Trace, reads: float, tier: str | None = None) -> ReplayOption
 
 
 def played_parts(on: Played, base: str, shares: Sequence[float]) -> tuple[Table, Panel]:
-    """Replay a recorded run with variants of FIRM-MoE and other policies, and compare their speeds.
+    """Replay a recorded run with several policies, and compare their simulated speeds.
 
-    The variants show the effect of each part of FIRM-MoE, such as prefetching only gate matrices.
-    Returns a table and a plot with speeds relative to the variant `base`.
+    The policies are FIRM-MoE with and without its parts, and others (see `parts`). Returns a table
+    and a plot of speeds relative to the baseline `base`.
 
     - on: the recorded run and its replay options.
-    - base: NO_PREFETCH, which reads missing experts on demand, or BASE, the baseline of the paper,
-      which prefetches whole experts.
-    - shares: sizes of the memory for experts, as fractions of the size of all experts. A size that
-      is too small is left out.
+    - base: NO_PREFETCH, a policy that reads missing experts on demand, or BASE, the baseline of the
+      paper, which prefetches whole experts.
+    - shares: memory for experts, as fractions of the size of all experts. Too small values are left
+      out.
 
-    Raises ConfigError if all sizes are too small.
+    Raises ConfigError if all values are too small.
     """
     # Slots are divided evenly among the layers. The paper has one LRU cache for all layers.
     every, order, rows = expert_bytes(on.trace), WORLDS[base], []

@@ -107,11 +107,12 @@ class Losses:
             cache.popitem(last=False)
 
     def of(self, group: int) -> np.ndarray:
-        """Return the prediction losses of all tokens in one group of layers, float64 [T, P, K].
+        """Return the prediction losses of each token in one group of layers, float64 [T, P, K].
 
-        Element [t, p - 1, k - 1] is the loss of token t if each of the p layers before a layer
-        predicts k of its experts. It is a mean over the layers of the group. The loss (eq. 11 of
-        FIRM-MoE) counts wrong and missing predictions.
+        T is the number of tokens. Element [t, p - 1, k - 1] is the loss of token t if the p nearest
+        earlier layers predict the experts of a layer, and k experts are taken from each prediction.
+        It is a mean over the layers of the group. The loss (eq. 11 of FIRM-MoE) counts wrong and
+        missing predictions.
 
         `group` is 0 for shallow, 1 for middle and 2 for deep layers.
         """
@@ -121,10 +122,10 @@ class Losses:
 
     @property
     def groups(self) -> list[int]:
-        """The groups of layers in which experts are predicted, in increasing order.
+        """The groups of layers that have losses: 0 for shallow, 1 for middle and 2 for deep layers.
 
-        A group is 0 for shallow, 1 for middle and 2 for deep layers. A layer's experts are
-        predicted from the layers before it, so the model's first layer has no predictions.
+        The result is a list in increasing order. A group is left out if it has only the model's
+        first layer, because no earlier layer can predict the experts of the first layer.
         """
         return sorted(set(self._groups[1:]))
 
@@ -148,9 +149,14 @@ class SearchResult:
 
 
 def over_smallest(means: np.ndarray, votes: Votes) -> float:
-    """Return the mean prediction loss of the pair `votes`, divided by that of the best pair.
+    """Return the mean prediction loss of one pair (k, p), divided by the smallest mean loss.
 
-    `means[p - 1, k - 1]` is the mean prediction loss of the pair K = k and P = p.
+    The result is 1 if the smallest loss is 0. A prediction loss (eq. 11 of FIRM-MoE) counts wrong
+    and missing predictions of experts.
+
+    - means: means[p - 1, k - 1] is the mean prediction loss if p earlier layers predict the experts
+      of a layer, and k experts are taken from each prediction.
+    - votes: the pair (k, p).
     """
     smallest = float(means.min())
     return float(means[votes[1] - 1, votes[0] - 1]) / smallest if smallest else 1.0
@@ -192,10 +198,10 @@ def searches(losses: np.ndarray) -> list[SearchResult]:
 def as_printed(losses: np.ndarray, axis: int, delta: int) -> Votes:
     """Choose the numbers K and P with Algorithm 1, exactly as the FIRM-MoE paper prints it.
 
-    P is the number of earlier layers that predict the experts of a layer. K is the number of
-    experts taken from each prediction. The algorithm starts at the largest values, and adds `delta`
-    to one number at a time. When the mean loss stops falling, it reverses the sign of `delta` and
-    changes the other number. Returns the best pair (K, P).
+    P is the number of earlier layers that predict the experts of a layer, and K is the number of
+    experts that each of them predicts. The algorithm starts at the largest K and P. It repeatedly
+    adds `delta` to one number, within its limits. When the mean loss stops falling, it reverses the
+    sign of `delta` and changes the other number. Returns the best pair (K, P).
 
     - losses: losses[t, p - 1, k - 1] is the prediction loss of token t with K = k and P = p.
     - axis: the number that changes first: 0 is K, 1 is P.

@@ -125,18 +125,16 @@ def captured(scores: np.ndarray, used: np.ndarray, n_hot: int) -> float:
 
 
 def choices(usages: Sequence[Usage], at: int, k: int) -> Choices:
-    """Predict how often an answer uses each expert, with several methods.
+    """Predict how often an answer uses each expert, with several methods to choose from.
 
-    The experts with the highest predictions are a method's choice of hot experts. The methods use
-    the answer's prompt, other texts of the same kind or of other kinds, or both. For comparison,
-    the result also has uniform usage and the actual usage.
+    Returns a dict with the predicted usage [n_layers, n_expert] by the method's name. The methods
+    use the answer's prompt, other texts of the same kind or of other kinds, or both. For
+    comparison, the dict also has uniform usage and the actual usage. A value is None if `usages`
+    lacks the other texts that the method needs.
 
     - usages: the expert usage of many prompts and their answers.
     - at: the index of this prompt and answer in `usages`.
     - k: number of experts per token.
-
-    Returns the predicted usage [n_layers, n_expert] by method. A method that needs other texts has
-    None if `usages` does not contain any.
     """
     own, uniform = usages[at], np.zeros(usages[at].counts.shape)
 
@@ -165,10 +163,11 @@ def choices(usages: Sequence[Usage], at: int, k: int) -> Choices:
 
 
 def blend(profile: str) -> str:
-    """Return the name of the method that mixes a prompt's expert usage with that of other texts.
+    """Return the name of the method that predicts expert usage from a prompt and from other texts.
 
-    `profile` is the name of the method that uses these other texts alone: RIGHT for texts of the
-    prompt's kind, or WRONG for texts of other kinds.
+    The method blends (mixes) the expert usage of the prompt with the expert usage of the other
+    texts. `profile` names the other texts: RIGHT for texts of the prompt's kind, or WRONG for texts
+    of other kinds.
     """
     return f"prompt + {USUAL_PRIOR} of {profile}"
 
@@ -281,17 +280,15 @@ def usage_of(
     n_expert: int,
     gating: int = SOFTMAX,
 ) -> Usage:
-    """Count how often the tokens of one window (piece of text) use each expert.
-
-    The result has separate counts for the window's prompt and for its answer. In the last layer,
-    the prompt's experts are predicted, because a real run computes this layer for only one token of
-    a prompt.
+    """Count how often the prompt and the answer in one window (piece of text) use each expert.
 
     - found: activations of the window.
     - layer_ids: layer number of each MoE layer.
-    - router: router matrix of the last layer, float32 [n_expert, width], for this prediction. With
-      None, the experts that the prompt uses are counted there, too.
-    - gating: the function that the router applies to its logits, SOFTMAX or SIGMOID.
+    - router: router matrix of the last layer, float32 [n_expert, width]. A real run computes the
+      last layer for only one token of a prompt, so policies predict the prompt's experts there.
+      With the matrix, this function counts predicted experts, too. With None, it counts the used
+      experts.
+    - gating: the function for the router's logits, SOFTMAX or SIGMOID.
     """
     # In a real run, the last layer computes only one token of a prompt, so the policy predicts the
     # prompt's experts there: it applies the router to the router input of the layer before.

@@ -36,10 +36,11 @@ class Routes:
 
 
 def read_routes(on: Subject) -> list[Routes]:
-    """Read a text in the best precision, and return the experts that each token uses.
+    """Let a model read a text, and return the experts that each token uses in each layer.
 
-    The text is divided into sequences, which are evaluated independently. The result has one Routes
-    object for each sequence.
+    `on` has the model and the text. The model's experts have its best precision. The text is
+    divided into sequences, which are evaluated independently. The result has one Routes object for
+    each sequence.
     """
     return [
         Routes(
@@ -112,11 +113,14 @@ class Overlap:
 
 
 def changes(routes: Sequence[Routes], lags: Sequence[int]) -> list[Overlap]:
-    """Measure how many experts two tokens of the same sequence have in common, by their distance.
+    """Measure how much the used experts change between two tokens of the same sequence.
 
-    Returns an Overlap for each distance in `lags`: the fraction of common experts, as a mean over
-    all such pairs of tokens and all layers. Distances that are longer than all sequences are left
-    out. `routes` are the experts that the tokens of each sequence use.
+    Returns an Overlap for each distance between two tokens. It has the fraction of the first
+    token's experts that the second token also uses, as a mean over the layers and all pairs with
+    this distance.
+
+    - routes: the experts that the tokens of each sequence use.
+    - lags: the distances, in tokens. A distance that is too long for all sequences is left out.
     """
     n_layers, k = routes[0].ids.shape[1:]
     n_expert = routes[0].n_expert
@@ -189,14 +193,16 @@ class Load:
 
 
 def loads(trace: Trace, share: float, draws: int = 16) -> list[Load]:
-    """Count how often three sets of tokens use each expert: all, heavy hitters and random tokens.
+    """Count how often three sets of prompt tokens use each expert: all, heavy hitters, random ones.
 
-    Heavy hitters are the tokens of a prompt with the highest importance scores. The result has a
-    Load for each prompt in the trace and each layer, with the counts by expert. Prompts without
-    scores are left out.
+    Heavy hitters are the tokens of a prompt with the highest importance scores. Each Load in the
+    result has the counts of all three sets for one prompt and one layer. Prompts without scores are
+    left out.
 
-    - share: fraction of the prompt's tokens that are heavy hitters.
-    - draws: how many random sets are counted. Each is as large as the set of heavy hitters.
+    - trace: the recorded prompts.
+    - share: fraction of a prompt's tokens that are heavy hitters.
+    - draws: number of random sets, which are counted separately. Each is as large as the set of
+      heavy hitters.
     """
     found, random = [], np.random.default_rng(0)
     for step in trace.steps():

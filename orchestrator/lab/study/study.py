@@ -60,13 +60,14 @@ share = percent(1, " %")
 
 
 def quality(best: str, base: str) -> tuple[Column, ...]:
-    """Return the table columns that show the quality of a configuration.
+    """Return the table columns that show the quality of a model in some configuration.
 
-    They are the KL divergence from the best tier, the perplexity and its change, and how often the
-    most likely token is the same.
+    They are the KL divergence from the best tier, the perplexity, its change, and how often the
+    most likely token is the same as in the best tier.
 
-    - best: name of the best tier.
-    - base: name of the configuration with which the perplexity is compared.
+    - best: name of the best tier, for a column title.
+    - base: name of the configuration from which the change of the perplexity is computed, for a
+      column title.
     """
     return (
         Column(f"KL from {best}", "kl", four_digits),
@@ -174,9 +175,12 @@ Scored = tuple[Case, Score]
 
 
 def uniform_cases(on: Subject, tiers: Sequence[str], ask: bool = False) -> list[Case]:
-    """Return one case (configuration) for each tier, in which all experts have this tier.
+    """Return a case (a configuration to measure) for each tier. In it, all experts have this tier.
 
-    `ask` is True if the multiple-choice questions are scored too.
+    - on: the model and the text.
+    - tiers: names of the tiers.
+    - ask: whether the study's multiple-choice questions are also scored (the field `ask` of a
+      case).
     """
     files = tiers_of(on.config)
     return [_of_file(files[tier], on.uniform(tier), tier, ask) for tier in tiers]
@@ -205,11 +209,11 @@ class Scores:
     scored: list[Scored] = field(default_factory=list)
 
     def run(self, cases: Sequence[Case]) -> None:
-        """Measure the model's quality on the text in each of these configurations (cases).
+        """Measure the model's quality in each case (configuration), and add the result to `scored`.
 
-        Each case is added to `scored`, with its score. Consecutive cases with the same label,
-        group, row and part count as repetitions of one case. Only the first of them is added, with
-        the mean score.
+        A result is a case with its score. Consecutive cases with the same `row_key` repeat one
+        measurement, for example with other random experts. Only the first case is added, with the
+        mean score.
         """
         # Consecutive cases with the same settings share a loaded model.
         runs: list[Scored] = []
@@ -257,9 +261,10 @@ class Scores:
         return score
 
     def tier(self, name: str) -> Score:
-        """Return the score of the configuration in which all experts have one precision.
+        """Return the measured quality of the model with all experts in one precision.
 
-        `name` is the name of this precision (tier) in the model.
+        `name` is the name of this precision (tier), such as "q8_0". The result has, for example,
+        the KL divergence of each token. `run` must have measured this configuration before.
         """
         return next(score for case, score in self.scored if case.row.get("tier") == name)
 
@@ -338,7 +343,10 @@ class ScoredStudy(Study):
 
     @abstractmethod
     def cases(self, on: Subject) -> list[Case]:
-        """Return the cases (configurations) to score, in the order of the tables."""
+        """Return the cases (configurations of the model) whose quality is measured, in this order.
+
+        - on: the model and the text.
+        """
 
     @abstractmethod
     def show(self, found: Scores, on: Subject) -> Findings:
@@ -349,10 +357,12 @@ class ScoredStudy(Study):
         """
 
     def scored(self, on: Subject) -> Subject:
-        """Return the model with only the part of the text on which quality is measured.
+        """Return a Subject (model and text) with only the part of the text that is scored.
 
-        `on` is the model with the whole text. The part is the second half of each kind of text if
-        `halved` is True, and otherwise the whole text.
+        Quality is measured on this part. It is the second half of each kind of text if the class
+        attribute `halved` is True, and otherwise the whole text.
+
+        - on: the same model with the whole text.
         """
         return on.on(halves(on.windows)[1]) if self.halved else on
 

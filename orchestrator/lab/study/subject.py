@@ -184,9 +184,9 @@ class Score:
     - text: scores of each token, such as its log-likelihood.
     - choices: scores of the multiple-choice questions; None if they were not asked.
     - usage: work of the expert store, such as the fraction of cache hits; None without a store.
-    - realised: the fraction of a token's experts that have the high precision. It is the setting
-      `retention`, rounded because each layer has a whole number of such experts. None for policies
-      without this setting, and for prompts, which are rounded differently.
+    - realised: the actual fraction of a token's experts with the high precision. It is the setting
+      `retention`, rounded to a whole number of experts in each layer. None for policies without
+      this setting, and if the text is read as prompts.
     - report: figures that the policy reports about itself.
     - slot_bytes: memory for experts.
     """

@@ -84,13 +84,14 @@ class UniformTypes:
 
     @property
     def n_files(self) -> int:
-        """The number of files that are created."""
+        """The number of model copies that `files` creates, one for each quantization type."""
         return len(self._kinds)
 
     def cost(self) -> str | None:
-        """Return a sentence that tells the user how much has to be quantized and written.
+        """Return a sentence that tells the user the cost of creating the copies of the model.
 
-        Returns None if no file has to be created.
+        It has the number of weights to quantize, and the largest size of a copy on the disk.
+        Returns None if no copy has to be created.
         """
         if not self._kinds:
             return None

@@ -42,11 +42,12 @@ Predict = Callable[[Votes, Sequence[float]], Sequence[int]]
 
 
 def union(votes: Votes, candidates: int, layers: int) -> list[int]:
-    """Return the experts of a layer that at least one of the `layers` layers before it predicts.
+    """Return all experts that are in at least one of several predictions for the same layer.
 
-    - votes: the experts that each earlier layer predicts, best first. The nearest layer comes
-      first.
-    - candidates: how many of the best experts of each prediction are used.
+    - votes: the predictions, one list of experts for each earlier layer, best expert first. The
+      list of the nearest layer comes first.
+    - candidates: how many experts of each list are used.
+    - layers: how many lists are used.
     """
     return list(dict.fromkeys(e for vote in votes[:layers] for e in vote[:candidates]))
 
@@ -74,9 +75,10 @@ def strategies(k: int, most: int) -> dict[str, tuple[str, Predict]]:
     """Return all strategies that predict the experts of a layer from the layers before it.
 
     Each earlier layer predicts some experts, and a strategy combines these predictions. The result
-    maps the label of a strategy to a pair: the kind of strategy, such as UNION, and a function. The
-    function receives the predictions, nearest layer first, and the scores of the first prediction.
-    It returns the predicted experts.
+    maps a strategy's label to a pair: its kind, such as UNION, and its function. The function
+    receives the predictions, nearest layer first, and the scores of the experts in the nearest
+    layer's prediction. It returns the experts that the strategy predicts. Only the kind MARGIN uses
+    the scores.
 
     - k: number of experts per token.
     - most: number of experts that each earlier layer predicts, at least k.
@@ -104,13 +106,13 @@ def strategies(k: int, most: int) -> dict[str, tuple[str, Predict]]:
 class Voted:
     """Counts how well several strategies predict the experts that a layer uses.
 
-    Each earlier layer predicts (votes for) experts, and a strategy combines these predictions. The
-    first layer is left out, because no layer comes before it.
+    Each earlier layer predicts (votes for) experts, and a strategy combines these predictions.
 
     - strategies: maps the label of each strategy to (kind of strategy, function that predicts).
-    - distance: the recall of predictions by a single layer. `distance[3]`, for example, is for
-      predictions from the third layer before the predicted layer. It has a value for each token and
-      layer: the fraction of the used experts that are predicted.
+    - distance: maps the distance between two layers to recalls of predictions by one earlier layer.
+      For example, `distance[3]` is a list for the third layer before the predicted layer. It has a
+      recall for each token and predicted layer: the fraction of the used experts that are
+      predicted.
     """
 
     def __init__(self, n_layers: int, k: int, n_expert: int) -> None:
@@ -124,15 +126,16 @@ class Voted:
     def count(
         self, read: Activations, layer_ids: list[int], routers: list[np.ndarray | None], first: int
     ) -> None:
-        """Predict the experts for one text with all strategies, and count the correct predictions.
+        """Predict the experts of each token of a text with all strategies, and count the results.
 
-        For each token and layer, a strategy in `strategies` combines the predictions of earlier
-        layers. The number of predicted experts is counted, and how many of them the token uses.
-        Tokens before index `first` are left out.
+        A strategy predicts which experts a token uses in a layer, from the predictions of earlier
+        layers. The numbers of predicted and of correctly predicted experts are added to those of
+        earlier texts. `totals` and `rows` return them.
 
         - read: the activations of the model for this text.
         - layer_ids: layer number of each MoE layer.
         - routers: router matrix of each MoE layer. A layer with None is left out.
+        - first: tokens before this index are left out.
         """
         k = self.k
         for at, (il, router) in enumerate(zip(layer_ids[1:], routers[1:], strict=True)):
@@ -198,9 +201,9 @@ class Voted:
     def rows(self) -> list[Row]:
         """Return a table row for each prediction strategy: the metrics from `row`, and a baseline.
 
-        The baseline is the prediction of the nearest earlier layer alone. This prediction is cut to
-        the strategy's mean number of experts. The row's value "cut" is the fraction of these
-        experts that are used.
+        The baseline uses only the prediction of the nearest earlier layer. It takes as many experts
+        from this prediction as the strategy predicts on average. The row's value "cut" is the
+        fraction of the baseline's experts that the tokens use.
         """
         # The mean number may be fractional, so the baseline is interpolated. The strategies of the
         # kind RANK have no baseline, because they are this prediction.
