@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from models.real.bootstrap import Draw, Values
-from orchestrator.lab.study.heop import FIRST_STEPS, as_printed, climbed, over_smallest
+from orchestrator.lab.study.heop import FIRST_STEPS, as_printed, climbed, loss_ratio
 from orchestrator.lab.study.routing import sorted_shares
 from orchestrator.policy.firm import Votes
 
@@ -293,7 +293,7 @@ def search_losses(contexts: Sequence[Values]) -> dict[str, Figure]:
             [each for each, n in zip(contexts, draw, strict=True) for _ in range(n)]
         )
         means = losses.mean(axis=0)
-        return float(np.mean([over_smallest(means, votes) for votes in search(losses)]))
+        return float(np.mean([loss_ratio(means, votes) for votes in search(losses)]))
 
     def printed(losses: Values) -> list[Votes]:
         return [as_printed(losses, axis, delta) for axis, delta in FIRST_STEPS]

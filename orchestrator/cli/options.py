@@ -272,7 +272,7 @@ _OWN = [each for each in Config.declared().values() if each.option]
 _MODEL = [each for each in _OWN if not (each.answer or each.conversation)]
 
 
-def options_of_model(none: str | None = None) -> Decorator:
+def model_options_with(none: str | None = None) -> Decorator:
     """Return a decorator that adds the options that choose a model and how the model runs.
 
     none: a text about the command without a model, for the help of the option -m. The help shows it
@@ -285,7 +285,7 @@ def options_of_model(none: str | None = None) -> Decorator:
     return together(_NAMED, *own, *policy_options())
 
 
-model_options = options_of_model()
+model_options = model_options_with()
 answer_options = together(*(each for each in _OWN if each.answer))
 conversation_options = together(*(each for each in _OWN if each.conversation))
 

@@ -31,10 +31,10 @@ from orchestrator.cli.options import (
     chat_config,
     given,
     make_config,
+    model_options_with,
     note,
     one_name,
     option,
-    options_of_model,
     say_result,
 )
 from orchestrator.cost.known import Known, Row, known_here
@@ -170,7 +170,7 @@ def _print_known_models(as_json: bool, options: dict[str, Any]) -> None:
 
 
 @click.command(cls=Command)
-@options_of_model("a table")
+@model_options_with("a table")
 @JSON
 @option(
     "--plot picture OUT.png",

@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any
 from gguf_tools.known import DATA, known_models
 from gguf_tools.process import default_threads, processor_name
 from orchestrator.cache.files import digest, keep, recalled, user_folder
-from orchestrator.cost.outlook import NO_ROOM, WELL, Outlook, check_several, foresee, memory_for
+from orchestrator.cost.outlook import (
+    NO_ROOM,
+    WELL,
+    Outlook,
+    check_for_several_models,
+    foresee,
+    memory_for,
+)
 from orchestrator.plan.machine import probe
 from orchestrator.plan.records import Machine
 
@@ -115,7 +122,7 @@ def known_here(request: PlanRequest, begins: Callable[[str, float | None], None]
     library.
     """
     config = request.config
-    check_several(config)
+    check_for_several_models(config)
     machine = probe()
     ram = memory_for(config, machine)
     path, key = user_folder("cache") / "speed" / "known.json", _key(request)

@@ -54,7 +54,7 @@ class Outlook:
     reading: float | None = None
 
 
-def check_several(config: Config) -> None:
+def check_for_several_models(config: Config) -> None:
     """Check the settings for a table that predicts how several models run on this machine.
 
     `moe-edge plan` prints such a table if the user names no model, or a repository with several

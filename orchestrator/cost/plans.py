@@ -87,7 +87,7 @@ class Candidate:
         """Return whether another plan has the same policy, tiers and predicted loss."""
         return (self.policy, self.tiers, self.kl) == (other.policy, other.tiers, other.kl)
 
-    def is_asked_by(self, settings: Mapping[str, Any] | None) -> bool:
+    def matches(self, settings: Mapping[str, Any] | None) -> bool:
         """Return whether these settings ask for this plan.
 
         settings: the settings of a plan, by name, as an earlier command stored them. None means
@@ -241,7 +241,7 @@ def choose(
     fastest = min(each.token_ms for each in within)
     near = (each for each in within if each.token_ms <= AS_FAST * fastest)
     best = min(near, key=lambda each: (each.kl or 0.0, each.token_ms))
-    stays = (each for each in within if each.is_asked_by(before))
+    stays = (each for each in within if each.matches(before))
     return next((each for each in stays if each.token_ms <= REPLACES * best.token_ms), best)
 
 

@@ -231,24 +231,6 @@ class Model:
             raise NativeError("the model is closed")
         return self._handle
 
-    @property
-    def is_recurrent(self) -> bool:
-        """Whether the model has recurrent layers, so that its sequences cannot be truncated at all.
-
-        Recurrent layers only store their latest state.
-        """
-        api, handle = self.api, self.handle
-        return bool(api.llama_model_is_recurrent(handle) or api.llama_model_is_hybrid(handle))
-
-    @property
-    def has_part(self) -> bool:
-        """Whether truncating a sequence can require a checkpoint, a saved part of its state.
-
-        This is the case if the model has recurrent layers or a sliding window. Other models can
-        truncate a sequence at every position.
-        """
-        return self.is_recurrent or int(self.api.llama_model_n_swa(self.handle)) > 0
-
     def tokenize(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
         """Return the token ids of a text.
 

@@ -364,11 +364,11 @@ class Store(Closing):
 
         These counts are also added to the total that `taken_counts` returns.
         """
-        counts = self.forget_counts()
+        counts = self.reset_counts()
         self._taken += counts
         return counts
 
-    def forget_counts(self) -> np.ndarray:
+    def reset_counts(self) -> np.ndarray:
         """Reset the usage counts of all experts, and return the old counts.
 
         The result is uint32 [n_layers, n_expert]. A usage count is the number of tokens that used

@@ -172,7 +172,7 @@ def micro_batches(request: PlanRequest, most: int) -> list[int]:
     return sorted({least, *(n for n in SIZES if images <= n <= largest)})
 
 
-def line_ends(n_tokens: int, most: int) -> tuple[int, int]:
+def context_ends(n_tokens: int, most: int) -> tuple[int, int]:
     """Return the (shortest, longest) context length for estimates of memory, in tokens.
 
     llama.cpp counts the memory for these two lengths. They are the ends of a line: for lengths
@@ -198,7 +198,7 @@ def sizes_to_count(request: PlanRequest, model: ExpertModel) -> tuple[list[Size]
     most = usual if config.ctx else max(usual, own_context(request, model))
     at_once = min(smallest_batch(request), usual)
     every = {
-        n_tokens: {*line_ends(n_tokens, most), *([usual] if usual >= n_tokens else ())}
+        n_tokens: {*context_ends(n_tokens, most), *([usual] if usual >= n_tokens else ())}
         for n_tokens in (at_once, min(SIZES[0], at_once), *micro_batches(request, most))
     }
     sizes = [(n_ctx, n_tokens) for n_tokens, of in every.items() for n_ctx in of]
@@ -551,7 +551,7 @@ class _Layout:
         context. Between them the part is never above the line, because it is a maximum of linear
         functions.
         """
-        short, long = line_ends(n_tokens, most)
+        short, long = context_ends(n_tokens, most)
         at_short, at_long = (part(self.room(n, n_tokens)) for n in (short, long))
         each = max(0.0, (at_long - at_short) / (long - short))
         return int(at_short - each * short), each

@@ -91,7 +91,7 @@ class LayerCosts:
     present_bytes: float
 
     @property
-    def dearest(self) -> float:
+    def highest_cost(self) -> float:
         """The highest possible quality loss per saved byte if an expert of the layer is skipped.
 
         The value is in nats per byte, at gate weight 1: the largest loss of an expert, divided by
@@ -457,7 +457,7 @@ class Floor(Policy):
 
     def _set_up(self) -> None:
         shape, asked = self.shape, self.settings
-        self._dearest = math.inf
+        self._highest_cost = math.inf
         self._costs: list[LayerCosts] = []
         self._high_bytes = [shape.expert_slot_bytes(layer, 0) for layer in range(shape.n_layers)]
         self._accounts: dict[int, Account] = {}
@@ -475,7 +475,7 @@ class Floor(Policy):
         estimate = self.placement.estimate
         if estimate is not None:
             self._costs = layer_costs(shape, estimate, asked.skip_present)
-            self._dearest = max(each.dearest for each in self._costs)
+            self._highest_cost = max(each.highest_cost for each in self._costs)
             if asked.skip_present:
                 least = min(each.lowest_resident_cost for each in self._costs)
                 self._present_price = _LEAST_SQUARE * least
@@ -706,7 +706,7 @@ class Floor(Policy):
             left = sum(account.left for account in running) / len(running)
             off += left / (_CARRIED_TOKENS * budget) - 0.5
             # If all missing experts are lowered already, the price would rise without limit.
-            self._price = min(self._price * math.exp(_GAIN * max(-1.0, off)), self._dearest)
+            self._price = min(self._price * math.exp(_GAIN * max(-1.0, off)), self._highest_cost)
         self._running = []
         self._tokens += report.n_tokens
         self._spent += spent

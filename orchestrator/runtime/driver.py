@@ -265,7 +265,7 @@ class Driver(BaseDriver):
                 decision.tier_array[expert] = tier
             self.store.apply(decision)
 
-        self.used()  # keep the counts of earlier steps, which forget_counts would drop
+        self.used()  # keep the counts of earlier steps, which reset_counts would drop
         self.set_route(on_route)
         self.store.set_step_done(None)
         self.store.set_phase(Phase.PREFILL)
@@ -275,7 +275,7 @@ class Driver(BaseDriver):
             self.set_route()
             self.store.set_step_done(self.step_done)
             self.store.set_phase(None)
-            self.store.forget_counts()
+            self.store.reset_counts()
             self.store.reset_stats()
             self._prompt_read = False
 

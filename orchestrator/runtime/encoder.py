@@ -124,7 +124,7 @@ def _measured(path: Path, max_tokens: int | None, _stamp: tuple[int, ...]) -> En
     embeddings = _EMBEDDINGS * _FLOAT_BYTES * n_embd * part_tokens
     return Encoder(
         path,
-        limits.with_prepared(prepared, min_pixels),
+        limits.with_prepared_sizes(prepared, min_pixels),
         weights + scratch + embeddings,
         part_tokens if is_whole else 0,
         n_embd,

@@ -132,7 +132,7 @@ class ImageLimits:
         """
         return {"bytes": self.file_bytes, "pixels": self.pixels, "count": self.count}
 
-    def with_prepared(self, prepared_bytes: int, min_pixels: int) -> ImageLimits:
+    def with_prepared_sizes(self, prepared_bytes: int, min_pixels: int) -> ImageLimits:
         """Return a copy of these limits with the sizes of prepared images.
 
         A prepared image is an image that llama.cpp has scaled, or cut into tiles, for the model.

@@ -4,8 +4,8 @@ Files appear complete or not at all, and are verified before they are used. A fi
 own sequence file (tokens and state), saved states, a description in JSON, and a footer. The states
 are those of the model and the policy at the marks (lengths to which the sequence can be truncated).
 The footer has lengths and a hash of everything before it. The description has the key, whether the
-sequence cannot be truncated everywhere (has_part), and each mark's length and bytes. Newer files
-also have the positions that a mark's state covers (positions).
+sequence can be truncated only at checkpoints, and each mark's length and bytes. Newer files also
+have the positions that a mark's state covers (positions).
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ def common_prefix(a: Sequence[int] | np.ndarray, b: Sequence[int] | np.ndarray) 
     return int(differs[0]) if len(differs) else n
 
 
-def usable(length: int, has_part: bool, marks: Sequence[int], common: int) -> int:
+def usable(length: int, needs_checkpoints: bool, marks: Sequence[int], common: int) -> int:
     """Return how many tokens at the start of a stored sequence a prompt can reuse.
 
     - length: number of tokens of the sequence.
-    - has_part: whether the sequence can be truncated only at checkpoints. A checkpoint is a saved
-      part of the model's state, which models with sliding windows or recurrent layers need.
+    - needs_checkpoints: whether the sequence can be truncated only at checkpoints. A checkpoint is
+      a saved part of the model's state. Models with sliding windows or recurrent layers need it.
     - marks: the lengths with checkpoints.
     - common: length of the common prefix of the sequence and the prompt.
     """
     if common >= length:
         return length
-    if not has_part:
+    if not needs_checkpoints:
         return common
     return max((each for each in marks if each <= common), default=0)
 
@@ -137,19 +137,17 @@ class Listed:
 
     - key: identifies the model and settings of the run that saved the file (state_key).
     - tokens: the tokens of the sequence, int32.
-    - has_part: whether the sequence can be truncated only at checkpoints.
+    - needs_checkpoints: whether the sequence can be truncated only at checkpoints.
     - marks: descriptions of the checkpoints.
     - state_end: size of llama.cpp's data at the start of the file, in bytes.
-    - n_stored: number of integers in llama.cpp's token list, which may also describe images.
     """
 
     path: Path
     key: str
     tokens: np.ndarray
-    has_part: bool
+    needs_checkpoints: bool
     marks: tuple[ListedMark, ...]
     state_end: int
-    n_stored: int
 
     def usable(self, common: int) -> int:
         """Return how many tokens at the start of the saved sequence a prompt can reuse.
@@ -159,7 +157,7 @@ class Listed:
         up to `common` for which the file has the model's state, or 0.
         """
         places = [each.length for each in self.marks if each.part_bytes >= 0]
-        return usable(len(self.tokens), self.has_part, places, common)
+        return usable(len(self.tokens), self.needs_checkpoints, places, common)
 
     def file_marks(self) -> list[FileMark]:
         """Return the checkpoints in this prompt-cache file, with their byte offsets and sizes.
@@ -235,7 +233,7 @@ class PromptFolder:
         self,
         key: str,
         tokens: Sequence[int] | np.ndarray,
-        has_part: bool,
+        needs_checkpoints: bool,
         marks: Sequence[Mark],
         write_state: Callable[[Path], Stored | int | None],
     ) -> None:
@@ -244,7 +242,7 @@ class PromptFolder:
         If saving fails, a sentence is added to `notes`, and no error is raised.
 
         - key: identifies the model and settings (state_key).
-        - has_part: whether the sequence can be truncated only at checkpoints (saved states).
+        - needs_checkpoints: whether it can be truncated only at checkpoints (saved states).
         - marks: the checkpoints to save.
         - write_state: lets llama.cpp write the sequence to a path. Returns the size of the data in
           bytes, or a Stored with the size and the places of llama.cpp's checkpoints. Returns 0 if
@@ -260,7 +258,7 @@ class PromptFolder:
                     return
                 if isinstance(stored, int):
                     stored = Stored(stored)
-                _write(unfinished, key, has_part, marks, stored)
+                _write(unfinished, key, needs_checkpoints, marks, stored)
                 size = os.fstat(unfinished.fd).st_size
                 if size > self._most_bytes:
                     self._note(
@@ -372,7 +370,7 @@ def _short(key: str) -> str:
 def _write(
     unfinished: UnfinishedFile,
     key: str,
-    has_part: bool,
+    needs_checkpoints: bool,
     marks: Sequence[Mark],
     stored: Stored,
 ) -> None:
@@ -395,7 +393,7 @@ def _write(
                 file.write(mark.policy)
         described: dict[str, Any] = {
             "key": key,
-            "has_part": has_part,
+            "has_part": needs_checkpoints,
             "marks": [
                 *([each.n_tokens, each.n_bytes, -1] for each in stored.marks),
                 *(
@@ -469,7 +467,7 @@ def _describe(file: BinaryIO, path: Path) -> Listed | None:
         data: dict[str, Any] = json.loads(file.read(length))
         marks = tuple(ListedMark(int(a), int(b), int(c)) for a, b, c in data["marks"])
         positions = [(int(a), int(b)) for a, b in data.get("positions", ())]
-        key, has_part = str(data["key"]), bool(data["has_part"])
+        key, needs_checkpoints = str(data["key"]), bool(data["has_part"])
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
     if state_end + sum(each.n_bytes for each in marks) != at or len(positions) > len(marks):
@@ -483,7 +481,7 @@ def _describe(file: BinaryIO, path: Path) -> Listed | None:
     if tuple(magic) != _LLAMA or not 0 < n <= _MOST_TOKENS or _HEAD.size + 4 * n > state_end:
         return None
     tokens = _plain(np.frombuffer(file.read(4 * n), "<i4").astype(np.int32))
-    return Listed(path, key, tokens, has_part, marks, state_end, n)
+    return Listed(path, key, tokens, needs_checkpoints, marks, state_end)
 
 
 def _plain(stored: np.ndarray) -> np.ndarray:

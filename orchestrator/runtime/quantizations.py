@@ -24,7 +24,7 @@ from orchestrator.cost.outlook import (
     STREAMS,
     WELL,
     Outlook,
-    check_several,
+    check_for_several_models,
     foresee,
     memory_for,
 )
@@ -138,7 +138,7 @@ def compare(
     from orchestrator.native.llama import Bindings
 
     config = request.config
-    check_several(config)
+    check_for_several_models(config)
     listed, reading = listing.models[:MOST_MODELS], "Reading headers"
     machine, rows = probe(), list[Quantization]()
     with ExitStack() as stack:

@@ -32,7 +32,7 @@ from orchestrator.serve.wire import (
     is_whole,
     message_of,
     progress_of,
-    takes_costs,
+    should_add_costs,
     with_costs,
     with_progress,
     without_empty_events,
@@ -218,7 +218,7 @@ class Exchange:
             status, is_stream = answer.status, answer.is_stream
             if self.shape is not None:
                 text = self.shape.shape(text, is_stream)
-            if status == 200 and takes_costs(text, is_stream, self.route):
+            if status == 200 and should_add_costs(text, is_stream, self.route):
                 text = with_costs(text, answer.costs(), is_stream, self.route)
             if out.status is None:
                 await out.begin(status, STREAM if is_stream else JSON)

@@ -335,7 +335,7 @@ def error_event(route: str, error: bytes) -> bytes:
     return head + b"data: " + error + b"\n\n"
 
 
-def takes_costs(part: bytes, is_stream: bool, route: str) -> bool:
+def should_add_costs(part: bytes, is_stream: bool, route: str) -> bool:
     """Return whether `with_costs` should add the costs of an answer to this part of the answer.
 
     Costs are measurements, such as cache hits. The right part has llama.cpp's own measurements

@@ -20,7 +20,7 @@ def run(e):
     layers, experts = range(e.inside.model.n_layers), range(e.inside.model.n_expert)
     store.warm([(layer, expert, 0) for layer in layers for expert in experts])
     store.reset_stats()
-    store.forget_counts()
+    store.reset_counts()
     rows = [e.eval(TOKENS[:50], 0)]
     rows += [e.eval([token], 50 + at) for at, token in enumerate(TOKENS[50:])]
     store.check()

@@ -20,10 +20,10 @@ from orchestrator.lab.study.firm import (
     NO_PREFETCH,
     Played,
     Variant,
+    compared_variants,
     expert_bytes,
     measure_votes,
     on_link,
-    played_parts,
 )
 from orchestrator.lab.study.study import lines
 from orchestrator.lab.study.votes import VotesStudy
@@ -74,7 +74,7 @@ def table_1(on: Measured) -> Made:
     `on` is the model and the text. Returns two tables, a plot, and the comparison with the paper.
     """
     (table, panel), (other, _) = (
-        played_parts(recording(on, reads=reads), BASE, SHARES) for reads in (SLOW, FAST)
+        compared_variants(recording(on, reads=reads), BASE, SHARES) for reads in (SLOW, FAST)
     )
     fg = "prefetch of only the gate matrix of each expert (FG)"
     mol = (
@@ -188,7 +188,7 @@ def figure_4(on: Measured) -> Made:
 
     `on` is the model and the text. Returns a table, a plot, and the comparison with the paper.
     """
-    table, _ = played_parts(recording(on), NO_PREFETCH, SHARES)
+    table, _ = compared_variants(recording(on), NO_PREFETCH, SHARES)
     # Two rows that are hardly told apart from n = 3 are in the table only.
     shown = [row for row in table.rows if row["name"] not in ("firm, rank, n=1", "firm, rank, n=2")]
     drawn = lines(

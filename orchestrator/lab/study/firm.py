@@ -1,9 +1,10 @@
 """Measurements of FIRM-MoE on a recorded run, in virtual time.
 
-`played_parts` measures the gain of each part (Table 1, Figure 4), `Played.answer` the time of an
-answer (Figure 5), and `measure_votes` the loss of eq. 11 over candidates K and layers P, and the
-choice of each tuning method (Figure 6). K is at most k, the number of candidates that the
-look-ahead records; `heop` goes beyond.
+- `compared_variants` measures the gain of each part (Table 1, Figure 4).
+- `Played.answer` measures the time of an answer (Figure 5).
+- `measure_votes` measures the loss of eq. 11 over candidates K and layers P, and the choice of each
+  tuning method (Figure 6). K is at most k, the number of candidates that the look-ahead records.
+  `heop` goes beyond.
 """
 
 from __future__ import annotations
@@ -189,7 +190,7 @@ def on_link(trace: Trace, reads: float, tier: str | None = None) -> ReplayOption
     return ReplayOptions(bandwidth=int(token_bytes / (reads * compute_s)), latency_us=0)
 
 
-def played_parts(on: Played, base: str, shares: Sequence[float]) -> tuple[Table, Panel]:
+def compared_variants(on: Played, base: str, shares: Sequence[float]) -> tuple[Table, Panel]:
     """Replay a recorded run with several policies, and compare their simulated speeds.
 
     The policies are FIRM-MoE with and without its parts, and others (see `parts`). Returns a table

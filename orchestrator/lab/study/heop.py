@@ -148,7 +148,7 @@ class SearchResult:
     ratio: float
 
 
-def over_smallest(means: np.ndarray, votes: Votes) -> float:
+def loss_ratio(means: np.ndarray, votes: Votes) -> float:
     """Return the mean prediction loss of one pair (k, p), divided by the smallest mean loss.
 
     The result is 1 if the smallest loss is 0. A prediction loss (eq. 11 of FIRM-MoE) counts wrong
@@ -174,7 +174,7 @@ def searches(losses: np.ndarray) -> list[SearchResult]:
     means = losses.mean(axis=0)
 
     def found(way: str, votes: Votes) -> SearchResult:
-        return SearchResult(way, votes, over_smallest(means, votes))
+        return SearchResult(way, votes, loss_ratio(means, votes))
 
     printed = [
         found(

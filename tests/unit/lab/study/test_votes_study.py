@@ -13,10 +13,10 @@ from orchestrator.lab.study.firm import (
     BASE,
     NO_PREFETCH,
     Played,
+    compared_variants,
     expert_bytes,
     measure_votes,
     parts,
-    played_parts,
 )
 from orchestrator.lab.study.votes import strategies, union, weighted
 from orchestrator.policy import POLICIES
@@ -74,7 +74,7 @@ def trace():
 def test_the_parts_over_a_trace(library, trace):
     on = Played(library, trace, ReplayOptions(bandwidth=50_000_000, compute_ms=2.0))
     for base in (NO_PREFETCH, BASE):
-        table, panel = played_parts(on, base, (0.1, 0.5, 0.8))
+        table, panel = compared_variants(on, base, (0.1, 0.5, 0.8))
         assert len(panel.lines) == len(parts(2)[base])
         said = "Not measured: a cache with slots for 10% of the experts, because it is too small "
         said += "for one of the policies."
@@ -94,7 +94,7 @@ def test_the_parts_over_a_trace(library, trace):
     took_ms = on.answer(parts(2)[NO_PREFETCH][0], int(0.5 * expert_bytes(trace)))
     assert len(took_ms) == 40 and (np.diff(took_ms) >= 2.0 - 1e-3).all()
     with pytest.raises(ConfigError, match="slots for 10% of the experts cannot hold"):
-        played_parts(on, BASE, (0.1,))
+        compared_variants(on, BASE, (0.1,))
 
 
 def test_the_loss_of_a_trace(library, trace):
