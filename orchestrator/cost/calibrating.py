@@ -39,20 +39,19 @@ class CalibrationTime(NamedTuple):
     - read_s: the first pass over the text, which also measures the mean square of each expert's
       output.
     - measure_s: measuring the error of each expert's output in each precision.
-    - pass_s: one further pass over the text. Such passes relate the errors to the quality loss in
-      nats.
-    - n_passes: number of further passes.
+    - passes_s: each further pass over the text. These passes relate the errors to the quality loss
+      in nats. In the first two, some experts are skipped. In each other pass, half of the experts
+      are computed in one of the lower precisions.
     """
 
     read_s: float
     measure_s: float
-    pass_s: float
-    n_passes: int
+    passes_s: tuple[float, ...]
 
     @property
     def total_s(self) -> float:
         """The predicted seconds of the whole calibration."""
-        return self.read_s + self.measure_s + self.n_passes * self.pass_s
+        return self.read_s + self.measure_s + sum(self.passes_s)
 
     @classmethod
     def of(cls, model: ExpertModel, config: Config, n_tokens: int = TOKENS) -> CalibrationTime:
@@ -67,27 +66,27 @@ class CalibrationTime(NamedTuple):
         """
         with closing(Speeds(Bindings.load(), config.n_threads, steady=False)) as speeds:
             costs = speeds.costs(model, tuple(range(len(model.tiers))), FILE)
-        k, n_tiers = model.n_expert_used, len(model.tiers)
         n_vocab = max(1, vocabulary_size(model))
         scored = min(n_tokens, LOGITS_BYTES // (8 * n_vocab))
-        rows = n_tokens * k / model.n_expert
+        rows = n_tokens * model.n_expert_used / model.n_expert
         experts_s = model.n_expert * costs.expert_s.sum(axis=0)
-        computed = interpolated(experts_s[0], rows) + interpolated(costs.dense_s, n_tokens)
-        computed += interpolated(costs.output_s, scored)
+        tiers_s = [float(interpolated(each, rows)) for each in experts_s]
+        computed = interpolated(costs.dense_s, n_tokens) + interpolated(costs.output_s, scored)
         computed += n_tokens * ROUTING_TOKENS / 2 * costs.attention_s[1]
         read_bytes = model.dense_bytes + model.tier_bytes[0]
         bandwidth = _BYTES_PER_S
         with suppress(MoeEdgeError, OSError):
             bandwidth = kept_bandwidth(model, config, measures=False).bytes_per_s
         logits_s = _LOGIT_S * scored * n_vocab
-        pass_s = _LOAD_S + float(computed) + read_bytes / bandwidth + logits_s
-        outputs = n_tokens * k * model.n_layers * model.hparams.embedding_length
-        weights = model.n_expert * sum(
-            math.prod(shape) for each in model.shapes for shape in each if shape
-        )
+        pass_s = _LOAD_S + float(computed) + tiers_s[0] + read_bytes / bandwidth + logits_s
+        lowered_s = [pass_s + (each - tiers_s[0]) / 2 for each in tiers_s[1:]]
+        n_uses = n_tokens * model.n_expert_used * model.n_layers
+        output_s = _OUTPUT_S * n_uses * model.hparams.embedding_length
+        shapes = (shape for each in model.shapes for shape in each if shape)
+        n_weights = model.n_expert * len(model.tiers) * sum(map(math.prod, shapes))
         measured = float(interpolated(experts_s.sum(axis=0), MAX_ROWS))
-        measured += weights * n_tiers * _WEIGHT_S / config.n_threads
-        return cls(pass_s + _OUTPUT_S * outputs, measured, pass_s, n_tiers + 1)
+        measured += _WEIGHT_S * n_weights / config.n_threads
+        return cls(pass_s + output_s, measured, (pass_s, pass_s, *lowered_s))
 
 
 def format_duration(seconds: float) -> str:

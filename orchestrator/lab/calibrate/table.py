@@ -429,8 +429,9 @@ def measure_losses(
         config = Config.build(model=source, threads=method.threads)
         time = CalibrationTime.of(model, config, text.n_tokens)
         seconds = {} if kept.table_path.exists() else _first_parts(method, source, reference, time)
-        todo = [name for name, _ in passes(tiers) if not kept.arrays(name)]
-        parts = Parts(seconds | dict.fromkeys(todo, time.pass_s))
+        names = [name for name, _ in passes(tiers)]
+        of_pass = dict(zip(names, time.passes_s, strict=True))
+        parts = Parts(seconds | {name: of_pass[name] for name in names if not kept.arrays(name)})
         note(
             f"Calibrating takes about {format_duration(parts.total_s)}. "
             "If it is interrupted, the same command continues it."
@@ -461,9 +462,9 @@ def _first_parts(
     These stages compute the loss table without its factors. The keys are the names of the stages.
     """
     return {
-        QUANTIZING: 0.0 if method.chosen == RTN else time.pass_s,
+        QUANTIZING: 0.0 if method.chosen == RTN else time.passes_s[0],
         READING: time.read_s,
-        READING_STORED: 0.0 if reference in (None, source) else time.pass_s,
+        READING_STORED: 0.0 if reference in (None, source) else time.passes_s[0],
         MEASURING: time.measure_s,
     }
 
