@@ -155,11 +155,15 @@ class held:
     """A `with` block that delays interrupts, such as Ctrl-C, until its end.
 
     Use it around C calls that call Python functions, and around changes that must not stop halfway.
-    The end of the outermost block raises the delayed interrupt, or else an exception that was
-    stored by `hand_over`, a function of this module.
+    The end of the block raises the delayed interrupt. If blocks are nested, the outermost block
+    does this.
 
-    stop: function that makes a C call in the block return soon. Another thread calls it as soon as
-        a signal arrives. Nested blocks, and threads other than the main thread, ignore it.
+    Code in the block can store an exception by `hand_over`, a function of this module. If no
+    interrupt was delayed, the end of the block raises the stored exception.
+
+    stop: function that makes a C call in the block return soon. When a signal arrives, a helper
+        thread calls `stop` at once. A `stop` that is given to a nested block, or on a thread other
+        than the main thread, is not used.
     """
 
     def __init__(self, stop: Callable[[], None] | None = None) -> None:
@@ -285,12 +289,13 @@ _watch = _Watch()
 def leaving(last_work: Callable[[], None]) -> Iterator[None]:
     """A `with` block in which SIGTERM and SIGHUP end the process even if a C call does not return.
 
-    Each C call must be in an inner block `with held(stop):`. A signal then calls `stop`, which
-    should make the C call return. If the C call has not returned after LEAVE_AFTER_S seconds,
-    another thread calls `last_work` and exits the process.
+    Put each C call into an inner block `with held(stop):`. If one of the signals arrives during the
+    C call, a helper thread calls `stop`, which should make the C call return. If the C call has not
+    returned after LEAVE_AFTER_S seconds, another thread calls `last_work` and exits the process.
+    Outside these inner blocks, signals are handled as if this block did not exist.
 
-    last_work: function that does the work needed before the exit. It must return soon. In nested
-        `leaving` blocks, all their functions are called.
+    last_work: function that does the work needed before the exit, such as saving a file. It must
+        return soon. If `leaving` blocks are nested, the functions of all these blocks are called.
     """
     _state.last_work.append(last_work)
     try:
@@ -333,13 +338,15 @@ def leave_at_once() -> None:
 
 @contextmanager
 def listening() -> Iterator[None]:
-    """Raise KeyboardInterrupt on SIGINT, and SystemExit on SIGTERM or SIGHUP, in a `with` block.
+    """A `with` block in which SIGINT, SIGTERM and SIGHUP raise exceptions.
 
-    The exception can be delayed, for example while C code calls a Python function, but at most
-    until the end of the block. A signal that is ignored or has another handler is not changed.
+    SIGINT (Ctrl-C) raises KeyboardInterrupt. SIGTERM and SIGHUP raise SystemExit. The exception
+    comes at once if possible, and otherwise by the end of the block. For example, it is delayed
+    while C code calls a Python function. A signal that was ignored before the block, or that
+    another handler handles, is not changed.
 
-    After the block, the signals get their default handling back. If the process called
-    `leave_at_once` before, they are ignored instead, because the process is about to exit.
+    After the block, each signal is handled as before the block. But if the process has called
+    `leave_at_once`, the signals are ignored, because the process is about to exit.
     """
     before, hook = _install(), sys.unraisablehook
     ending = [number for number in _ENDING if _install_ending(number)]
@@ -368,13 +375,15 @@ def listening() -> Iterator[None]:
 
 
 def declare_last_file(path: Path) -> None:
-    """Declare that the running command is complete when the file `path` is complete.
+    """Declare the last file that the running command writes. Interrupts have no effect after it.
 
-    The command gives the finished file its name by `rename`, a function of this module. Before
-    that, Ctrl-C and other interrupts stop the command as usual. Afterwards they have no effect.
+    The command must give this file its final name by `rename`, a function of this module. Before
+    `rename`, interrupts such as Ctrl-C stop the command as usual. After `rename`, they have no
+    effect, because the command has done its work.
 
-    Call this in a `with listening():` block, in which interrupts raise exceptions. Elsewhere, this
-    function does nothing.
+    Outside a `with listening():` block, this function does nothing.
+
+    path: the final name of the file.
     """
     if _state.listening:
         _state.last_file = os.path.abspath(path)

@@ -489,7 +489,7 @@ class Config(Settings):
     use_extra_bufts: bool | None = setting(
         None,
         "Change the layout of weights outside the experts so that this CPU computes faster.",
-        shown="the layout is changed if experts are repacked, or with --policy plain",
+        shown="true if experts are repacked for this CPU, or with --policy plain",
         option=False,
     )
     layout: str = setting(

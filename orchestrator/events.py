@@ -70,29 +70,31 @@ class RouteEvent:
     - layer: the index among the MoE layers.
     - step, phase, n_tokens: the number of the step, its phase (prefill or decode), and T.
     - k: the number of experts per token in this layer.
-    - n_ahead: the number of following layers whose experts are predicted. Prediction p, counted
-      from 0, is for the layer with index layer + 1 + p.
+    - n_ahead: the number of following layers whose experts are predicted.
 
     Read-only arrays with the values of all tokens:
 
-        ids_array         int32   [T, k]           chosen experts
-        weights_array     float32 [T, k]           their routing weights
-        tokens_array      int32   [T]              position of each token in its batch
-        phases_array      uint8   [T]              phase of each token
-        sequences_array   int32   [T]              sequence of each token
-        ahead_ids_array   int32   [n_ahead, T, k]  predicted experts (DyMoE eq. 6), best first
-        ahead_array       float32 [n_ahead, T, k]  their scores
-        importance_array  float32 [T]              attention that a token receives (eq. 1), or None
+        ids_array         int32   [T, k]               chosen experts
+        weights_array     float32 [T, k]               their routing weights
+        tokens_array      int32   [T]                  position of each token in its batch
+        phases_array      uint8   [T]                  phase of each token
+        sequences_array   int32   [T]                  sequence of each token
+        ahead_ids_array   int32   [n_ahead, T, k_max]  predicted experts, best first
+        ahead_array       float32 [n_ahead, T, k_max]  scores of the predicted experts
+        importance_array  float32 [T]                  attention that a token receives, or None
+
+    Predictions are from DyMoE, eq. 6, and importance is from eq. 1. Example: in an event of layer
+    3, ahead_ids_array[0] has predictions for layer 4, and ahead_ids_array[1] for layer 5. k_max is
+    the largest k of all layers. If a predicted layer has a smaller k, its rows are filled up with
+    the first expert of the row, at score 0.
 
     Read-only memoryviews with the values of the first token. If the step has a single token,
     reading them is faster than reading the arrays:
 
-        ids, weights     [k]  chosen experts and their routing weights
-        ahead_ids[p]     [k]  experts that layer + 1 + p is predicted to choose, best first
-        ahead_scores[p]  [k]  their scores
-
-    Predictions are as wide as the largest k of all layers. For a layer with a smaller k, a row is
-    padded with its first expert at score 0.
+        ids              [k]      first row of ids_array
+        weights          [k]      first row of weights_array
+        ahead_ids[p]     [k_max]  first row of ahead_ids_array[p]
+        ahead_scores[p]  [k_max]  first row of ahead_array[p]
     """
 
     def __init__(
@@ -281,12 +283,12 @@ class StepReport:
     """The report that a policy gets after each step (one pass of tokens through all layers).
 
     - us: the time of the step in microseconds.
-    - counts: the number of tokens routed to each expert, in this step and in earlier steps whose
-      counts were not reported.
-    - resident: the tier (precision) of each expert in memory, or ABSENT, uint8.
-    - target: like `resident`, but after the changes of tier that are in progress.
-    - starts, prompt_ends: the sequences that began in this step, and those whose prompt ended in
-      it.
+    - counts: the number of tokens routed to each expert since the last report that had counts.
+    - resident: the tier (precision) in which each expert is in memory, or ABSENT, uint8.
+    - target: the tier in which each expert will be when all changes of tier in progress are done,
+      or ABSENT, uint8.
+    - starts, prompt_ends: the sequences that began in this step, and the sequences whose prompt
+      ended in this step.
     - ends: the sequences that were dropped since the previous step.
     - unusual: whether recent text uses experts differently from the text with which losses were
       calibrated. None if this was not checked after this step.

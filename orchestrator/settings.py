@@ -57,22 +57,29 @@ class Notation(NamedTuple):
 class Setting:
     """The declaration of one setting: its type, range, default, help text and option.
 
-    - kinds: the Python types of the value.
-    - optional: whether the value may be None, which means that the user chose no value.
+    The value:
+
+    - kinds: its Python types.
+    - optional: whether it may be None, which means that the user chose no value.
     - within: the smallest and the largest allowed number.
     - choices: the allowed words.
-    - unit: SIZE or RATE if users write the value with a suffix, as in 6GiB. SIZE is a number of
-      bytes above 0. RATE is a number of bytes, or of bytes per second, and may be 0.
+    - unit: SIZE or RATE for a number of bytes, which users may write as 6GiB. With SIZE, 0 is not
+      allowed. With RATE, 0 is allowed.
     - notation: the text format of a value that is not a number, a word or a size, such as a list.
-    - metavar, help: the placeholder and the description in the option's help.
-    - shown: the text for the default in the help, if it is not the value itself.
     - repeated: whether the option may be given several times. The value is then a tuple of texts.
+
+    The option and its help:
+
     - option: whether the command line has an option for the setting.
+    - metavar, help: the placeholder and the description in the help.
+    - shown: the text for the default in the help, if it is not the value itself.
     - group: the heading in the help. Only --help-all shows the group MORE. A setting without a
       group is shown with the command's own options or with its policies.
-    - answer: whether the setting concerns an answer instead of the model. True for the group
-      ANSWER.
-    - conversation: whether the setting concerns programs that hold conversations.
+
+    The use of the setting:
+
+    - answer: whether it concerns an answer instead of the model. True for the group ANSWER.
+    - conversation: whether it concerns programs that hold conversations.
     - live: whether the value may change between two tokens.
     - recorded: whether the value affects a policy's decisions. A trace stores it, and a replay may
       change it.

@@ -244,11 +244,13 @@ def check_source(patches: list[Patch], sdist: Sdist) -> list[str]:
 def refresh(sdist: Sdist, upstream: Upstream, tree: Path | None, folder: Path = PATCHES) -> int:
     """Rewrite the patches in their standard form. Return the number of patches that changed.
 
-    sdist, upstream: the original source distribution and its release.
-    tree: an edited copy of the source distribution, or of the llama.cpp in it. The patches are
-    rewritten so that they produce the files of this copy. If it is None, only the form of the
-    patches changes.
-    folder: the folder with the patches.
+    The standard form is the patch's header, then its diffs, sorted by file name.
+
+    - tree: None to rewrite only the form of the patches. Otherwise an edited copy of the source
+      distribution, or of the llama.cpp in it. The patches are then changed so that they produce the
+      files of this copy.
+    - sdist, upstream: the original source distribution and its release.
+    - folder: the folder with the patches.
 
     Raises BuildError for a changed file in `tree` that belongs to no patch, so that no edit is
     lost.
@@ -280,13 +282,14 @@ def read_edited(
 ) -> tuple[dict[str, bytes], dict[str, bytes]]:
     """Return (original contents, edited contents) of files in an edited source tree.
 
-    Both results map paths to contents. They have the files of llama.cpp that were edited in `tree`,
-    and all files in `owned`, edited or not. A file that exists only in the original source has no
-    edited contents. A file that exists only in `tree` has no original contents.
+    Both results are {path: contents}. They have all files of llama.cpp that were changed in `tree`,
+    and the unchanged files in `owned`. Files that were added or deleted in `tree` count only if
+    they are in `owned`. An added file is only in the second result, and a deleted file only in the
+    first.
 
-    sdist, upstream: the original source distribution and its release.
-    tree: an edited copy of the source distribution, or of the llama.cpp in it.
-    owned: paths of the files that belong to a patch.
+    - sdist, upstream: the original source distribution and its release.
+    - tree: an edited copy of the source distribution, or of the llama.cpp in it.
+    - owned: paths of the files that belong to a patch.
 
     Raises BuildError if `tree` is not a copy of the source.
     """

@@ -210,9 +210,13 @@ class _Keys:
         return n_expert
 
     def expert_used(self, n_layers: int, n_expert: int) -> int:
-        """Return the number of experts that a token uses. If layers differ, return the maximum.
+        """Return the number of experts that a token uses in a layer.
 
-        n_expert: upper limit of the number.
+        If layers differ, return the maximum. Raises MissingKeyError if the file's metadata lacks
+        this number. Raises MetadataError if the maximum is not from 1 to n_expert.
+
+        n_layers: number of layers.
+        n_expert: number of experts in each layer.
         """
         if self._key("expert_used_count") not in self.file.metadata:
             raise _missing(self.file, self._key("expert_used_count"))

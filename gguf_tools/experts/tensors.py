@@ -83,13 +83,18 @@ def sort_tensors(
 ) -> SortedTensors:
     """Divide the tensors of a model into expert tensors and others, and return both groups.
 
-    parts: the opened files of the model.
-    tier_names: the tiers (precisions) that the metadata lists, the best first.
+    If a model has experts in several precisions (tiers), the names of tensors in lower tiers end
+    with the tier, for example `.moe_edge.q2_k`. Expert tensors of multi-token prediction layers
+    count as others.
 
-    Expert tensors of multi-token prediction layers count as others. The names of expert tensors in
-    lower tiers end with the tier. Raises MissingTierError if such a tier is not in
-    `tier_names[1:]`. Raises MetadataError if another tensor's name has such an ending. Raises
-    NotMoEError if the model has no expert tensors.
+    parts: the opened files of the model.
+    hparams: numbers from the model's metadata, such as the number of layers.
+    tier_names: the names of the tiers, best first. Names of tensors in the first tier have no
+        ending.
+
+    Raises NotMoEError if the model has no expert tensors. Raises MissingTierError if an expert
+    tensor's name ends with a tier that is not in `tier_names[1:]`. Raises MetadataError if the name
+    of another tensor ends like the name of a lower tier.
     """
     tensors = SortedTensors([0] * hparams.block_count)
     tied = not any(OUTPUT in part.tensors for part in parts)

@@ -62,14 +62,18 @@ def method_and_calibration(
 ) -> tuple[str, str]:
     """Return two texts for a packed file's metadata: the quantization method and the calibration.
 
-    With a quantizer, these are the method and the calibration of the quantizer.
+    Both describe how the lower precisions (tiers) are made:
 
-    Without a quantizer, lower precisions (tiers) are copied from the source file if it has them.
-    The texts then come from the metadata of the source. Other tiers are rounded to nearest, and
-    their method is "rtn". If both occur, the method is, for example, "gptq and rtn".
+    - A quantizer makes them: the texts are the quantizer's method and calibration.
+    - All are copied from the source file: the texts are those in the source's metadata.
+    - All are rounded to nearest, which is done without a quantizer: the texts are "rtn" and "none".
+    - Some are copied, and the others are rounded to nearest: the method is, for example, "gptq and
+      rtn". The calibration comes from the source's metadata.
 
-    model: the source file.
-    matrices: the matrices to be written.
+    model: the source file. If its metadata lacks a method, or has "ggml", the method counts as
+        "rtn".
+    matrices: the matrices to be written. They tell which tiers are copied.
+    quantizer: None if no quantizer is used.
     """
     by = quantizer or Rtn
     lower = [each.copy_from is None for matrix in matrices for each in matrix.targets[1:]]

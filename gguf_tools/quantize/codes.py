@@ -19,15 +19,16 @@ Decode = Callable[[Blocks], Floats]
 
 
 class Plane(NamedTuple):
-    """The bytes of a quantization block that store some of the bits of the block's codes.
+    """A range of bytes in a quantization block that holds some bits of each weight's code.
 
-    A code is the integer that stands for a weight. For example, Plane(2, 4, 16) stores 4 bits of
-    each code. Byte 2 + i has code i in its low half and code i + 16 in its high half.
+    A code is the integer that the block stores for a weight. For example, with start = 2, width = 4
+    and group = 16, byte 2 holds code 0 in its low 4 bits and code 16 in its high 4 bits. Byte 3
+    holds codes 1 and 17, and so on.
 
-    start: index of the first byte.
-    width: number of bits of each code that the plane stores.
-    group: distance between the codes that share a byte, 16 in the example.
-    low: the first bit of a code that the plane stores. Bit 0 is the lowest bit.
+    start: index of the plane's first byte in the block.
+    width: number of bits of each code that the plane holds.
+    group: distance between the codes that share a byte.
+    low: index of the first bit of each code that the plane holds. 0 is the code's lowest bit.
     """
 
     start: int
@@ -39,11 +40,15 @@ class Plane(NamedTuple):
 class Coding(NamedTuple):
     """How a ggml type stores the weights of a quantization block as small integers (codes).
 
-    planes: the positions of the codes' bits. Each `Plane` is a range of bytes in the block, with
-        some of the bits of all codes.
+    The block has a code for each weight, and scale factors. A weight is computed from its code:
+
+    - If `scales` is empty, the weights for successive codes are equally spaced.
+    - Otherwise, the weight is scales[code - first], times a scale factor of the block.
+
+    planes: the byte ranges of the block that hold the codes. For some types, one plane holds the
+        low bits of all codes, and another plane holds the high bits.
     first, last: the smallest and the largest code in use.
-    scales: one number for each code, from `first` on. Multiplied by the block's scale, it is the
-        weight. Empty if the weights for successive codes are equally spaced.
+    scales: one number for each code from `first` to `last`, or empty.
     flip: bit mask. The block stores `code XOR flip` instead of the code.
     """
 
@@ -100,17 +105,18 @@ def put_codes(ggml_type: GGMLType, blocks: Blocks, codes: Blocks) -> None:
 
 
 def code_values(ggml_type: GGMLType, blocks: Blocks, decode: Decode) -> Floats:
-    """Return the values from which the weight for any code in quantized blocks can be computed.
+    """Return one or two numbers for each weight in quantized blocks, which give any code's value.
 
-    A code is the small integer that a block stores for a weight. For each weight, the result has
-    these values, with coding = CODINGS[ggml_type]:
+    A code is the small integer that a block stores for a weight. The result tells what weight each
+    possible code would stand for. Let `first`, `last` and `scales` be these fields of
+    CODINGS[ggml_type]:
 
-    - If coding.scales is empty: the weights for the codes coding.first and coding.last. The weights
-      for the codes between them are equally spaced.
-    - Otherwise: one number. Times coding.scales[i], it is the weight for code coding.first + i.
+    - If `scales` is empty, the two numbers are the weights for the codes `first` and `last`. The
+      weights for the codes between them are equally spaced.
+    - Otherwise there is one number s. The weight for a code is s * scales[code - first].
 
     blocks: uint8 [number of blocks, bytes per block].
-    decode: decodes the bytes of blocks to float32.
+    decode: function that decodes the bytes of blocks to float32 weights.
 
     Returns float32 [2 or 1, number of blocks, weights per block].
     """

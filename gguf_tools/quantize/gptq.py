@@ -63,14 +63,15 @@ def default_device() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """A factorized Hessian H, with which GPTQ quantizes all matrices that have the same inputs.
+    """A factorized Hessian H, with which GPTQ quantizes weight matrices that have the same inputs.
 
-    H is the sum of x x^T over the calibration inputs x, with damping. It is a matrix [n, n].
+    H is the sum of x x^T over the calibration inputs x, scaled and damped, [n, n]. Row i and column
+    i of H belong to column i of the weight matrices.
 
-    order: the columns of H in the order in which they are rounded, int64 [n].
-    hessian: H in this order, float32 [n, n], on the compute device.
+    order: the indices of the weight columns in the order in which GPTQ rounds them, int64 [n].
+    hessian: H with its rows and columns in this order, float32 [n, n], on the compute device.
     upper: the upper Cholesky factor of the inverse of `hessian`, float32 [n, n].
-    importance: the diagonal of H in the original order, float32 [n].
+    importance: the diagonal of H, not reordered, float32 [n].
     """
 
     order: np.ndarray
@@ -102,17 +103,20 @@ def outer_sum(parts: Iterable[Floats], device: str) -> Square:
 def smoothed(own: Square, tokens: int, shared: Square | None = None) -> Square:
     """Return an expert's Hessian for GPTQ, regularized because the expert may have few tokens.
 
-    own: sum of x x^T over the input vectors x of the expert's tokens, [n, n].
+    The Hessian is the sum of x x^T over the input vectors x of the expert's tokens. The result is
+    own + n * R, float64 [n, n]. R is an estimate of the mean of x x^T, so it counts like n further
+    tokens.
+
+    own: sum of x x^T over the expert's tokens, [n, n].
     tokens: number of these tokens.
     shared: mean of x x^T over all tokens of the layer, [n, n]. None for down matrices, whose inputs
         differ between experts.
 
-    The regularization counts as much as n tokens. D is the diagonal of own / tokens, as a diagonal
-    matrix. The result is [n, n]:
+    With D = own / tokens without the values off the diagonal, R is:
 
-    - own + n * (D + shared) / 2 if `shared` is given,
-    - own + n * D if `shared` is None,
-    - n * shared if `tokens` is 0, or 0 if `shared` is also None.
+    - (D + shared) / 2 if `shared` is given,
+    - D if `shared` is None,
+    - `shared` (0 if None) if `tokens` is 0.
     """
     n = len(own)
     if not tokens:
@@ -199,15 +203,16 @@ class _Grid:
             self._inverse = (1 / self._step.masked_fill(zero, 1)).masked_fill(zero, 0)
 
     def nearest(self, column: int, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """Round weights in one column of a matrix to the nearest values that the type can store.
+        """Round weights in one column of a matrix to the nearest values of this grid.
 
-        These values differ between columns, because columns have different scales.
+        The grid has the values that a ggml type can store in some columns of a matrix. These values
+        differ between the columns, because the columns have different scales.
 
-        column: index of the column in the group of columns for which this grid was made.
-        wanted: the weights, one for each row, [rows].
+        column: index of the column, counted from the first column of the grid.
+        wanted: the weights to be rounded, one for each row of the matrix, [rows].
 
         Returns (codes, values), both [rows]. The values are the rounded weights. The codes are the
-        integers that stand for them, counted from 0.
+        integers that stand for these weights, minus the type's smallest code.
         """
         if self._scales is None:
             base, step = self._values[0, column], self._step[column]

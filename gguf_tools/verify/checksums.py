@@ -80,13 +80,17 @@ class FileChecksums:
         return self.part.size
 
     def problems(self) -> Iterator[Problem]:
-        """Yield a `Problem` for each checksum of the file that differs from the known checksum.
+        """Yield a `Problem` for each known checksum that the data of the file does not match.
 
-        Checksums are known if they are stored in the file, or if the file is in the cache of the
-        Hugging Face Hub. If the stored checksums are unusable, a `Problem` says so.
+        Known checksums are those that are stored in the file, and the file's SHA-256 if the file is
+        in the cache of the Hugging Face Hub. If the stored checksums are unusable, a `Problem` says
+        so.
 
-        Before this call, pass the data of all tensors to `add`, and call the function that `jobs`
-        yields, if any. These calls compute the checksums of the file.
+        Two steps must come first, because they compute the checksums of the data:
+
+        - Pass the data of all tensors to `add`.
+        - Call the function that `jobs` yields. It computes the SHA-256 of the file. If `jobs`
+          yields nothing, no SHA-256 is needed.
         """
         part = self.part
         if self.refused is not None:

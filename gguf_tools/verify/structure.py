@@ -41,10 +41,14 @@ def layout_problems(part: GGUFFile) -> Iterator[Problem]:
 def foreign_problems(parts: list[GGUFFile]) -> Iterator[Problem]:
     """Yield a problem for each file of a split model that seems to come from another quantization.
 
-    For each kind of expert matrix (such as up) and each precision (tier), the ggml types in one
-    file are compared with the types in all other files. The file is reported if at least two such
-    comparisons are possible, and none of them finds a common type. If the model has only two files,
-    only the second is reported.
+    For example, a file is reported if its up and down matrices of experts are in q4_k, but all up
+    and down matrices in the other files are in q8_0. If only the up matrices differ, the file is
+    not reported: a quantization may use several types for one kind of matrix.
+
+    So the file must share at least two pairs (kind of matrix, tier) with the other files. A tier is
+    a precision. In each shared pair, the file and the other files must have no ggml type in common.
+
+    If the model has only two files, only the second is reported.
 
     parts: the opened files of the model.
     """

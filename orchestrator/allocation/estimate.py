@@ -35,15 +35,17 @@ def surprise(counts: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Recognises texts for which a loss table is not valid.
+    """Recognises texts for which a loss table is not valid, by the experts that the texts use.
 
     A loss table gives the quality loss of each expert in lower precisions, measured on some texts.
-    It is not valid for a text that uses their rare experts much more often, or much less often.
+    It is not valid for a text that uses rare experts much more often, or much less often, than
+    these texts.
 
-    - surprise: a number for each expert that is high if the measured texts rarely use the expert,
+    - surprise: a number for each expert, which is high if the measured texts rarely use the expert,
       float64 [n_layers, n_expert]. The function `surprise` computes it.
-    - low, high: the table is valid for ROUTING_TOKENS tokens of a text if the mean of `surprise`
-      over all uses of experts by these tokens is between these limits.
+    - low, high: limits for a piece of text with ROUTING_TOKENS tokens. The mean of `surprise` is
+      taken over all uses of experts by these tokens. The table is valid if this mean is from `low`
+      to `high`.
     """
 
     surprise: np.ndarray
@@ -67,16 +69,16 @@ class Routing:
 class KlEstimate:
     """Estimates how much quality a model loses if experts are computed in lower precisions (tiers).
 
-    The quality loss of a token is a KL divergence in nats. Each expert of the token adds its
-    squared gate weight times its value in `nats`.
+    The quality loss of a token is a KL divergence in nats. The estimate is a sum over the token's
+    experts: the expert's squared gate weight, times the value in `nats` for the expert and its
+    tier.
 
-    - base: the name of the tier without loss, to which other tiers are compared.
-    - nats: the loss by each expert in each tier for gate weight 1. The last column is for skipping
-      the expert. float64 [n_layers, n_expert, n_tiers + 1]. These are high estimates. The actual
-      loss was lower in nine of ten pieces of the text on which losses were measured.
+    - base: the name of the tier with loss 0. The losses are relative to this tier.
+    - nats: the losses for gate weight 1, float64 [n_layers, n_expert, n_tiers + 1]. The last column
+      is for skipping the expert. These are high estimates.
     - gates: each expert's mean squared gate weight, float64 [n_layers, n_expert].
-    - spread: `nats` times this factor is a low estimate. The actual loss was higher in nine of ten
-      pieces.
+    - spread: `nats` times this factor gives low estimates. For 8 of 10 pieces of the measured text,
+      the loss was between the low and the high estimate.
     - routing: recognises texts for which the estimate is not valid, or None.
     """
 
@@ -102,17 +104,18 @@ class KlEstimate:
     ) -> KlEstimate:
         """Make an estimate relative to the tier `base`, from losses relative to full precision.
 
-        A tier is a precision. The loss of a tier relative to `base` is its own loss plus the loss
-        of `base`, because their rounding errors are independent. Relative to itself, `base` has no
-        loss.
+        The loss of another tier (precision) relative to `base` is the sum of both losses in
+        `costs`. They are added, because the rounding errors of two tiers are independent. The loss
+        of `base` is 0.
 
-        costs: losses relative to full precision, in nats for gate weight 1, float64 [n_layers,
-            n_expert, n_tiers + 2]. The last axis has the tiers in `names`, then `base`, then
-            skipping the expert.
-        names: the tiers of the estimate, which may include `base`.
-        gates: each expert's mean squared gate weight, float64 [n_layers, n_expert].
-        spread: factor that turns `costs`, which are high estimates, into low estimates.
-        routing: recognises texts for which the estimate is not valid.
+        - costs: the losses relative to full precision, in nats for gate weight 1, float64
+          [n_layers, n_expert, n_tiers + 2]. The last axis has the tiers in `names`, then `base`,
+          then skipping the expert. For names = ["q8_0", "q4_k"] and base = "q8_0", it is q8_0,
+          q4_k, q8_0, skip.
+        - names: the n_tiers tiers of the estimate. They may include `base`.
+        - gates: each expert's mean squared gate weight, float64 [n_layers, n_expert].
+        - spread: factor that turns `costs`, which are high estimates, into low estimates.
+        - routing: recognises texts for which the estimate is not valid, or None.
         """
         nats = np.delete(costs, -2, axis=2) + costs[..., -2:-1]
         if base in names:
@@ -166,9 +169,10 @@ class KlEstimate:
         """Return each expert's mean quality loss per use by a token, float64 [n_layers, n_expert].
 
         The loss is an estimated KL divergence in nats, relative to computing the expert in the tier
-        `base`. It assumes the expert's mean squared gate weight, which the field `gates` has.
+        `base`. Each use is assumed to have the expert's mean squared gate weight, which is in the
+        field `gates`.
 
-        tiers: the tier (precision) in which each expert is computed, [n_layers, n_expert].
+        tiers: the tier (precision) in which each expert is computed, or SKIP, [n_layers, n_expert].
         """
         lost = np.take_along_axis(self._by_tier, tiers[..., None].astype(np.int64), axis=2)
         found: np.ndarray = self.gates * lost[..., 0]

@@ -18,14 +18,18 @@ import numpy as np
 
 
 class Hull:
-    """Chooses a precision (tier) for every expert, with the least quality loss in a memory budget.
+    """Chooses a precision (tier) for every expert, with the least total loss in a memory budget.
 
-    The choice begins with the smallest tier of each expert. Each step moves one expert to a larger
-    tier with less loss. Steps that save more loss per added byte come first, so the steps follow
-    the convex hull of all (bytes, loss) points.
+    At first, every expert has its smallest tier. Each step then moves one expert to a larger tier
+    with less loss. The step that saves the most loss per added byte is first. The budget decides
+    how many steps are taken.
 
-    n_bytes[i], loss[i]: the bytes and the loss of all experts together after i steps, from i = 0
-    on.
+    - n_bytes: n_bytes[i] is the size of all experts after i steps, int64 [n_steps + 1]. n_bytes[0]
+      is the size before the first step.
+    - loss: loss[i] is the total loss of all experts after i steps, float64 [n_steps + 1].
+
+    The points (n_bytes[i], loss[i]) form the lower convex hull of the points of all possible
+    choices.
     """
 
     def __init__(self, losses: np.ndarray, sizes: np.ndarray) -> None:

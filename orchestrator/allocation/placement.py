@@ -46,8 +46,8 @@ class PlacementSettings(Settings):
     )
     importance_mix: float = setting(
         0.5,
-        "Alpha in the importance of an expert, which is alpha times its share of all uses plus "
-        "1 - alpha times its share of all gate weights.",
+        "Alpha in the importance of an expert: alpha * (share of all uses) + (1 - alpha) * (share "
+        "of all gate weights).",
         within=(0.0, 1.0),
     )
     prior_tokens: float = setting(
@@ -76,19 +76,24 @@ def importance(
 ) -> np.ndarray:
     """Return the importance of each expert for a conversation, float64 [n_layers, n_expert].
 
-    The first three arguments have a number for each expert, [n_layers, n_expert]:
+    The importance is a weighted mean of three fractions C, G and P:
 
-    - counts: how often the conversation used the expert.
-    - gates: the sum of the routing weights of these uses.
-    - profile: how often earlier runs used the expert.
+        importance = (1 - w) * (a * C + (1 - a) * G) + w * P
 
-    First, each array is divided by its sum over each layer. The importance is then
+    Each fraction is an expert's part of the layer's sum in one of these arrays, [n_layers,
+    n_expert]:
 
-        (1 - w) * (a * counts + (1 - a) * gates) + w * profile.
+    - counts (for C): how often the conversation used each expert.
+    - gates (for G): the sum of the routing weights of these uses.
+    - profile (for P): how often earlier runs used each expert.
 
-    The setting importance_mix is a. The weight of earlier runs is w = m / (m + n). Here n is the
-    sum of `counts` over the layer, and m is the setting prior_tokens times n_expert_used. If w is
-    0, this is section 4.1 of the paper that PlacementSettings names.
+    The weights are:
+
+    - a: the setting importance_mix.
+    - w: m / (m + n). Here n is the sum of `counts` over the layer, and m is the setting
+      prior_tokens times `n_expert_used`, the number of experts that a token uses in a layer.
+
+    If w is 0, this is section 4.1 of the paper that PlacementSettings names.
     """
     pi = shares(profile)
     used = counts.sum(axis=1, keepdims=True, dtype=np.float64)
@@ -120,14 +125,15 @@ def place(
 ) -> np.ndarray:
     """Return the tier (precision) of each expert, chosen by importance, uint8 [n_layers, n_expert].
 
-    The n_hot most important experts of each layer get tier 0, the best tier. The layer's other
-    experts get the lower tiers with the least total loss. The bits per weight of these other
-    experts are at most near_bits (a setting) on average.
+    In each layer, the n_hot most important experts get tier 0, the best tier. The others are sorted
+    by importance, and get tiers 1, 2 and so on in this order. How many of them get each tier is
+    chosen for the least total loss. Their mean bits per weight must be at most the setting
+    near_bits.
 
-    - scores: the importance, [n_layers, n_expert].
-    - losses: the quality loss in each lower tier, [n_layers, n_expert, len(bits)].
-    - bits: the bits per weight of tiers 1, 2, and so on.
-    - most: the maximum number of experts per layer in each lower tier.
+    - scores: the importance of each expert, [n_layers, n_expert].
+    - losses: the quality loss of each expert in each lower tier, [n_layers, n_expert, len(bits)].
+    - bits: the bits per weight of each lower tier. bits[0] is for tier 1.
+    - most: the maximum number of a layer's experts in each lower tier. None for no maximum.
 
     Raises PolicyError if near_bits is too small.
     """
@@ -180,17 +186,18 @@ def prefix_split(
 ) -> tuple[int, ...]:
     """Divide experts, sorted by importance, into groups of falling precision with minimal loss.
 
-    Return the number of experts in each group. The first group has the most important experts,
-    which get bits[0] bits per weight.
+    Return the size of each group. For example, with bits = (4, 2), the result (3, 5) means that the
+    3 most important experts get 4 bits per weight, and the next 5 get 2 bits.
 
-    - loss: the quality loss of each expert with each number of bits, float64 [n, len(bits)]. The n
-      experts are sorted by importance, the most important first.
-    - bits: the bits per weight of each group, falling. There are at most MAX_WIDTHS groups.
-    - budget_bits: the bits per weight of the n experts may add up to at most this number.
+    - loss: the quality loss of each expert with each number of bits, float64 [n, len(bits)]. The
+      most important expert is first.
+    - bits: the bits per weight of each group, falling. At most MAX_WIDTHS numbers.
+    - budget_bits: the maximum sum of the bits per weight of all experts. In the example, the sum is
+      3 * 4 + 5 * 2 = 22.
     - weights: a factor for each expert's loss, [n]. None for 1.
-    - most: the maximum number of experts in each group, or None.
+    - most: the maximum size of each group. None for no maximum.
 
-    Raises PolicyError if the groups cannot meet the budget.
+    Raises PolicyError if no group sizes are possible within these limits.
     """
     # The result is an exact optimum. The search covers all sizes of the first two groups. The best
     # size of the third group follows from a running maximum of prefix sums, and the fourth group
@@ -225,9 +232,9 @@ def prefix_split(
     possible = (rest >= 0) & (reach <= n) & (begin <= end)
     if not possible.any():
         raise PolicyError(
-            f"--near-bits is too small for precisions of {', '.join(map(str, bits))} bits per "
-            f"weight: the bits per weight of {n} experts may add up to at most {budget_bits}. "
-            f"Increase --near-bits, the average for experts below the best precision"
+            f"--near-bits is too small: the {n} experts below the best precision may have "
+            f"{budget_bits / n:.2f} bits per weight on average, but need more with precisions of "
+            f"{', '.join(map(str, bits))} bits per weight. Increase --near-bits"
         )
     i, j = np.nonzero(possible)
     reach, n_first = reach[i, j], i

@@ -86,12 +86,16 @@ def slot_sizes(shape: ModelShape) -> np.ndarray:
 def slot_plan(pools: Iterable[tuple[Pool, Sequence[int], bool]]) -> SlotPlan:
     """Divide memory pools into slots for single matrices, and return the resulting plan.
 
-    A pool is memory for n_slots experts of some layers. In each pool, each kind of matrix gets a
-    group of n_slots slots of the same size. An expert takes one slot in each group of its pool.
+    A pool is memory for some experts. It becomes one group of slots for each kind of matrix. For
+    example, a pool for 10 experts with up and down matrices becomes a group of 10 slots for up
+    matrices, and a group of 10 slots for down matrices.
 
-    pools: tuples (pool, tiers, on_host). The pool can hold experts in these tiers (precisions). If
-        the model runs on a GPU, on_host is True for a pool in host memory. The CPU computes the
-        experts in such a pool.
+    pools: tuples (pool, tiers, on_host), one for each pool:
+
+    - pool: the number of experts, their layers, and the slot size for each kind of matrix.
+    - tiers: the precisions in which these experts can be.
+    - on_host: whether a model on a GPU has this pool in host memory, where the CPU computes
+      experts.
     """
     groups: list[SlotGroup] = []
     group_of: dict[tuple[int, int, int], int] = {}
@@ -151,15 +155,16 @@ class Tracker:
 class Places:
     """The number of memory slots that are planned for experts in one or several tiers (precisions).
 
-    A slot is memory for one expert. A pool is a set of slots for the experts of some layers. While
-    an expert changes its tier, it needs a second slot. So a pool can have additional slots, called
-    reserve slots.
+    A slot is memory for one expert in any of these tiers. The slots are divided into pools, each
+    for some of the layers. A pool has a slot for each of its experts, and can have reserve slots.
+    An expert that changes its tier briefly needs a second slot, which is a reserve slot.
 
-    - tiers: the tiers. A slot can hold an expert in any of them.
-    - n_experts: the number of experts in these tiers, by layer.
+    - tiers: the tiers.
+    - n_experts: the number of experts of each layer in these tiers.
     - reserve: whether pools have reserve slots.
-    - experts_per_move, most_moves: a pool has one reserve slot for each `experts_per_move` experts
-      in its layers, but at least one and at most `most_moves`.
+    - experts_per_move: a pool has one reserve slot for this many experts in its layers, counting
+      all tiers. With 64, a pool for 2 layers of 128 experts has 4.
+    - most_moves: the maximum number of reserve slots in a pool. The minimum is 1.
     - on_host: whether a model on a GPU has these slots in host memory.
     """
 
@@ -171,14 +176,16 @@ class Places:
     on_host: bool = False
 
     def slots(self, pool: Pool, n_expert: int) -> int:
-        """Return the number of slots for the experts of some layers, including reserve slots.
+        """Return the number of slots that a memory pool needs for the experts of its layers.
 
-        A slot is memory for one expert. A reserve slot is for an expert that is loaded in a new
-        precision while its old copy is still in use. The result is at least 1, because the expert
-        store requires a slot in every precision.
+        A slot is memory for one expert. The result is the sum of `n_experts`, a field of this
+        object, over the layers of the pool, plus reserve slots. Reserve slots are for experts that
+        change their precision, because such an expert briefly needs two slots. The result is at
+        least 1, even if no expert is planned.
 
-        pool: its field `layers` lists the layers. The other fields are ignored.
-        n_expert: the number of experts per layer in the model.
+        pool: the pool. Only its field `layers` is used.
+        n_expert: the number of experts in each layer of the model. It determines the number of
+            reserve slots.
         """
         n = sum(self.n_experts[layer] for layer in pool.layers)
         moves = max(1, len(pool.layers) * n_expert // self.experts_per_move)
@@ -186,15 +193,15 @@ class Places:
 
 
 class TierPools:
-    """The memory slots of all experts of a model, divided into pools.
+    """The memory slots of all experts of a model, as separate pools for each tier (precision).
 
-    A slot is memory for one expert. A pool is a set of slots for some layers. A list of `Places`
-    objects fixes how many experts of each layer are in which tiers (precisions). Experts can
-    exchange their tiers in any way that keeps these numbers.
+    A slot is memory for one expert. A pool is a set of slots for the experts of some layers. Each
+    `Places` object in a list tells how many experts of each layer are in one tier, or in several
+    tiers that share slots. Experts can exchange their tiers, but these numbers stay the same.
 
-    An expert that changes its tier needs a free slot. So every `Places` object except the first
-    needs reserve (spare) slots, or some exchanges are impossible. The first object gets free slots
-    when experts leave its tiers.
+    In an exchange, the expert that leaves the better tier moves first. It needs a free slot in the
+    lower tier, called a reserve slot. Its old slot is then free for the other expert. So the
+    `Places` object for the best tier, which is the first, needs no reserve slots.
     """
 
     # Proof that experts can always move, each of them only once: a move within a place takes a
@@ -260,17 +267,19 @@ class TierPools:
     def moves_to(
         self, wanted: np.ndarray, resident: np.ndarray, target: np.ndarray, gains: np.ndarray
     ) -> list[Transition]:
-        """Return the changes of experts to wanted tiers (precisions) for which slots are free now.
+        """Return the transitions of experts to wanted tiers for which slots are free now.
 
-        The result is a list of tuples (layer, expert, new tier). Changes to lower tiers come first,
-        because they free slots of better tiers. Of the changes in one direction, the largest gain
-        comes first. Experts that are just changing their tier are left out. All arguments are
-        [n_layers, n_expert]:
+        A transition (layer, expert, new tier) is an expert's change to another tier (precision).
+        Transitions to lower tiers come first, then transitions to better tiers, each sorted by
+        falling gain. If slots are scarce, the first transitions get them.
+
+        All arguments are [n_layers, n_expert]:
 
         - wanted: the tier that each expert should have, uint8.
-        - resident: the tier in which each expert is in memory, uint8.
-        - target: the tier to which each expert is changing, or its resident tier, uint8.
-        - gains: the gain of the change, float64.
+        - resident: the tier in which each expert is in memory now, uint8.
+        - target: the tier to which each expert is changing at the moment, otherwise its resident
+          tier, uint8. Experts that are changing get no new transition.
+        - gains: the benefit of each expert's change, in any unit, float64.
         """
         layers, experts = np.nonzero((resident == target) & (resident != wanted))
         tiers = wanted[layers, experts]

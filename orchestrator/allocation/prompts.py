@@ -111,16 +111,17 @@ Gated = Callable[[int, np.ndarray, np.ndarray, StoreView], np.ndarray]
 class Prompts:
     """Chooses the tier (precision) of each expert while a model processes prompts.
 
-    The most important experts of each prompt are called critical. They get tier 0, the best tier.
-    All others get the tier `low`, which can be SKIP.
+    In each layer, a prompt's experts are ranked by the number of its important tokens that use
+    them. The first experts are called critical, and get tier 0, the best tier. The others get the
+    tier `low`.
 
-    - critical: function (layer, n_used) that returns how many of the n_used experts of a prompt are
-      critical.
-    - heavy_share: the fraction of a prompt's tokens that decide which experts are important. These
-      are the tokens with the most attention.
-    - passes: whether the store may evict the less important experts of prompts first.
-    - gated: function that returns the critical experts for tokens of answers, which can be
-      processed together with prompts. None means that all their experts are critical.
+    - critical: function (layer, n_used) that returns how many of the n_used experts are critical.
+    - low: a tier, or SKIP.
+    - heavy_share: the fraction of a prompt's tokens that count as important. These tokens receive
+      the most attention.
+    - passes: whether the least important experts of a prompt are evicted before all other experts.
+    - gated: function that returns the critical experts of answers that are processed together with
+      prompts. None if all experts of answers are critical.
     - room: the number of memory slots, indexed [layer][tier].
     """
 

@@ -27,7 +27,7 @@ class Background(Settings):
         "such as 64MiB; 0 for no limit.",
         within=(0, 2**48),
         unit=RATE,
-        shown=f"{format_size(USUAL_RATE)} per second; no limit on this rate with --policy context",
+        shown=f"{format_size(USUAL_RATE)} per second; with --policy context, unlimited",
     )
 
 
@@ -47,7 +47,7 @@ class Shared(Settings):
     losses: Path | None = setting(
         None,
         "Loss table made by moe-edge calibrate, for choosing the precisions of experts. --policy "
-        "context uses the table only if the option --near-slots is shared.",
+        "context uses the table only with --near-slots shared.",
         shown="FILE.calib.json",
         recorded=False,
     )

@@ -135,13 +135,18 @@ class Share:
 
 
 def divide(shares: Sequence[Share], budget_bytes: int) -> list[int]:
-    """Divide a memory budget among claims, and return the number of units for each claim.
+    """Divide a memory budget among claims by weight, and return the number of units for each claim.
 
-    Each claim has its own unit size in bytes. Its number of units is s * weight, but at least
-    `floor` and at most `full`. The factor s is the same for all claims, and as large as the budget
-    allows. Bytes that are left by rounding are given out one unit at a time, to the claim with the
-    fewest units in proportion to its weight. If the budget is less than the sum of all floors, each
-    claim gets its floor.
+    A unit is a piece of memory of the claim's own size, such as a slot. The numbers of units are in
+    proportion to the claims' weights, and use as much of the budget as possible. A claim gets at
+    least `floor` and at most `full` units, even if this is not in proportion.
+
+    Numbers are first rounded down. The bytes that are left are then given out unit by unit, each
+    time to the claim with the fewest units for its weight.
+
+    shares: the claims. Each has a unit size in bytes, a weight, and the limits `floor` and `full`.
+
+    If the budget is less than the sum of all floors, each claim gets its floor.
     """
     if sum(share.unit_bytes * share.floor for share in shares) > budget_bytes:
         return [share.floor for share in shares]
@@ -188,8 +193,9 @@ def layer_groups(shape: ModelShape, counts: Sequence[Sequence[int]]) -> SlotPlan
 
     counts: counts[layer][tier] is the number of slots in each group of this layer and tier.
 
-    The plan also limits how many slots of a group hold experts that only a long prompt needs. The
-    limit is half of the group's slots in tier 0, and all of its slots in other tiers.
+    A long prompt uses nearly all experts of a layer. The plan limits how many slots may hold
+    experts that only this prompt needs, so that they do not evict all other experts. The limit is
+    half of a group's slots in tier 0. Lower tiers have no limit.
     """
     groups: list[SlotGroup] = []
     group_of: dict[tuple[int, int, int], int] = {}

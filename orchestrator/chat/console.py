@@ -232,9 +232,10 @@ class Console:
             self.write("\n")
 
     def end_answer(self) -> None:
-        """Write the last word of the answer.
+        """Finish the answer by writing its last word.
 
-        Call this after the last `answer`, which holds back each word until it is complete.
+        The method `answer` writes the pieces of an answer. On a terminal, it holds back each word
+        until the word is complete. Call `end_answer` after the last piece.
         """
         self._end_thought()
         self.write(self._wrap.end())

@@ -185,16 +185,18 @@ def misses_line(copies: Bandwidths, expert_bytes: int) -> str:
     waits_s = 2 * copies.round_trip_us / 1e6  # seconds: for gate and up together, and for down
     ways = {"copied to the GPU": copies.pinned, "computed on the CPU": copies.compute}
     took = {way: expert_bytes / speed for way, speed in ways.items() if speed}
-    times = " or ".join(f"is {way} in {seconds * 1e3:.2f} ms" for way, seconds in took.items())
+    times = ", or ".join(
+        f"{seconds * 1e3:.2f} ms if the expert is {way}" for way, seconds in took.items()
+    )
     here = took.pop("computed on the CPU", float("inf")) + waits_s
     first = (
         "computed on the CPU" if here < min(took.values()) else min(took, key=lambda way: took[way])
     )
     return (
-        f"an expert of {format_size(expert_bytes)} that is not in GPU memory {times}. Computing "
-        f"on the CPU adds {waits_s * 1000.0:.2f} ms per layer, for round trips between GPU and "
-        f"CPU. With --misses auto, the first missing expert of a layer is {first}. Further missing "
-        f"experts are divided between copying to the GPU and computing on the CPU"
+        f"an expert of {format_size(expert_bytes)} that is not in GPU memory takes {times}. "
+        f"Computing on the CPU adds {waits_s * 1000.0:.2f} ms per layer, for round trips between "
+        f"GPU and CPU. With --misses auto, the first missing expert of a layer is {first}. "
+        f"Further missing experts are divided between copying to the GPU and computing on the CPU"
     )
 
 

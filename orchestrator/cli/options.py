@@ -133,9 +133,15 @@ _VALUES: dict[str, dict[str, Any]] = {
 def option(said: str, help: str, **more: Any) -> Decorator:
     """Return a decorator that adds an option to a click command.
 
-    said: the names of the option, and a placeholder in capitals for its value, as in `--prompt
-        TEXT`. An option without a placeholder is a flag, unless `more` has a type. A name without
-        dashes, as in `--json as_json`, is the parameter of the decorated function.
+    said: the names of the option, and then a placeholder in capitals if the option has a value.
+        Three examples:
+
+    - `-m --model FILE` is an option with two names and a value.
+    - `--force` is a flag, because it has no placeholder, and `more` has no `type`.
+    - `--json as_json` is a flag that the decorated function gets as its parameter `as_json`.
+
+    The placeholders N, FILE, DIR and SIZE also set the type of the value.
+
     help: the text in the help.
     more: arguments of click.option, and `group`, the heading under which the help lists the option.
     """

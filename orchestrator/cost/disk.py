@@ -52,7 +52,7 @@ _ALONE, _PAUSE_S, _ALONE_S = 16, 0.002, 0.25
 
 # File systems on remote or host disks, by the kernel's names.
 _ELSEWHERE = {
-    "9p": "a drive of the host system, such as Windows (9p)",
+    "9p": "a drive of the host system, such as a Windows drive in WSL (9p)",
     "drvfs": "a drive of Windows (drvfs)",
     "nfs": "another machine's disk (NFS)",
     "nfs4": "another machine's disk (NFS)",

@@ -102,15 +102,16 @@ class Fit(NamedTuple):
 class LossTable:
     """The error of each expert's output in each precision, measured by `moe-edge calibrate`.
 
-    - candidates: the precisions, best first.
-    - loss: the mean squared error of the expert's output against full precision, float64 [n_layers,
-      n_expert, n_candidates]. The mean is over tokens and output elements, without gate weights.
-    - power: the mean square of the output elements in full precision, float64 [n_layers, n_expert].
-    - counts: tokens of the text that were routed to each expert, int64 [n_layers, n_expert].
-    - gates: the mean squared gate weight of these tokens, or None if it was not measured.
-    - fit: converts the errors into nats, or None if the conversion was not fitted.
+    All arrays are [n_layers, n_expert]; `loss` has a third axis [n_candidates]. Means are over the
+    tokens of a text that were routed to the expert. They are NaN for an expert without tokens.
 
-    Values of an expert without tokens are NaN.
+    - candidates: the measured precisions, best first.
+    - loss: the mean squared error of the expert's output elements against full precision, before
+      the multiplication by the gate weight.
+    - power: the mean square of the output elements in full precision.
+    - counts: the number of tokens that were routed to the expert, int64.
+    - gates: the mean squared gate weight. None if it was not measured.
+    - fit: converts the errors into quality loss in nats. None if it was not fitted.
     """
 
     candidates: list[TablePrecision]
@@ -502,17 +503,16 @@ def started(placement: Placement, uses: np.ndarray | None = None) -> np.ndarray:
 
 
 def foreseen(plan: Plan, uses: np.ndarray, estimate: KlEstimate | None, base: str) -> Foreseen:
-    """Predict the quality loss of a plan: a KL divergence in nats per token.
+    """Predict the quality loss of a plan: a mean KL divergence in nats per token.
 
-    The divergence is from the model with every expert in the file's best precision.
+    The divergence is from the model with every expert in the file's best precision. If the policy
+    has a loss budget (the loss per token that it may cause), it is assumed to use all of it. The
+    field `at_most` of the result is True if the prediction is an upper bound.
 
+    - plan: has the policy, and the memory for experts in each precision.
     - uses: the probability that a token uses each expert, [n_layers, n_expert].
-    - estimate: estimates the loss for all precisions of the file; None if the losses are unknown.
-    - base: the name of the best precision, for the field `base` of the result.
-
-    If the policy has a loss budget (the loss per token that it may cause), the prediction assumes
-    that the policy uses all of it. If the policy uses several precisions for one token, the
-    prediction is an upper bound.
+    - estimate: gives the loss of each expert in each precision. None if the losses are unknown.
+    - base: the name of the best precision. It is only copied to the result.
     """
     placement = plan.placement
     if placement is not None and placement.wants.all_resident:
@@ -549,16 +549,18 @@ class LossModel:
         self.note: str | None = None
 
     def recall(self, tiers: Sequence[str], per_use: bool = False) -> np.ndarray | None:
-        """Return the loss of each expert of the model in each of these precisions (tiers).
+        """Return the loss of each expert in each of these precisions (tiers).
 
-        The result is float64 [n_layers, n_expert, n_tiers]. It is None if the model has no loss
-        table, or if the table lacks one of the tiers.
+        The result is float64 [n_layers, n_expert, n_tiers]. It comes from the model's loss table.
+        It is None if the model has no loss table, or if the table lacks one of the tiers. The
+        argument `per_use` selects the values:
 
-        per_use: False for the mean squared error of the expert's output. True for the mean quality
-            loss, in nats, if a token uses the expert. If the table cannot convert errors into nats,
-            True returns the errors, too.
+        - per_use=False: the mean squared error of the expert's output.
+        - per_use=True: the mean quality loss, in nats, from one use of the expert by a token. A
+          table that cannot convert errors into nats gives the errors here, too.
 
-        Raises ConfigError if a table that the user named is unusable.
+        Raises ConfigError if the user named the table, and it is unusable or lacks one of the
+        tiers.
         """
         table, why = self._loaded
         self.note = None
@@ -603,13 +605,17 @@ class LossModel:
         return None if table is None else table.costs(tiers)
 
     def needed(self, tiers: Sequence[str]) -> KlEstimate:
-        """Return an estimator of quality loss. Unlike `estimate`, raise an error if it is unknown.
+        """Return an estimator of the quality loss of computing experts in these tiers (precisions).
 
-        The estimator predicts the quality loss, in nats, of computing experts in these tiers
-        (precisions).
+        The loss is in nats, relative to the first tier. The method `estimate` returns None if the
+        losses are unknown. This method raises an error instead:
 
-        tiers: names, best first. Raises ConfigError if the losses are unknown. The error names the
-        command that measures them. It is a NoLossTableError if the model has no usable loss table.
+        - NoLossTableError if the model has no usable loss table.
+        - ConfigError if the table does not cover the tiers, or cannot convert its errors into nats.
+
+        The error message names the command that measures the losses.
+
+        tiers: the names of the tiers, best first.
         """
         found = self.estimate(tiers)
         if found is None:

@@ -135,13 +135,14 @@ class Planner:
         return slow_disk(self._model, self.request.config)
 
     def runs(self, config: Config) -> ResolvedPlan:
-        """Return how the model runs with these settings: its memory plan and its predicted loss.
+        """Return the memory plan and the predicted quality loss of a run with these settings.
 
-        The loss is a loss of answer quality. If `config` names no policy, this method may choose a
-        faster policy than the default. The method `plan` uses the default policy in this case.
+        If `config` names no policy, the planner chooses the policy. It may choose a faster policy
+        than the default policy.
 
-        Raises ConfigError for an option that has no effect with the policy, and for an allowed loss
-        without a loss table. Raises BudgetError if the model does not fit in memory.
+        Raises ConfigError if an option has no effect with the policy, or if a quality loss is
+        allowed but the model has no loss table. Raises BudgetError if the model does not fit in
+        memory.
         """
         check_unused(config)
         return self.compared(config)
@@ -448,13 +449,15 @@ class KnownHistory(History):
         return self._hotness.recall()
 
     def losses(self, tiers: Sequence[str], per_use: bool = False) -> np.ndarray | None:
-        """Return the loss if each expert is computed in each of these tiers (precisions).
+        """Return the loss of each expert in each of these tiers (precisions).
 
-        The result is float64 [n_layers, n_expert, n_tiers], or None if the loss is unknown.
+        The result is float64 [n_layers, n_expert, n_tiers]. It is None if the model has no loss
+        table, or if the table lacks one of the tiers.
 
-        The loss is the mean squared error of the expert's output. With per_use, it is the quality
-        loss in nats of one use by a token, if the model's loss table can convert errors into nats.
-        The result does not tell its unit, so compare its values only with each other.
+        - Without per_use, the loss is the mean squared error of the expert's output.
+        - With per_use, the loss is the quality loss in nats when one token uses the expert. A table
+          without the data for this conversion gives the mean squared error here, too. Callers with
+          per_use should therefore only compare the values of one result.
 
         Raises ConfigError if a loss table that the user named cannot be used.
         """

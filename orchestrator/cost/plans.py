@@ -99,14 +99,14 @@ class Candidate:
 
     @property
     def is_redundant(self) -> bool:
-        """Whether this plan has no advantage over other plans. The list of plans leaves it out.
+        """Whether the list of plans omits this plan, because the plan has no advantage.
 
-        Only a plan that keeps every expert in memory can be redundant. Such a plan is redundant in
-        two cases:
+        Two kinds of plans are redundant. Both keep all experts in memory:
 
-        - It has a loss budget. The budget is useless, because no expert must be read from disk.
-        - It has a single tier (precision). The baseline policy then gives the same output. Plans of
-          the baseline policy and of llama.cpp's own path stay in the list.
+        - A plan with a loss budget. The budget serves to avoid reads from disk, but no expert must
+          be read.
+        - A plan with a single tier (precision), if its policy is not the baseline policy or
+          llama.cpp's own path. The baseline policy gives the same output.
         """
         alone = len(self.tiers) == 1 and self.policy not in (PLAIN, BASELINE)
         return self.resident and (alone or ALLOWED_LOSS in self.settings)
@@ -139,14 +139,17 @@ class Frontier:
     ) -> Frontier:
         """Sort plans by predicted speed, and choose the plan with which the model will run.
 
-        - found: the plans. Duplicates and redundant plans (see Candidate) are left out.
-        - usual: the default plan. It is chosen if `allowed` is None.
-        - best_tier: the file's best precision, for the explanation of the choice.
-        - allowed: the maximum loss in nats per token, or None. The fastest plan within it is
-          chosen.
-        - before: settings of the plan that an earlier command chose within `allowed`. This plan is
-          chosen again unless another plan is clearly faster.
-        - may_switch: if `allowed` is None, a clearly faster plan with the same output replaces
+        With `allowed`, the fastest plan that loses at most `allowed` is chosen. Without `allowed`,
+        the default plan `usual` is chosen.
+
+        - found: the plans. A plan with the policy, tiers and loss of an earlier plan is left out.
+          So is a plan without advantages (Candidate.is_redundant).
+        - usual: the default plan.
+        - best_tier: the name of the file's best precision, for the text that explains the choice.
+        - allowed: the maximum quality loss in nats per token, or None.
+        - before: only with `allowed`: the settings of the plan that an earlier command chose. This
+          plan is chosen again unless another plan is clearly faster.
+        - may_switch: only without `allowed`: a clearly faster plan with the same output replaces
           `usual`.
 
         Raises ConfigError if every plan loses more than `allowed`.
@@ -263,12 +266,13 @@ def settings_of_plans(
 ) -> list[dict[str, Any]]:
     """Return the settings of each possible plan for a model file, one dictionary for each plan.
 
-    A plan is an installed policy with precisions (tiers) of the file. `config` may limit the tiers.
+    A plan is a policy with precisions (tiers) of the file. `config` may limit the tiers.
 
-    left: for each tier, the part of the allowed quality loss that remains if all experts are in
-    this tier, in nats per token. If the policy of a plan needs a loss budget, its budget is the
-    value of the plan's best tier. Such plans are left out if this value is not positive, or if
-    `left` is None.
+    - left: maps each tier to a number of nats per token. This number is the allowed quality loss
+      minus the loss if all experts are in this tier. `left` is None if no loss is allowed.
+
+    If a policy needs a loss budget, a plan with the best tier t gets the budget left[t]. The plan
+    is omitted if `left` is None, or if left[t] is not positive.
     """
     every = [tier.name for tier in model.tiers]
     names = every

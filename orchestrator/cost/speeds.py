@@ -175,17 +175,20 @@ def _read(seconds: object, n_quiet: object, at: object) -> Timing:
 class Costs:
     """The seconds that each part of a model takes to compute on one machine.
 
-    Several tokens can be computed together, as a batch. An axis of length len(ROWS) has the seconds
-    for a whole batch of each size in ROWS (1, 4, 16, 64 and 256 tokens).
+    Tokens can be computed together, as a batch. The seconds of a batch are given for five batch
+    sizes, which are in ROWS: 1, 4, 16, 64 and 256 tokens.
 
-    - expert_s: one expert, float64 [n_layers, n_tiers, len(ROWS)].
-    - expert_bytes: bytes to read one expert, int64 [n_layers, n_tiers].
-    - dense_s: everything except the experts and the output matrix, float64 [len(ROWS)].
-    - output_s: the output matrix, float64 [len(ROWS)].
+    - expert_s: one expert, for a batch of each size, float64 [n_layers, n_tiers, 5].
+    - dense_s: everything except the experts and the output matrix, for a batch of each size,
+      float64 [5].
+    - output_s: the output matrix, for a batch of each size, float64 [5].
     - attention_s: attention of one token to one token of context, in all layers. The first value is
       for a batch of one token, the second for larger batches.
     - step_s: the rest of one pass through the model, such as sampling.
     - asked_s: one call of the policy for a layer.
+
+    One field is not a time. expert_bytes has the bytes to read one expert from disk, int64
+    [n_layers, n_tiers].
     """
 
     expert_s: np.ndarray
@@ -280,12 +283,14 @@ class Speeds(Closing):
         return self._used[key] * scale
 
     def time_again(self) -> bool:
-        """Time operations of a single token again, so that results depend less on one moment.
+        """Time operations again, so that their times depend less on one moment.
 
-        These are the operations that the method `seconds` has timed since the last call of
-        `time_again`. Afterwards, the method `seconds` returns the improved times. The result is
-        True if any operation was timed again.
+        The method `seconds` times an operation only once. This method times the same operation
+        twice more, if it is an operation for a single token. It repeats only operations that were
+        first timed after the last call of `time_again`.
 
+        Afterwards, the method `seconds` returns the median of an operation's three times, or an
+        earlier stored time if that time is shorter. Returns True if any operation was timed again.
         Raises NativeError if an operation cannot be timed.
         """
         once, self._once = self._once, {}

@@ -122,11 +122,14 @@ class Node:
 
 
 def expert_product(node: Node, layer_of: Mapping[int, int]) -> tuple[int, int] | None:
-    """Return (layer, matrix kind) if a graph node multiplies by expert matrices, or else None.
+    """Return (layer, kind) if a graph node multiplies by expert matrices, or else None.
 
-    The layer is an index among the model's MoE layers. `layer_of` maps the layer number in a
-    tensor's name to this index. The result is also None for a layer that is not in `layer_of`. The
-    matrix kind is an index into KINDS, such as the index of "up".
+    - layer: index of the layer among the model's MoE layers.
+    - kind: index of the kind of matrix in KINDS, such as the index of "up".
+
+    `layer_of` maps layer numbers to these indices. A layer number is part of a tensor's name, such
+    as 5 in "blk.5.ffn_up_exps.weight". A layer that is missing in `layer_of` is ignored: the result
+    is None.
     """
     parsed = parse_expert_name(node.source(0).name) if node.op == "MUL_MAT_ID" else None
     layer = layer_of.get(parsed.il) if parsed else None

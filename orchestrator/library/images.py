@@ -25,12 +25,14 @@ _PNG_MODES = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")
 def with_images(
     messages: Sequence[Mapping[str, Any]], images: Sequence[Any], limits: ImageLimits | None
 ) -> list[dict[str, Any]]:
-    """Return messages in OpenAI's format, in which all images are data: URLs.
+    """Return messages in OpenAI's format, in which the given images have become data: URLs.
 
-    messages: the content of a message may be a list of texts, images, and parts in OpenAI's format.
-    images: images for the beginning of the last message. An image is a path, the bytes of a PNG or
-    JPEG file, or an image of Pillow. In `images`, a text is a path. limits: the limits of the
-    model, or None if it takes no images.
+    An image is given as a path, the bytes of a PNG or JPEG file, or an image of Pillow.
+
+    - messages: messages in OpenAI's format. The content of a message may also be a list of texts
+      (strings), images, and parts in OpenAI's format.
+    - images: images for the beginning of the last message. A string in this list is a path.
+    - limits: the limits of the model, or None if it takes no images.
 
     Raises ConfigError for an image that the model cannot read, and TextFileError for a file that
     cannot be read.

@@ -103,11 +103,13 @@ class Posted(Generic[T]):
             return not self._has_result
 
     def drop(self) -> None:
-        """Free the value that this object's function has returned.
+        """Free the value that this object's function has returned, by passing it to `discard`.
 
-        The value is passed to `discard`, a function that was given to the constructor. Nothing
-        happens if the function returned no value, or if `discard` is None. Call this on the worker
-        thread, if `cancel` returned False.
+        `discard` is an argument of the constructor. If it is None, or if there is no value, nothing
+        happens.
+
+        Call this on the worker thread if `cancel` has returned False. In this case, the function
+        had returned its value before the cancellation.
         """
         if self._has_result and self._discard is not None:
             self._discard(cast(T, self.result))

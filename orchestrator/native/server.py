@@ -503,12 +503,16 @@ class NativeServer:
         return self.match(sequence, prompt)[0]
 
     def as_held(self, prompt: Sequence[int], held: Sequence[int]) -> list[int]:
-        """Return a prompt's text as the tokens that a sequence already holds for this text.
+        """Return a prompt with a sequence's own tokens for the text that the sequence holds.
 
-        held: the tokens of the sequence. The result has the text of `prompt`. For the common
-        beginning of both texts, it has the tokens of `held`. The sequence's KV cells can then be
-        reused, because they are reused only for equal tokens, and a text can have several
-        tokenizations. Safe on any thread.
+        A text can have several tokenizations, and the KV cells of a sequence can only be reused for
+        equal tokens. held: the tokens of the sequence.
+
+        The result has the same text as `prompt`. The beginning that both texts have in common gets
+        the tokens of `held`. The rest of the text is tokenized as usual. If the texts begin
+        differently, the result is `prompt`.
+
+        Safe on any thread.
         """
         given, known = _array(prompt), _array(held)
         made = (ctypes.c_int32 * (len(prompt) + len(held)))()
@@ -622,11 +626,14 @@ class NativeRequest:
         self.is_stream = False
 
     def run(self, ready: int = -1) -> None:
-        """Compute the whole answer, then close the request. Another thread calls `take` meanwhile.
+        """Compute the whole answer, then close the request.
 
-        ready: a file descriptor that tells the other thread to call `take`, such as the write end
-        of a pipe, or -1. If the last call of `take` returned no text, this method writes a byte to
-        `ready` as soon as text is available. It also writes a byte at the end of the answer.
+        Another thread calls `take` meanwhile to get the text. ready: the write end of a pipe, or
+        -1. The other thread can wait at the read end until it should call `take`. This method
+        writes a byte to `ready` in two cases:
+
+        - The last call of `take` returned no text, and now there is text.
+        - The answer has ended.
 
         Raises NativeError if memory is short, or if the other thread takes the text too slowly.
         """

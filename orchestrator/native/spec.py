@@ -22,19 +22,20 @@ from orchestrator.native.abi import (
 
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """The location of a layer's experts in a model file, for one matrix kind and one precision.
+    """One matrix of each expert of a layer, in one precision, and its location in a model file.
 
-    The kinds are gate, up, down, and gate and up in one matrix.
+    The matrix is gate, up, down, or gate and up in one. A slice is this matrix of one expert.
 
-    - file: index of the file in StoreSpec.files.
-    - offset, expert_bytes: offset of expert 0, and size of each expert. The other experts follow
-      without gaps.
-    - type: quantization type.
-    - group: index in StoreSpec.groups. The slots of this group hold these experts in memory.
-    - checksums: CRC-32 of each expert, or empty.
-    - interleaved_rows: 0 if memory holds a matrix as in the file. If memory holds its rows
-      interleaved, this is the number of rows.
-    - compute_us: microseconds in which the CPU computes one matrix for one token; 0 if unknown.
+    - file: index of the model file in StoreSpec.files.
+    - offset: where the slice of expert 0 begins in the file, in bytes. The slices of the other
+      experts follow without gaps.
+    - expert_bytes: size of each slice.
+    - type: quantization type, as ggml's number.
+    - group: index in StoreSpec.groups of the memory slots that hold these slices.
+    - checksums: CRC-32 of each slice, or empty.
+    - interleaved_rows: number of rows of the matrix, if memory holds the rows interleaved;
+      otherwise 0.
+    - compute_us: microseconds in which the CPU multiplies a slice with one token; 0 if unknown.
     """
 
     file: int

@@ -60,17 +60,17 @@ def array_at(address: int | None, ctype: Any, shape: tuple[int, ...]) -> np.ndar
 def event_arrays(event: CEvent, spec: StoreSpec) -> tuple[np.ndarray, ...]:
     """Return NumPy views of the arrays in which the store describes the routing of a layer.
 
-    They are, in this order:
+    T is `spec.max_tokens`, and k is `spec.n_expert_used`. Only the entries of the first
+    `event.n_tokens` tokens are valid. The arrays are, in this order:
 
-    - ids, weights [T, k]: each token's experts and their routing weights.
-    - tokens [T]: index of each token in its micro-batch.
-    - ahead_ids, ahead [n_ahead, T, k]: predicted experts of the next n_ahead layers, and their
-      scores.
-    - importance [T]: the attention that each prompt token receives from tokens of its sequence.
-    - phases, sequences [T]: phase (prefill or decode) and sequence of each token.
-
-    k is `spec.n_expert_used`. T is `spec.max_tokens`. Only the first `event.n_tokens` entries are
-    valid.
+    - ids [T, k]: the experts of each token.
+    - weights [T, k]: the routing weights of these experts.
+    - tokens [T]: the index of each token in its micro-batch.
+    - ahead_ids [n_ahead, T, k]: the experts that are predicted for the next n_ahead layers.
+    - ahead [n_ahead, T, k]: the scores of these predictions.
+    - importance [T]: the attention that each prompt token receives from its own sequence.
+    - phases [T]: the phase of each token, prefill or decode.
+    - sequences [T]: the sequence of each token.
     """
     rows = (spec.max_tokens, spec.n_expert_used)
     ahead = (spec.n_ahead, *rows)
@@ -299,11 +299,14 @@ class Store(Closing):
         self._decision_header[7] = decision.renormalize
 
     def begin_step(self, phase: Phase) -> None:
-        """Begin a step (one pass through all layers) without llama.cpp. phase: prefill or decode.
+        """Begin a step (one pass through all layers) that llama.cpp does not compute.
 
-        llama.cpp begins its own steps. This method is for simulations and tests. It is also called
-        between steps of llama.cpp, to complete changes of experts' precisions. Such a change takes
-        effect only when a step begins.
+        phase: prefill or decode. Steps of llama.cpp begin without this method. Call it in two
+        cases:
+
+        - In simulations and tests without llama.cpp.
+        - Between two steps of llama.cpp, when experts have been read in another precision. The
+          store uses the new precision only after a step has begun.
         """
         self._error = None
         self.library.begin_step(self.handle, phase)
@@ -443,12 +446,16 @@ class Store(Closing):
     def limit(self, n_bytes: int) -> int:
         """Limit the memory of the expert cache to n_bytes, by evicting experts.
 
-        Returns how many bytes above the limit are still in use, for example because experts are
-        being read into this memory. A limit above the planned size of the cache means no limit.
+        A limit above the planned size of the cache means no limit. Return how many bytes above the
+        limit are still in use, for example because experts are being read into this memory.
 
-        Call this on any thread, but not during a step. Callbacks that were set with `set_room` or
-        `set_step_done` may call it. Raises NativeError and keeps the previous limit during a step
-        or `warm`, for slots on a GPU, and if n_bytes is less than one slot of each group.
+        Call this method between steps, on any thread. The functions that were set with `set_room`
+        and `set_step_done` may call it. It raises NativeError, and keeps the previous limit, in
+        three cases:
+
+        - A step or `warm` is running.
+        - The slots are on a GPU.
+        - n_bytes is less than one slot of each group.
         """
         message = ctypes.create_string_buffer(_ERROR_BYTES)
         to_come = self.library.store_limit(self.handle, n_bytes, message, _ERROR_BYTES)
@@ -475,7 +482,12 @@ class Store(Closing):
 
     @property
     def calls(self) -> int:
-        """Number of times that the store has called the function that `set_route` has set."""
+        """Number of times that the store has called the route callback.
+
+        The route callback is the function that was set with `set_route`. It chooses the precision
+        of each expert that a layer's tokens use. The store calls it once for each MoE layer of a
+        step.
+        """
         return self._calls
 
     def callback_us(self, since: int = 0) -> float | None:

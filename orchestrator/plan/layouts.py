@@ -65,15 +65,16 @@ def with_layouts(
 
 
 def with_product_times(spec: StoreSpec, model: ExpertModel, timed: TimeProduct) -> StoreSpec:
-    """Return `spec`, the parameters of an expert store, with the host's time for each expert.
+    """Return the parameters `spec` of an expert store, with the host's time for each expert matrix.
 
-    This is the time to compute the expert for one token. With `--misses auto`, the store compares
-    it with the time to copy the expert to the GPU. In other modes, or if the speed of copies is
-    unknown, the result is `spec` unchanged.
+    The time is for one token. If an expert is not in GPU memory, the store compares the sum of
+    these times for the expert's matrices with the time to copy the expert to the GPU.
 
-    timed: a function that returns the host's time to multiply an expert matrix with one token. Its
-    arguments are the matrix's quantization type and shape (row length, number of rows). It returns
-    None if the host cannot do this.
+    The store does this only with `--misses auto` and a known speed of copies. Otherwise, the result
+    is `spec` unchanged.
+
+    timed: a function that returns the host's time for a matrix, or None if the host cannot compute
+    it. Its arguments are the matrix's quantization type and shape (row length, number of rows).
     """
     if spec.misses.mode != AUTO or not spec.misses.copy:
         return spec

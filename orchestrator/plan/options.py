@@ -58,11 +58,14 @@ def unused_option(given: str, policy: str) -> ConfigError:
 
 
 def without_effect(config: Config) -> str | None:
-    """Return a note if the user gave a lower precision that no expert will use, otherwise None.
+    """Return a note for the user if the options --low and --low-tier have no effect, else None.
 
-    No expert uses it if a setting of the policy, such as `--max-loss 0`, requires the best
-    precision for every expert. The note names that setting. The result is None if the policy is not
-    known yet, because an allowed quality loss will determine it.
+    The two options give the policy a lower precision for some experts. They have no effect if a
+    setting of the policy, such as `--retention 1`, requires the best precision for every expert.
+    The note names the given options and this setting.
+
+    If the user gave `--max-loss` without `--policy`, the result is None, because the policy is
+    chosen later.
     """
     lower = [each for each in ("low", "low_tier") if getattr(config, each) is not None]
     by_loss = config.policy is None and config.given(ALLOWED_LOSS) is not None

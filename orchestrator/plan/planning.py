@@ -186,13 +186,13 @@ def context_ends(n_tokens: int, most: int) -> tuple[int, int]:
 
 
 def sizes_to_count(request: PlanRequest, model: ExpertModel) -> tuple[list[Size], list[Size]]:
-    """Return the sizes for which planning needs llama.cpp's memory, as (first pairs, all pairs).
+    """Return the pairs (context length, micro-batch size) for which llama.cpp counts its memory.
 
-    A pair is (context length, micro-batch size) in tokens. For each pair, llama.cpp can tell the
-    bytes of its KV cache and temporary buffers.
+    Both numbers are in tokens. For a pair, llama.cpp can count the bytes of its KV cache and its
+    temporary buffers. The result is a tuple of two lists of pairs:
 
-    The first pairs are enough to decide whether the whole model fits in memory. If the model does
-    not fit, planning needs all pairs. The second list includes the first.
+    - The first list is enough to decide whether the whole model fits in memory.
+    - The second list is needed to plan a model that does not fit. It includes the first list.
     """
     config, usual = request.config, default_context(request, model)
     most = usual if config.ctx else max(usual, own_context(request, model))
@@ -269,12 +269,16 @@ def permits_plain(config: Config, model: ExpertModel) -> bool:
 def choose(config: Config, model: ExpertModel, shape_of: ShapeOf, budget: int) -> Choice:
     """Return the policy and the precisions (tiers) for a model that runs with an expert store.
 
-    Options of the user are kept. If the user named no policy, the policy is usually DEFAULT. It is
-    BASELINE (an LRU cache) if every expert fits into the slots and no option sets a lower precision
-    or a policy's setting. Only the best tier is used, unless an option asks for lower precisions.
+    The user's options are kept. Without the option --policy, the policy is one of these:
 
-    budget: bytes for expert slots. shape_of: returns slot sizes for given tiers. Raises PolicyError
-    if options contradict each other.
+    - BASELINE (an LRU cache) if every expert fits into the slots, and the user gave neither a lower
+      precision nor a setting of a policy.
+    - DEFAULT in all other cases.
+
+    Lower tiers are used only if an option asks for lower precisions.
+
+    budget: bytes for expert slots. shape_of: a function that returns the slot sizes for the tiers
+    in its argument. Raises PolicyError if options contradict each other.
     """
     names = [tier.name for tier in model.tiers]
     policy = None if config.policy is None else policy_class(config.policy)
@@ -317,11 +321,16 @@ def choose(config: Config, model: ExpertModel, shape_of: ShapeOf, budget: int) -
 def tiers_between(
     policy: type[Policy], high: FileTier, low: FileTier | None, n: int
 ) -> tuple[FileTier, ...]:
-    """Return the precisions (tiers) of the file that a policy uses, as indices, best first.
+    """Return the precisions (tiers) of a model file that a policy uses, as indices, best first.
 
-    The policy uses the tier `high` and the next lower ones, up to the number of tiers that it
-    supports. If the user named a low tier (`low`), it is the last of them. n: the number of tiers
-    in the file.
+    They are the tiers from `high` to `low`. If `low` is None, they end with the last tier of the
+    file.
+
+    If the policy supports fewer tiers, the lower ones are left out, but `low` is kept. For example,
+    with high = 0 and low = 3, a policy for three tiers uses 0, 1 and 3. A policy for one tier uses
+    only `high`.
+
+    n: the number of tiers in the file.
     """
     if policy.precisions.most == 1:
         return (high,)
@@ -436,12 +445,15 @@ class _Layout:
     def shared(self, default: Plan) -> Plan | Refusal | None:
         """Return a plan in which expert slots and KV cache share memory while the model runs.
 
-        The KV cache grows with the context, and the slots shrink. The result is None if both must
-        have fixed sizes, for example on a GPU. If the memory is too small for the policy or for the
-        requested context length, the result is a Refusal.
+        When the context grows, the KV cache grows and the slots shrink. There are two other
+        results:
 
-        default: a plan with fixed sizes of everything except slots. The method starts from its
-        context length and its micro-batch size.
+        - None if slots and KV cache cannot share memory, for example on a GPU.
+        - A Refusal, with the reason, if the memory is too small for the policy or for the requested
+          context length.
+
+        default: a plan with a KV cache of fixed size, still without slots. It has the requested
+        context length, or the minimum. The size of the prompt cache is computed from it.
         """
         config = self.config
         once = config.policy == PLAIN or config.expert_ram or self.machine.device
@@ -480,14 +492,16 @@ class _Layout:
         return replace(plan, n_ctx=longest, n_ubatch=n_ubatch, prompt_bytes=prompts, shared=shared)
 
     def divided(self, default: Plan) -> Plan | Refusal:
-        """Return a plan in which expert slots and KV cache have fixed sizes, or a Refusal.
+        """Return a plan in which expert slots and KV cache have fixed sizes.
 
-        If the user did not set them, this method chooses the context length, the size of the prompt
-        cache, and the micro-batch size.
+        If the memory is too small, the result is a Refusal with the reason.
 
-        default: the plan to complete. It has all sizes except those of expert slots. Its context
-        length is the requested length or the minimum. If the user requested no length, this method
-        may choose a longer context.
+        default: the plan to complete. It lacks the slots and the prompt cache. Its context length
+        is the requested one, or the minimum. Its micro-batch size is the requested one, or the
+        smallest.
+
+        Values that the user set are kept. If the user did not set them, this method may replace the
+        context length and the micro-batch size by larger ones, and add a prompt cache.
         """
         # A longer context and a prompt cache are used if they cost little memory. The micro-batch
         # size is the one with which a prompt and its answer read the fewest bytes, or the smallest
@@ -734,13 +748,13 @@ class _Layout:
         return Refusal(text, slots, option)
 
     def refusal(self, found: _TooSmall) -> Refusal:
-        """Return a Refusal that tells the user the smallest memory limit that works.
+        """Return a Refusal with a message for the user: the memory limit is too small.
 
-        If the model would fit without --cache-ram (the prompt cache), the text says instead that
-        --cache-ram is too large.
+        The message names the smallest limit that works. If the model would fit without --cache-ram
+        (the size of the prompt cache), the message says instead that --cache-ram is too large.
 
-        found: the failure that `laid_out` returned because the memory limit is too small. No limit
-        below `found.needed_bytes` works. The search for the smallest limit starts there.
+        found: the failure that `laid_out` returned. Its `needed_bytes` is a lower bound of the
+        limit. This method tries larger limits from there.
         """
         plan = self.least(found.needed_bytes)
         if isinstance(plan, Refusal):

@@ -193,29 +193,31 @@ class SharedMemory:
     prompts: int = 0  # maximum size of the prompt cache, which takes its memory from the slots
 
     def slots(self, n_cells: int, n_tokens: int, held: int = 0, width: int = 0) -> int:
-        """Return how many bytes are left for expert slots during a step.
+        """Return how many bytes of the shared memory are left for expert slots during a step.
 
-        Slots, KV cache and temporary buffers share the memory that this object describes.
+        The KV cache and scratch (temporary buffers) take the other bytes.
 
         - n_cells: the number of KV cells in use after the step.
         - n_tokens: the number of tokens in the step.
-        - held: the bytes of temporary buffers that are already allocated. They stay allocated even
-          if the step needs less.
-        - width: how many KV cells attention covers. Pass it if attention also covers unused cells,
-          so that the number is larger than n_cells.
+        - held: the bytes of scratch that are already allocated. Scratch never takes less.
+        - width: the number of KV cells up to the last used one, including unused cells. Attention
+          is computed over all of them, so scratch grows with `width`. 0 means that no cells are
+          unused.
         """
         empty, each = next(s for size, s in self.scratch.items() if size >= n_tokens)
         scratch = empty + int(max(pad(max(1, n_cells), self.cell_step), width) * each)
         return self.n_bytes - max(held, scratch) - self.cache_bytes(n_cells)
 
     def width(self, cells_end: int, n_tokens: int) -> int:
-        """Return the most KV cells that attention can cover after n_tokens more tokens.
+        """Return an upper bound of the attention width after n_tokens more tokens, in KV cells.
 
-        Attention covers all cells up to the last used cell. With several sequences, some of these
-        cells are unused, because each sequence reserves blocks of CELL_STEP cells. The result is
-        then an upper bound, with one such block for each sequence and one extra block.
+        The attention width is the number of cells up to the last used one. Attention is computed
+        over all of them, including unused cells. cells_end: the width before the new tokens.
 
-        cells_end: the number of cells up to the last used cell, before the new tokens.
+        - With one sequence, the result is cells_end + n_tokens.
+        - With several sequences, some cells stay unused, because each sequence reserves whole
+          blocks of CELL_STEP cells. The result is then larger by a block for each sequence and one
+          extra block.
         """
         runs = self.sequences + 1 if self.sequences > 1 else 0
         return cells_end + n_tokens + runs * CELL_STEP
@@ -240,12 +242,12 @@ class SharedMemory:
     def fitting_micro_batches(self, n_cells: int, width: int = 0) -> list[int]:
         """Return the micro-batch sizes that leave enough memory for the minimum expert slots.
 
-        A larger micro-batch needs larger temporary buffers. The smallest size comes first, and is
-        always included.
+        A larger micro-batch needs larger temporary buffers. The smallest size is always the first
+        item, even if it leaves too little.
 
         - n_cells: the number of KV cells in use after the micro-batch.
-        - width: how many KV cells attention covers. Pass it if attention also covers unused cells,
-          so that the number is larger than n_cells.
+        - width: the number of KV cells up to the last used one, including unused cells. Attention
+          is computed over all of them. 0 means that no cells are unused.
         """
         smallest, least = min(self.scratch), self.least_slots
         fits = (n for n in self.scratch if self.slots(n_cells, n, 0, width) >= least)
@@ -254,13 +256,15 @@ class SharedMemory:
     def micro_batch(self, n_cells: int, n_tokens: int, again: float = 1.0, width: int = 0) -> int:
         """Return the micro-batch size with which a prompt and its answer read the fewest bytes.
 
-        Larger micro-batches read experts less often, but leave less memory for experts.
+        Each micro-batch reads nearly every expert that is not in memory. So fewer, larger
+        micro-batches read less, but they leave less memory for experts.
 
-        - n_cells: the number of KV cells in use.
-        - n_tokens: the number of prompt tokens that are left.
-        - again: how often the whole answer reads each expert that is not in memory, on average.
-        - width: how many KV cells attention covers at the end of the prompt. Pass it if attention
-          also covers unused cells, so that the number is larger than n_cells + n_tokens.
+        - n_cells: the number of KV cells in use now.
+        - n_tokens: the number of prompt tokens that are still to be computed.
+        - again: the mean number of times that the whole answer reads each expert that is not in
+          memory.
+        - width: the number of KV cells up to the last used one at the end of the prompt, including
+          unused cells. 0 means that no cells are unused.
         """
         # A micro-batch of hundreds of tokens uses nearly every expert, so each micro-batch reads
         # every expert that has no slot. With n tokens, u tokens at once, A bytes of all experts and
@@ -296,17 +300,17 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The memory plan of one model: the sizes of its parts in bytes, and sizes in tokens.
+    """The memory plan of one model: the sizes of its parts in bytes.
 
-    - managed: an expert store reads experts from disk into slots (memory for experts). If this is
-      False, all experts are in memory.
+    - managed: whether an expert store reads experts from disk into slots (memory for experts).
+      Otherwise, all experts are in memory.
     - n_ctx, n_ubatch: context length and micro-batch size in tokens.
     - placement: the policy, its settings and its slots; None without a store.
-    - shared: how slots and KV cache share memory; None if their sizes are fixed.
+    - shared: how slots and KV cache share memory. The sizes of both are then those for a short
+      context. None if their sizes are fixed.
 
-    If a GPU holds the experts, the sizes are in GPU memory. Only ram_bytes (the limit of host
-    memory), prompt_bytes (the prompt cache) and host_bytes (an expert cache) are then in host
-    memory.
+    ram_bytes, prompt_bytes and host_bytes are sizes in host memory. All other sizes are in the
+    memory that holds the experts. This is GPU memory if `device` is set, otherwise host memory.
     """
 
     managed: bool

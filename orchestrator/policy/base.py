@@ -67,12 +67,13 @@ class Precisions:
     """How many precisions (tiers) of experts a policy can use, and which tiers it uses by default.
 
     - least, most: the minimum and maximum number of tiers.
-    - keeps: for a policy that needs several tiers and keeps all experts (cannot skip any), a phrase
-      for error messages, such as "two precisions". None for other policies.
-    - skips: whether the policy may skip experts by default. It then uses one tier, unless the user
-      names a lower tier.
-    - lossless: the settings with which every expert is computed in the best tier. It is {} if this
-      is always so, and None if it is impossible.
+    - keeps: for a policy that needs several tiers because it keeps every expert (skips none), these
+      tiers in words, such as "two precisions". Error messages quote the words. None for other
+      policies.
+    - skips: whether the policy skips experts by default. It then uses a second tier only if the
+      user names one.
+    - lossless: the settings with which the policy computes every expert in the best tier. {} means
+      that it always does. None means that no settings have this effect.
     """
 
     least: int = 1
@@ -155,14 +156,16 @@ class History:
         return None
 
     def losses(self, tiers: Sequence[str], per_use: bool = False) -> np.ndarray | None:
-        """Return the quality loss of each expert in each of these tiers (precisions).
+        """Return the quality loss of computing each expert in each of the given tiers (precisions).
 
-        The result is float64 [n_layers, n_expert, n_tiers], or None if the losses are unknown.
+        The result is float64 [n_layers, n_expert, n_tiers], or None if the losses are unknown. The
+        unit depends on `per_use`:
 
-        The loss is the mean squared error of the expert's output. With `per_use`, the errors are
-        converted into the KL divergence in nats that one use of the expert causes. If the model's
-        loss table lacks the data for this conversion, the result has the errors themselves. The
-        result does not say which, so compare its values only with each other.
+        - False: the mean squared error of the expert's output.
+        - True: the KL divergence in nats for each use of the expert by a token. If the model's loss
+          table cannot convert errors into nats, the values are the errors.
+
+        The result does not tell its unit. Compare its values only with each other.
         """
         return None
 
@@ -390,14 +393,15 @@ class Policy:
 
         The runtime calls this method without arguments at the start of a run. If `wants.waits` of
         the policy is True, the runtime also calls it before each answer, with both arguments. The
-        result is then an instruction to the runtime:
+        runtime then does what the result tells:
 
-        - A list of experts: load them, then call this method again.
-        - An empty list: begin the answer when no expert is changing its tier.
-        - None: begin the answer at once.
+        - None: it begins the answer without waiting.
+        - An empty list, while no expert is changing its tier: it begins the answer.
+        - Otherwise: it loads the experts, waits until no expert is changing its tier, and calls
+          this method again.
 
-        resident, target: the tier (precision) of each expert, now and after the running changes,
-        uint8 [n_layers, n_expert]. ABSENT means not in memory.
+        resident, target: the tier (precision) of each expert now, and after the changes in
+        progress, uint8 [n_layers, n_expert]. ABSENT means not in memory.
         """
         return self.placement.first()
 
@@ -426,7 +430,10 @@ class Policy:
         self.settings = settings
 
     def report(self) -> Mapping[str, Any]:
-        """Return figures about the policy's own work by name, JSON-ready. Empty by default."""
+        """Return statistics that the policy collects while it runs, as {name: JSON value}.
+
+        An example is the number of experts that changed their tier. By default, the dict is empty.
+        """
         return {}
 
     def describe(self) -> str:

@@ -201,9 +201,8 @@ class ContextSettings(PlacementSettings, Background):
         if asked.get("losses") is None or asked.get("near_slots") == SHARED:
             return None
         return (
-            f"--losses has no effect with --near-slots {OWN}, because each memory slot then holds "
-            f"only one precision, and the number of experts in each precision is fixed: leave "
-            f"--losses out, or give --near-slots {SHARED}"
+            f"--losses has no effect with --near-slots {OWN}, because {OWN} fixes the number of "
+            f"experts in each precision: leave --losses out, or give --near-slots {SHARED}"
         )
 
 
@@ -286,16 +285,17 @@ def pools_of(
     shares_slots: bool,
     on_host: bool,
 ) -> TierPools:
-    """Return the pools of slots that hold all experts of a model.
+    """Return the memory slots for all experts of a model, grouped into pools of one slot size.
 
-    A slot is memory for one expert. A pool is a group of slots of the same size. In each layer,
-    n_hot experts are in tier 0, the best precision. The others are in lower tiers.
+    A slot is memory for one expert. Every layer has n_hot experts in tier 0, the best precision,
+    and its other experts in lower tiers.
 
     - near: the lower tiers.
-    - counts: the number of experts of a layer in each lower tier.
-    - shares_slots: whether any slot for lower tiers can hold any lower tier. Otherwise, each lower
-      tier has its own slots.
-    - on_host: whether slots for lower tiers are in host memory although the model runs on a GPU.
+    - counts: the number of a layer's experts in each lower tier.
+    - shares_slots: whether a slot for lower tiers can hold any of them. If False, each slot is for
+      one tier.
+    - on_host: whether slots for lower tiers are in host memory, and those for tier 0 in GPU memory.
+      If False, all slots are in the same memory.
     """
     unused = set(range(1, len(shape.tiers))) - set(near.tiers)
     groups: list[tuple[tuple[int, ...], int]] = [((tier,), 0) for tier in sorted(unused)]
@@ -346,17 +346,19 @@ class ContextPlacement(Placement):
     def of_use(
         self, counts: np.ndarray, gates: np.ndarray, before: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the importance of each expert for a conversation, and the tier it should have.
+        """Return (importance, tiers) of all experts, which follow from their use in a conversation.
 
-        - counts: how often tokens of the conversation used each expert.
+        All arrays are [n_layers, n_expert]. The arguments are:
+
+        - counts: how often tokens of the conversation used the expert.
         - gates: the sum of the routing weights of these uses.
-        - before: how often tokens of earlier conversations and runs used each expert.
+        - before: how often tokens of earlier conversations and runs used the expert.
 
-        Each array is divided by its sum over the layer. The importance is a weighted mean of the
-        three results, in which `before` counts less in longer conversations. The most important
-        experts get tier 0, the best precision, and the others lower tiers.
+        The importance (float64) is the weighted mean of the three arrays, each divided by its sum
+        over the layer. `before` counts less in longer conversations.
 
-        All arrays are [n_layers, n_expert]. The results are float64 and uint8.
+        The tiers (uint8) are the precisions that the experts should have. The most important
+        experts of a layer get tier 0, the best, and the others lower tiers.
         """
         settings, near = self.settings, self.near
         scores = importance(counts, gates, before, settings, self.shape.n_expert_used)
@@ -440,12 +442,17 @@ class ContextAware(Policy):
     ) -> ContextPlacement:
         """Divide a memory budget into slots that hold every expert, and return the slots.
 
-        In each layer, K experts get slots of tier 0, the best precision. The others get slots of
-        lower tiers, with at most near_bits (a setting) bits per weight on average. K is the setting
-        hot_experts. If it is not set, K is as large as the budget allows, and at least 1.
+        A slot is memory for one expert. In each layer, K experts get slots of tier 0, the best
+        precision. K is the setting hot_experts. By default, K is as large as the budget allows, and
+        at least 1.
 
-        Raises PolicyError if the settings near_tiers, near_bits and near_slots ask for lower tiers
-        that this model or machine cannot have.
+        The other experts get slots of lower tiers, according to three settings:
+
+        - near_tiers: the lower tiers to use.
+        - near_bits: the maximum of the other experts' mean bits per weight.
+        - near_slots: whether a slot holds only one of the lower tiers, or any.
+
+        Raises PolicyError if the model or the machine cannot have such slots.
         """
         near = NearTiers.of(shape, settings)
         shares_slots = settings.near_slots == SHARED and len(near.tiers) > 1
@@ -501,7 +508,10 @@ class ContextAware(Policy):
         self._moved = self._steps = 0
 
     def learned(self) -> Learned:
-        """Return the fraction of tokens that used each expert, in earlier runs and in this run."""
+        """Return the fraction of tokens that used each expert, as knowledge for the next run.
+
+        The fraction is computed from the uses in this run and in earlier runs together.
+        """
         used = self.use.past + self.use.sums[0]
         if not used.any():
             return Learned(hotness=np.array(self._learned))
@@ -532,13 +542,17 @@ class ContextAware(Policy):
     ) -> Sequence[Transition] | None:
         """Return the experts to load before the next token, each as (layer, expert, tier).
 
-        - At the start of a run, the runtime passes no arguments. The result has all experts.
-          Experts that earlier runs used more get better tiers (precisions).
-        - Before an answer, the runtime passes the current tiers. The policy chooses new tiers by
-          the prompt. The result has the experts that can change their tier now, because a slot is
-          free. It is None if answers do not wait for changes.
+        Without arguments, at the start of a run, the result has all experts. Experts that earlier
+        runs used more get better tiers (precisions).
 
-        resident, target: the tier of each expert, now and after the changes that are in progress.
+        With arguments, before an answer, there are two cases:
+
+        - If answers do not wait for new tiers (`wants.waits` is False), the result is None.
+        - Otherwise, the policy chooses a tier for each expert by the prompt. The result has the
+          experts that can change to this tier now, because a slot is free.
+
+        resident, target: each expert's tier now, and after the changes that are already in
+        progress.
         """
         if resident is None or target is None:
             wanted = self._latest = self._place()

@@ -52,14 +52,17 @@ _NOISE = 1e-9
 def critical_counts(lam: float, n_layers: int, m: int, schedule: str = COSINE) -> list[int]:
     """Return the number of critical experts t_l of each MoE layer l (eq. 5 of the DyMoE paper).
 
-    Critical experts are computed in the better of two precisions.
+    Critical experts are computed in the better of two precisions. Their number is
 
         t_l = max(1, ceil(r(l) * m)), with r(l) = (1 - lam) * c(l) + lam
 
-    - lam: the smallest fraction of critical experts in a layer, 0 to 1.
     - m: the number of experts from which the critical ones are chosen.
+    - lam: the smallest fraction of critical experts in a layer, 0 to 1.
     - schedule: defines c(l) (see `falling`). With "cosine", c(l) falls from 1 in the first layer to
       0 in the last.
+
+    For example, with m = 8, lam = 0.5 and "cosine", the first layer has 8 critical experts, and the
+    last layer has 4.
     """
     # The paper has no minimum of 1. Without it, lam = 0 would give the last layer no critical
     # expert. If the other experts are skipped, the layer would then compute no expert at all.
@@ -70,9 +73,8 @@ def critical_counts(lam: float, n_layers: int, m: int, schedule: str = COSINE) -
 def realised(counts: list[int], m: int) -> float:
     """Return the fraction of used experts that are critical, as a mean over all layers.
 
-    Critical experts are computed in the better of two precisions. The setting retention requests
-    such a mean. The counts are integers, so the mean that is realised can differ a little from the
-    request.
+    Critical experts are computed in the better of two precisions. The setting `retention` is the
+    wanted value of this fraction. The realised value can differ, because the counts are integers.
 
     - counts: the number of critical experts of each layer.
     - m: the number of experts that each layer uses, critical or not.
@@ -83,14 +85,15 @@ def realised(counts: list[int], m: int) -> float:
 def counts_for_retention(
     retention: float, n_layers: int, m: int, schedule: str = COSINE
 ) -> list[int]:
-    """Return the number of critical experts of each layer. Their mean is about retention * m.
+    """Return how many experts of each layer are critical, for a wanted mean fraction `retention`.
 
     Each layer uses m experts. The critical ones are computed in the better of two precisions.
 
-    - retention: the requested fraction of critical experts, 0 to 1, as a mean over all layers.
-    - schedule: how the fraction changes from the first layer to the last. "flat" is the same
-      fraction in all layers. "cosine" and "linear" fall from 1, so the mean is at least about one
-      half.
+    - retention: the wanted fraction, 0 to 1, as a mean over all layers. The result has the nearest
+      mean that is possible.
+    - schedule: how the fraction changes from the first layer to the last. With "flat", it is the
+      same in all layers. With "cosine" and "linear", it falls from 1. Means below about one half
+      are then impossible.
     """
     if n_layers == 1:
         return critical_counts(retention, 1, m, schedule)
@@ -118,13 +121,15 @@ def load_ahead(
 ) -> list[int]:
     """Prefetch the experts that the next layers are predicted to select (eq. 8 of the DyMoE paper).
 
-    Return the experts that were requested for the layer directly after the current one.
+    - event: the current layer in a decode step, with each token's predicted experts for the next
+      layers, best first.
+    - out: receives the prefetch requests.
+    - critical: a number t for each layer. The first t predicted experts of each token are requested
+      in tier 0, the best precision.
+    - low: the tier in which the other predicted experts are requested. If it is None, they are not
+      requested.
 
-    - event: the current layer in a decode step, with the predictions for the next layers.
-    - out: receives the requests.
-    - critical: for each layer, how many of a token's experts are requested in tier 0 (the best
-      precision), best predictions first.
-    - low: the tier in which the other predicted experts are requested; None to omit them.
+    Return all experts that were requested for the layer directly after the current one.
     """
     asked: list[int] = []
     for ahead in range(event.n_ahead):
@@ -145,14 +150,16 @@ def load_ahead(
 
 
 def union(ids: np.ndarray, t: int, n_expert: int) -> tuple[list[int], int]:
-    """Return (experts, n_critical): the experts that any token is predicted to select in a layer.
-
-    The first n_critical experts of the list are critical. These are the experts among the t best
-    predictions of at least one token. The other experts follow. In each of the two groups, experts
-    that more tokens are predicted to select come first.
+    """Return the experts that any token is predicted to select in a layer, critical experts first.
 
     - ids: the predicted experts of each token, best first, int32 [number of tokens, k].
+    - t: an expert is critical if it is among the first t experts of at least one token.
     - n_expert: the number of experts in the layer.
+
+    The result is (experts, n_critical). The first n_critical experts are critical. In both parts of
+    the list, experts that more tokens are predicted to select come first.
+
+    For example, ids = [[3, 1], [2, 3]] and t = 1 give ([3, 2, 1], 2).
     """
     n_tokens, k = ids.shape
     load = np.bincount(ids.ravel(), minlength=n_expert)
@@ -180,7 +187,7 @@ class DyMoESettings(LookAhead):
         "in the high precision.",
         metavar="R",
         within=(0.0, 1.0),
-        shown=f"{_USUAL_RETENTION} of the experts with a low precision, otherwise 1 (all)",
+        shown=f"{_USUAL_RETENTION}, or 1 if all experts have one precision",
         live=True,
     )
     schedule: str = setting(
@@ -224,13 +231,15 @@ def _one_precision(shape: ModelShape, rules: Rules) -> bool:
 class Depth(NamedTuple):
     """How many experts of each layer are critical: computed in the better of two precisions.
 
-    Fractions are relative to the k experts that a token uses in a layer, as a mean over all layers.
+    A token uses k experts in each layer. A fraction tells how many of them are critical, as a mean
+    over all layers.
 
-    - retention: the requested fraction of critical experts, 0 to 1.
+    - retention: the wanted fraction, 0 to 1.
     - critical: the number of critical experts of each layer, 1 to k.
-    - realised: the actual fraction of critical experts.
-    - least: the smallest possible fraction with the setting `schedule`, which fixes how the number
-      of critical experts falls from the first layer to the last.
+    - realised: the fraction that results from `critical`. It can differ from `retention`, because
+      the numbers are integers.
+    - least: the smallest fraction that is possible. The setting `schedule` determines it. If
+      `retention` is smaller, `realised` is equal to `least`.
     """
 
     retention: float
@@ -278,12 +287,16 @@ class DyMoEPlacement(Placement):
     def fractions(self, uses: np.ndarray) -> np.ndarray:
         """Return how often the policy requests each tier (precision) of each expert.
 
-        The result is float64 [n_layers, n_expert, n_tiers], in fractions of the expert's uses by
-        tokens. Every expert has the same values: h for tier 0, the better precision, and 1 - h for
-        tier 1. Here h is the mean fraction of a token's experts that are computed in tier 0. If
-        only tier 0 is in use, the result has only h, and the remaining uses skip the expert.
+        The result is float64 [n_layers, n_expert, n_tiers]: fractions of the expert's uses by
+        tokens. They are the same for every expert:
 
-        uses: [n_layers, n_expert]. Only its shape matters.
+        - tier 0, the better precision: the mean fraction of a token's experts that are critical.
+        - tier 1: all other uses, for example 0.25 if the value of tier 0 is 0.75.
+
+        If only tier 0 is in use, the result has no values for tier 1, and the other uses skip the
+        expert.
+
+        uses: an array [n_layers, n_expert], of which only the shape is used.
         """
         high = self.depth.realised
         mix = (high, 1.0 - high)[: len(self.shape.tiers)]
@@ -299,7 +312,7 @@ class DyMoEPlacement(Placement):
         achieved = f"realised {depth.realised:.3f}"
         if depth.retention < depth.least:
             schedule = self.settings.schedule
-            achieved = f"{achieved} is the minimum retention with --schedule {schedule}"
+            achieved += f" is the smallest share of critical experts with --schedule {schedule}"
             if schedule != FLAT:
                 achieved = f"{achieved}; --schedule {FLAT} allows less"
         return f"dymoe {high}/{low} retention={depth.retention:g} ({achieved})"
@@ -346,12 +359,12 @@ class DyMoE(Policy):
     ) -> DyMoEPlacement:
         """Divide a memory budget into expert slots, and return the placement with these slots.
 
-        A slot is memory for one expert of a layer, in one tier (precision). First, each layer gets
-        slots for the experts of one token: in tier 0 for the critical (most important) experts, and
-        in tier 1 for the others. The rest of the budget adds slots.
+        A slot is memory for one expert, in one tier (precision). Each layer first gets slots for
+        the experts of one token: in tier 0 for the critical (most important) experts, and in tier 1
+        for the others. The rest of the budget adds slots.
 
-        The setting retention is the fraction of critical experts. Raises TiersError if it is below
-        1, but only one tier is in use and `rules` forbid skipping.
+        The setting retention is the fraction of critical experts. If it is below 1, the others need
+        tier 1 or are skipped. Raises TiersError if neither is possible.
         """
         settings = settings.with_usual()
         depth = Depth.of(shape, settings, rules)
@@ -410,9 +423,10 @@ class DyMoE(Policy):
     def update_settings(self, settings: Any) -> None:
         """Replace the settings, and compute again how many experts of each layer are critical.
 
-        Critical experts are computed in the better of two precisions. The setting retention is
-        their mean fraction. Raises TiersError, and keeps the old settings, if retention is below 1,
-        but only one precision is in use and experts may not be skipped.
+        Critical experts are computed in the better of two precisions. The setting `retention` is
+        the fraction of experts that are critical. If it is below 1, the other experts must be
+        computed in the lower precision or skipped. If neither is possible, this method raises
+        TiersError and keeps the old settings.
         """
         depth = Depth.of(self.shape, settings, self.rules)
         super().update_settings(settings)

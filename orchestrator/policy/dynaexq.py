@@ -94,14 +94,13 @@ def resident_pools(shape: ModelShape, capacity: Sequence[int]) -> TierPools:
 
 
 def fewest_high(shape: ModelShape, most: int = 1) -> list[int]:
-    """Return the smallest possible number of experts in the high tier, for each layer.
+    """Return the minimum number of experts in the high tier (the better precision), for each layer.
 
-    The high tier is the better of two precisions. Its memory is divided into pools. Layers with
-    about equal expert sizes share a pool. Each pool holds at least one expert, so one layer of the
-    pool has the number 1. The other layers have 0.
+    Layers with about equal expert sizes share a pool of memory, and each pool holds at least one
+    high expert. So the minimum is 1 for one of the layers that share a pool, and 0 for the others.
 
-    most: the maximum number that the user allows. If it is 0, all layers have 0. Other values have
-    no effect.
+    most: the maximum number of high experts per layer. If it is 0, the result is 0 for all layers.
+    Larger values do not change the result.
     """
     first = {pool.layers[0] for pool in pools_by_size(shape, HIGH)}
     return [min(most, int(layer in first)) for layer in range(shape.n_layers)]
@@ -149,15 +148,18 @@ def _shortlist(swaps: Sequence[Swap], low_pool_of: np.ndarray) -> list[Swap]:
 def cache_plan(
     shape: ModelShape, budget_bytes: int, most_high: int | None
 ) -> tuple[SlotPlan, int, list[int]]:
-    """Return (slots, n_high, n_low) for a memory budget that is too small for all experts.
+    """Divide a memory budget that is too small for all experts. Return (slots, n_high, n_low).
 
-    - slots: memory for some of the experts of each layer.
-    - n_high: how many experts of every layer fit in the high tier, the better of two precisions.
-      The maximum is most_high.
-    - n_low: how many experts of each layer fit in the low tier, by layer.
+    The slots are a cache for experts in a high tier (the better precision) and a low tier.
 
-    The low tier first gets memory for the experts of one token. The high tier gets at most half of
-    the rest. The low tier gets all other memory.
+    - slots: the memory for experts of both tiers.
+    - n_high: the number of high experts in a layer, the same for all layers.
+    - n_low: a list with the number of low experts in each layer.
+
+    The high tier gets at most half of the memory that one token's low experts do not need. The low
+    tier gets all other memory.
+
+    most_high: the maximum of n_high; None for no maximum.
     """
     layers = range(shape.n_layers)
     low_bytes = [shape.expert_slot_bytes(layer, LOW) for layer in layers]
@@ -191,8 +193,8 @@ class DynaExqSettings(Intervals):
 
     rank_slack: int = setting(
         0,
-        "Number of ranks that an expert may fall below the most used experts of its layer, ranked "
-        "by usage, without losing the high precision.",
+        "Experts of each layer are ranked by usage. If N of them have the high precision, an "
+        "expert keeps it down to rank N plus this number.",
         within=(0, 65535),
     )
     hot_experts: int | None = inherit(Shared, "hot_experts")
@@ -200,15 +202,16 @@ class DynaExqSettings(Intervals):
 
 class _TwoTiers(Precisions):
     def high(self, offer: TierOffer) -> FileTier:
-        """Return the better of the two precisions (tiers) that the policy uses from a model file.
+        """Return the high tier: the better of the two precisions (tiers) that the policy uses.
 
-        - If the user named the lower tier, the result is the next better tier of the file.
-        - If the user named none, the policy tries each pair of neighbouring tiers, best first. It
-          uses the first pair with which all experts can fit in the memory budget, or else the two
-          lowest tiers.
-        - If the file has only one tier, the result is that tier.
+        The low tier is the next tier in the file's list of tiers, such as q8_0, q6_k, q4_k.
 
-        offer: the file's tiers, the budget, and the lower tier that the user named.
+        - If the user named the low tier: return the next better tier, for example q6_k for q4_k.
+        - If the user named none: return the best tier with which all experts fit in the memory
+          budget, or else the second-lowest tier.
+        - If the file has only one tier: return this tier.
+
+        offer: the file's tiers, the budget, and the low tier that the user named.
         """
         if len(offer.tiers) < 2:
             return offer.tiers[0]
@@ -245,15 +248,16 @@ def hottest_first(scores: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class DynaExqPlacement(Placement):
-    """The expert slots of the policy `dynaexq`: memory for experts in a high and in a low tier.
+    """The memory slots for experts under the policy `dynaexq`. A slot holds one expert.
 
-    Tiers are precisions, and the high tier is the better one. If the memory is too small for all
-    experts, the slots are a cache for some of them.
+    Each expert in memory has one of two precisions (tiers): high, the better one, or low. If not
+    all experts fit in memory, the slots are a cache.
 
-    - pools: the slots of the field `slots`, grouped by size; None for a cache.
-    - capacity: the number of high experts of each layer, int [n_layers].
-    - cached: the number of low experts of each layer in a cache; 0 without a cache.
-    - hotness: the fraction of tokens that used each expert in earlier runs, or None.
+    - capacity: the number of high experts in each layer, int [n_layers].
+    - cached: the number of low experts in each layer of a cache, int [n_layers]. All 0 without a
+      cache.
+    - pools: the slots, grouped by size. None with a cache.
+    - hotness: the fraction of tokens that used each expert in earlier runs, or None if unknown.
     """
 
     pools: TierPools | None

@@ -81,16 +81,16 @@ def agreed(
     layers: int,
     scores: Sequence[float] = (),
 ) -> list[int]:
-    """Return the experts that a layer is expected to use, in the order of votes[0].
+    """Return the experts that a layer is expected to use, as predicted by earlier layers.
 
-    votes: predictions of earlier layers, nearest layer first. Each is a list of experts, best
-    first. way: the method that chooses from them.
+    votes: the predictions, nearest layer first. Each is a list of experts, best first. The result
+    keeps the order of votes[0]. The experts depend on the method, `way`:
 
-    - rank: the first `candidates` experts of votes[0].
-    - mol: the experts among the first `candidates` in each of the first `layers` predictions (eq. 6
-      of the FIRM-MoE paper).
-    - margin: the experts of votes[0] with a minimum router score. `scores` has their scores, and
-      the minimum is
+    - "rank": the first `candidates` experts of votes[0].
+    - "mol": the experts that are among the first `candidates` in each of votes[:layers] (eq. 6 of
+      the FIRM-MoE paper).
+    - "margin": the experts of votes[0] whose router score is at least the minimum below. `scores`
+      has their router scores. A smaller `candidates` gives a higher minimum.
 
         min(scores) * 2 ** ((len(scores) - candidates) / 2)
     """
@@ -113,14 +113,17 @@ def agreed(
 def expected_sets(
     way: str, votes: Sequence[Sequence[int]], depth: int, scores: Sequence[float] = ()
 ) -> list[list[int]]:
-    """Return the experts that `agreed` chooses for each pair (K, P), as a bit mask for each pair.
+    """Return the experts that a layer is expected to use, for each pair of numbers (K, P).
 
-    - K: how many experts of each prediction are considered (`candidates` in `agreed`), 1 to the
-      length of a prediction.
-    - P: how many earlier layers must predict an expert (`layers` in `agreed`), 1 to `depth`.
+    K is how many experts of each prediction are considered. P is how many predictions are
+    considered. The result has a bit mask for each pair, at index [P - 1][K - 1]. The mask 0b101
+    means the experts 0 and 2.
 
-    The mask for a pair is at index [P - 1][K - 1]. Bit i is set if expert i is chosen. The
-    arguments way, votes and scores are the same as in `agreed`.
+    - votes: the predictions of earlier layers, nearest first. Each is a list of experts, best
+      first.
+    - depth: the largest P. The largest K is the length of a prediction.
+    - way: the method that chooses the experts: "rank", "mol" or "margin" (see `agreed`).
+    - scores: the router scores of the experts in votes[0], for "margin".
     """
     numbers = range(1, len(votes[0]) + 1)
     return [
@@ -143,14 +146,16 @@ def group_of(n_layers: int) -> list[int]:
 
 
 def absent_of(missing: Mapping[int, int], kinds: Sequence[int]) -> Absent:
-    """Return how many matrices of each expert are not in memory, as pairs (mask, n).
+    """Return which experts lack matrices in memory, as pairs (mask, n).
 
-    Each expert in the bit mask lacks n matrices. An expert in several pairs lacks the sum of their
-    n. For example, ((0b101, 2), (0b100, 1)) means that expert 0 lacks 2 matrices, and expert 2
-    lacks 3.
+    Each expert has several kinds of matrix, such as gate, up and down. A pair means that n kinds
+    are absent for exactly the experts in the bit mask.
 
-    - missing: maps each expert to a bit mask of its absent kinds of matrix (gate, up, down).
-    - kinds: the bits of the kinds that count: those that are prefetched.
+    For example, {0: 0b011, 2: 0b111} gives ((0b101, 2), (0b100, 1)). Two kinds are absent for the
+    experts 0 and 2. One more kind is absent for expert 2 only.
+
+    - missing: the absent kinds of each expert, as {expert: bit mask of kinds}.
+    - kinds: the kinds to examine, as bits. In the example, they are 1, 2 and 4.
     """
     sets = (mask_of(e for e, bits in missing.items() if bits & kind) for kind in kinds)
     return tuple(Counter(sets).items())
@@ -159,12 +164,12 @@ def absent_of(missing: Mapping[int, int], kinds: Sequence[int]) -> Absent:
 def unused_and_missed(expected: int, used: int, absent: Absent) -> tuple[int, int]:
     """Return (unused, missed), the numbers of expert matrices for which a prediction was wrong.
 
-    - unused: matrices that were prefetched in vain. Their experts were expected but not used.
-    - missed: matrices that had to be read on demand. Their experts were used but not expected.
-
-    In eq. 11 of the FIRM-MoE paper, these numbers are n_unused and n_miss - n_hit.
-
-    - expected, used: bit masks of experts of a layer. Bit i stands for expert i.
+    - unused: the matrices of experts that were expected, but not used. They were prefetched in vain
+      (n_unused in eq. 11 of the FIRM-MoE paper).
+    - missed: the matrices of experts that were used, but not expected. They were read on demand
+      (n_miss - n_hit in eq. 11).
+    - expected, used: the experts of a layer, as bit masks. The mask 0b101 means the experts 0 and
+      2.
     - absent: the matrices that were not in memory, from `absent_of`. Only these count.
     """
     unused = missed = 0
@@ -203,16 +208,20 @@ class Weights(NamedTuple):
     matrices: int
 
     def mean(self, counts: np.ndarray, n: int) -> Any:
-        """Return the mean prediction loss per layer and token (eq. 11 of the FIRM-MoE paper).
+        """Return the mean loss that wrong predictions cause, per token and layer.
+
+        The loss is a weighted number of experts (eq. 11 of the FIRM-MoE paper). The fields `waste`
+        and `miss` are the weights. The field `matrices` is how many matrices of each expert are
+        prefetched.
+
+        - counts: two totals [unused, missed]: the matrices that were prefetched in vain, and the
+          matrices that were read on demand.
+        - n: the number of pairs (token, layer) in the totals.
+
+        The result is a float. If `counts` is an array of several such totals, [..., 2], the result
+        is nested lists. The formula is
 
             (waste * unused + miss * missed) / (matrices * n)
-
-        - waste, miss, matrices: the fields of this object.
-        - counts: an array with the two totals (unused, missed) on its last axis. These are the
-          numbers of expert matrices that were prefetched in vain, and that were read on demand.
-        - n: how many pairs (layer, token) the totals cover.
-
-        The result is a float, or nested lists if `counts` has more than one axis.
         """
         lost = self.waste * counts[..., 0] + self.miss * counts[..., 1]
         return (lost / self.matrices / max(1, n)).tolist()
@@ -220,15 +229,15 @@ class Weights(NamedTuple):
 
 @dataclass
 class Climb:
-    """Searches the best pair (K, P) for a group of layers by hill climbing (FIRM-MoE, Algorithm 1).
+    """Searches for the best pair of numbers (K, P) by hill climbing (FIRM-MoE, Algorithm 1).
 
-    P is the number of earlier layers that predict the experts of a layer, 1 to depth. K is the
-    number of experts taken from each prediction, 1 to k.
+    K is the number of experts taken from each prediction. P is the number of earlier layers that
+    predict. The best pair has the smallest mean loss from wrong predictions.
 
-    The search starts at (k, depth). Each update tries the next pair in one of four directions (K or
-    P larger or smaller by 1), and moves to it if its mean prediction loss is smaller.
+    The search starts at the largest pair, (k, depth). Each update compares the current pair with a
+    neighbour (K or P larger or smaller by 1), and moves there if the loss is smaller.
 
-    - patience: the number of failed updates after which the direction changes.
+    - patience: the number of updates without a move after which another neighbour is tried.
     - at: the current pair.
     - seen: all pairs that were tried.
     """
@@ -255,14 +264,14 @@ class Climb:
         self.seen.add(self.at)
 
     def update(self, means: Sequence[Sequence[float]]) -> None:
-        """Try a pair (K, P) next to the current pair, and move to it if its mean loss is smaller.
+        """Compare the pair `at` with a neighbour, and move to the neighbour if its loss is smaller.
 
-        P is the number of earlier layers that predict the experts of a layer. K is the number of
-        experts taken from each prediction. The tried pair has K or P larger or smaller by 1. After
-        `patience` calls without a move, another such pair is tried.
+        A pair (K, P) has two numbers. K is the number of experts taken from each prediction. P is
+        the number of earlier layers that predict. In a neighbour, K or P is larger or smaller by 1.
+        After `patience` calls without a move, another neighbour is tried.
 
-        means: the mean prediction loss of each pair since the start (eq. 11 of the FIRM-MoE paper),
-        indexed [P - 1][K - 1].
+        means: the mean loss from wrong predictions, for each pair (eq. 11 of the FIRM-MoE paper).
+        The loss of the pair (8, 2) is means[1][7].
         """
         ahead = self._ahead()
         for _ in range(3):  # try the other three directions at a border
@@ -280,13 +289,14 @@ class Climb:
             self._turn()
 
     def end(self, means: Sequence[Sequence[float]]) -> None:
-        """Set `at` to the pair (K, P) with the smallest mean loss of all pairs that were compared.
+        """End the search: set `at` to the best pair (K, P) of all pairs that were tried.
 
-        P is the number of earlier layers that predict the experts of a layer. K is the number of
-        experts taken from each prediction. This ends the search, as the last step of Algorithm 1 of
-        the FIRM-MoE paper.
+        K is the number of experts taken from each prediction. P is the number of earlier layers
+        that predict. The best pair has the smallest mean loss. Algorithm 1 of the FIRM-MoE paper
+        ends in this way.
 
-        means: the mean prediction loss of each pair, indexed [P - 1][K - 1].
+        means: the mean loss from wrong predictions, for each pair. The loss of the pair (8, 2) is
+        means[1][7].
         """
         self.at = least(means, self.seen)
 
@@ -387,28 +397,31 @@ class Tuner:
     def count(
         self, layer: int, sets: Sequence[Sequence[int]], used: Sequence[int], absent: Absent
     ) -> None:
-        """Count the prefetching errors that each pair (K, P) would cause for a token in a layer.
+        """Count the prefetching errors that each pair (K, P) would cause for one token in a layer.
 
-        A pair means: prefetch the experts among the K best predictions of each of the P nearest
-        earlier layers. An error is an expert matrix that is prefetched in vain or read on demand.
+        K is the number of experts taken from each prediction. P is the number of earlier layers
+        that predict. An error is a matrix of an expert that is prefetched in vain or read on
+        demand.
 
-        - sets: sets[P - 1][K - 1] is a bit mask of the experts that a pair would prefetch.
-        - used: the experts that the token uses.
-        - absent: the layer's matrices that are not in memory, from `absent_of`.
+        - sets: the experts that each pair would prefetch, as bit masks. The mask of the pair (8, 2)
+          is sets[1][7].
+        - used: the experts that the token uses in the layer.
+        - absent: the layer's matrices that are not in memory, from `absent_of`. Only these count.
         """
         group, bits = self.groups[layer], mask_of(used)
         self._sums[group] += [[unused_and_missed(one, bits, absent) for one in row] for row in sets]
         self._n[group] += 1
 
     def means(self, group: int) -> list[list[float]]:
-        """Return the mean prediction loss that each pair (K, P) would have in a group of layers.
+        """Return the mean loss that each pair of numbers (K, P) would have in a group of layers.
 
-        P is the number of earlier layers that predict the experts of a layer. K is the number of
-        experts taken from each prediction. The loss is eq. 11 of the FIRM-MoE paper. It grows with
-        the number of experts that are prefetched in vain or read on demand.
+        K is the number of experts taken from each prediction. P is the number of earlier layers
+        that predict. The loss is a weighted number of experts that are prefetched in vain or read
+        on demand (eq. 11 of the FIRM-MoE paper). The mean is over the tokens passed to `count`.
 
-        The mean is over the layers and tokens that were passed to `count`. The result is indexed
-        [P - 1][K - 1].
+        The loss of the pair (8, 2) is at index [1][7] of the result.
+
+        group: 0 for shallow, 1 for middle and 2 for deep layers.
         """
         found: list[list[float]] = self._weights.mean(self._sums[group], self._n[group])
         return found
@@ -508,8 +521,8 @@ class FIRMSettings(LookAhead):
         RANK,
         "Which experts are prefetched (K and P: see --votes). rank: the previous layer's K most "
         "likely predictions. mol, as in the FIRM-MoE paper: experts among the K most likely "
-        "predictions of each of P earlier layers. margin: predictions with a high score; a smaller "
-        "K requires a higher score.",
+        "predictions of each of P earlier layers. margin: predictions with a score above a "
+        "threshold; the smaller K, the higher the threshold.",
         metavar="HOW",
         choices=AGREE_WAYS,
     )
@@ -523,8 +536,9 @@ class FIRMSettings(LookAhead):
     )
     tune: str | None = setting(
         None,
-        "How K and P of --votes are tuned while running. climb: by hill climbing, as in the "
-        "FIRM-MoE paper. all: by comparing all pairs K,P on the same tokens. off: not at all.",
+        "How --votes (K experts per prediction, P predicting layers) is tuned while running. "
+        "climb: by hill climbing, as in the FIRM-MoE paper. all: by comparing all pairs K,P on the "
+        "same tokens. off: not tuned.",
         metavar="HOW",
         choices=TUNE_WAYS,
         shown=f"{OFF} with --votes, otherwise {ALL}",
@@ -589,15 +603,15 @@ class FIRMSettings(LookAhead):
             refuse(
                 deepest > 1,
                 "votes",
-                f"must have P = 1 in each pair K,P, not P = {deepest} ('{votes}'), because only "
-                f"the previous layer predicts experts with the setting agree {self.agree}: give "
-                f"votes with P = 1, or choose agree {MOL}",
+                f"must have P = 1 (one predicting layer) in each pair K,P, not P = {deepest} "
+                f"('{votes}'). With the setting agree {self.agree}, only the previous layer "
+                f"predicts experts: give votes with P = 1, or set agree to {MOL}",
             )
             refuse(
                 (n_ahead or 0) > 1,
                 "n_ahead",
-                f"must be at most 1 layer, not {n_ahead}, because only the previous layer predicts "
-                f"experts with the setting agree {self.agree}: leave n_ahead out, or choose agree "
+                f"must be at most 1 layer, not {n_ahead}. With the setting agree {self.agree}, "
+                f"only the previous layer predicts experts: leave n_ahead out, or set agree to "
                 f"{MOL}",
             )
         if votes is not None and most is not None:
@@ -607,8 +621,8 @@ class FIRMSettings(LookAhead):
             )
             refuse(deepest > most[1], "votes", complaint)
             complaint = (
-                f"must be {deepest}, the largest P of the pairs K,P in the setting votes "
-                f"'{votes}', not {n_ahead}: leave n_ahead out"
+                f"must be {deepest}, not {n_ahead}. The setting votes '{votes}' has pairs K,P, and "
+                f"its largest P (number of predicting layers) is {deepest}: leave n_ahead out"
             )
             refuse(n_ahead not in (None, deepest), "n_ahead", complaint)
             complaint = (
@@ -641,14 +655,15 @@ class FIRMSettings(LookAhead):
         return self.tune or (ALL if self.votes is None else OFF)
 
     def with_usual(self) -> FIRMSettings:
-        """Return these settings with n_ahead set: for how many layers ahead experts are predicted.
+        """Return these settings, with the usual value of n_ahead if the user set none.
 
-        A value that the user set is kept. Otherwise, n_ahead gets its usual value:
+        n_ahead is for how many layers ahead experts are predicted. The usual value is the number of
+        earlier layers that must predict an expert before it is prefetched:
 
-        - If the setting `votes` was set: the largest P in its pairs K,P. For example, 3 for
-          "4,1/8,3/8,3". P is the number of earlier layers that must predict an expert.
-        - If not: 3 with the setting `agree` "mol", as in the FIRM-MoE paper, and 1 with other
-          values of `agree`.
+        - With the setting `votes`: the second number of a pair, or the largest of them. For
+          example, 3 for "4,1/8,3/8,3".
+        - Without `votes`, if the setting `agree` is "mol", the method of the FIRM-MoE paper: 3.
+        - Without `votes`, with another value of `agree`: 1.
         """
         if self.n_ahead is not None:
             return self
@@ -657,14 +672,15 @@ class FIRMSettings(LookAhead):
     def limited(self, depth: int, asked: Collection[str]) -> FIRMSettings:
         """Return these settings, limited to the predictions that a recorded trace contains.
 
-        The setting n_ahead, for how many layers ahead experts are predicted, becomes at most
-        `depth`. If the setting `votes` needs predictions by more than `depth` earlier layers,
-        `votes` is unset. The policy then chooses the number of layers itself, within the limit.
+        The trace predicts experts for `depth` layers ahead. Settings that need more predictions are
+        changed:
 
-        - depth: for how many layers ahead the trace predicts experts.
-        - asked: the names of the settings that the user set.
+        - n_ahead, for how many layers ahead experts are predicted, becomes `depth`.
+        - votes, which sets how many earlier layers must predict an expert, becomes None. The policy
+          then chooses this number itself.
 
-        Raises ConfigError if a setting in `asked` needs predictions that the trace lacks.
+        asked: the names of the settings that the user set. They are never changed: ConfigError is
+        raised if one of them needs more predictions.
         """
         if self.deepest is None or self.deepest <= depth:
             return super().limited(depth, asked)
@@ -678,15 +694,14 @@ class FIRMSettings(LookAhead):
 
     @classmethod
     def changed(cls, recorded: Mapping[str, Any], changes: Mapping[str, Any]) -> FIRMSettings:
-        """Return the settings of a recorded run, after some changes.
+        """Return the settings of a recorded run, with some of them changed.
 
-        recorded, changes: values of settings by name. A value in `changes` replaces the recorded
-        value.
+        - recorded: the recorded values, by name.
+        - changes: the new values, by name.
 
-        The settings prefetch, agree, votes, tune and n_ahead control prefetching. If one of them
-        changes, the recorded values of votes, tune and n_ahead are dropped, because they were made
-        for the recorded prefetching. Each of these three gets its value in `changes`, or else its
-        default.
+        Settings that are not in `changes` keep the recorded values, except votes, tune and n_ahead.
+        Their recorded values fit only the recorded way of prefetching. They get their defaults
+        instead if `changes` has a new value for prefetch, agree or one of these three.
         """
         if any(changes.get(name, recorded.get(name)) != recorded.get(name) for name in _VOTING):
             recorded = {k: v for k, v in recorded.items() if k not in _VOTING[2:]}
@@ -744,14 +759,16 @@ class FIRMPlacement(Placement):
         return self.status_text(chosen[group] for group in groups)
 
     def status_text(self, votes: Iterable[Votes]) -> str:
-        """Return the policy's part of the status line, for given numbers of predicted experts.
+        """Return the policy's part of the status line, with the given numbers K and P.
 
-        An example is "firm q4_k, one precision, n=3, rank 8,1". Only the last part, "8,1", depends
-        on the argument. The property `text` explains the other parts.
+        For example, the text is "firm q4_k, one precision, n=3, rank 8,1" for K = 8 and P = 1:
 
-        votes: pairs (K, P), one for each group of layers (shallow, middle, deep). A pair means that
-        the K best predictions of each of P earlier layers are considered for prefetching. Equal
-        pairs are shown once.
+        - q4_k: the precision of all experts.
+        - n=3: three matrices of each predicted expert are prefetched.
+        - rank 8,1: the method "rank" chooses the experts to prefetch. It considers the K = 8 best
+          predictions of P = 1 earlier layer.
+
+        votes: a pair (K, P) for each group of layers. The text shows equal pairs once.
         """
         pairs = " ".join(f"{k},{p}" for k, p in dict.fromkeys(votes))
         asked = self.settings
@@ -762,10 +779,15 @@ class FIRMPlacement(Placement):
 class FIRM(Policy):
     """Computes every expert in one precision, and prefetches experts that earlier layers predict.
 
-    By default, the first K experts that the previous layer predicts are prefetched in decode. With
-    the setting `agree` "mol", as in the FIRM-MoE paper, an expert is prefetched if it is among the
-    first K predictions of each of P earlier layers (eq. 4 to 6). The attribute `tuner` chooses K
-    and P for shallow, middle and deep layers (eq. 9 to 11, Algorithm 1).
+    In decode, the setting `agree` selects which experts are prefetched:
+
+    - "rank", the default: the first K experts that the previous layer predicts.
+    - "mol", as in the FIRM-MoE paper: the experts among the first K predictions of each of P
+      earlier layers (eq. 4 to 6).
+    - "margin": experts that the previous layer predicts with a high score. A smaller K requires a
+      higher score.
+
+    The policy tunes K and P while running (eq. 9 to 11, Algorithm 1).
 
     In prefill, all experts that the previous layer predicts are prefetched, if they fit.
     """
@@ -850,15 +872,17 @@ class FIRM(Policy):
             self.tuner.chosen, self.tuner.tuned = read_votes(asked.votes), True
 
     def learned(self) -> Learned:
-        """Return how many predicted experts the next run should prefetch, as tuned in this run.
+        """Return the numbers K and P that this run tuned, so that the next run can start with them.
 
-        The result is a Learned object, whose field `tuned` is None until tuning is finished. Then
-        it is a dict:
+        The policy prefetches experts that are among the K best predictions of each of P earlier
+        layers.
 
-        - votes: a pair "K,P" for shallow, middle and deep layers, such as "8,1/6,1/4,1". An expert
-          should be prefetched if it is among the K best predictions of each of P earlier layers.
+        The result is a Learned object. Its field `tuned` is None until tuning is finished, and then
+        a dict:
+
+        - votes: K and P for shallow, middle and deep layers. For example, "8,1/6,1/4,1".
         - slots: the number of expert slots in this run.
-        - Other keys are the names of settings that affect tuning.
+        - agree, tune and others: the settings that affect tuning.
         """
         asked, tuner = self.settings, self.tuner
         if not (tuner.tuned and tuner.tokens and self.wants.n_ahead) or asked.way == OFF:
@@ -950,12 +974,15 @@ class FIRM(Policy):
             self.tuner.count(layer, every, used, absent)
 
     def on_step(self, report: StepReport) -> tuple[()]:
-        """Count a finished decode step with one token. Other steps are ignored.
+        """Count a decoded token, and record the time of its step. Always returns ().
 
-        The count decides when the policy tunes how many predicted experts it prefetches. The time
-        of the step is used to find out whether prefetching makes decoding faster.
+        Prefills, and steps that decode several tokens, are ignored.
 
-        The result is always empty, because this policy never changes the precision of experts.
+        - The count: after a certain number of tokens, the policy tunes how many predicted experts
+          it prefetches.
+        - The time: it shows whether decoding is faster with or without prefetching.
+
+        The result is empty, because this policy never changes the precision of an expert.
         """
         if report.phase == _DECODE and report.n_tokens == 1 and self._ahead.on:
             self.tuner.token()
@@ -963,16 +990,16 @@ class FIRM(Policy):
         return ()
 
     def report(self) -> Mapping[str, Any]:
-        """Return figures about prefetching and tuning since the runtime started.
+        """Return figures about prefetching since the runtime started, by name.
 
         - prefetch: "on", "off", or "paused" while decoding is faster without prefetching.
-        - recall (eq. 7): the fraction of used experts that were prefetched, for each layer.
-        - precision (eq. 8): the fraction of prefetched experts that were used, for each layer.
-        - size: the mean number of prefetched experts per step, for each layer.
-        - votes: a pair [K, P] for shallow, middle and deep layers. The first K experts in the
-          predictions of P earlier layers are prefetched.
-        - loss (eq. 11): the mean loss from wrong predictions, for these groups of layers.
-        - tuned: whether K and P are final.
+        - recall, precision: for each layer, the fraction of used experts that were prefetched, and
+          of prefetched experts that were used (eq. 7 and 8 of the FIRM-MoE paper).
+        - size: the mean number of experts prefetched for a token, for each layer.
+        - votes: the current choice for each group of layers. [8, 1] means the 8 best predictions of
+          1 earlier layer.
+        - loss: the mean loss from wrong predictions, for each group (eq. 11).
+        - tuned: whether the choice is final.
         """
         return {
             **self._ahead.report(),
@@ -1009,15 +1036,16 @@ def recalled(
     shape: ModelShape,
     rules: Rules,
 ) -> FIRMSettings:
-    """Return the settings with the number of experts to prefetch that an earlier run tuned.
+    """Return the settings of this run, with the setting `votes` as an earlier run tuned it.
 
-    The setting `votes` gets this number. For example, "8,1" means the 8 best predictions of 1
-    earlier layer. If the earlier run does not match this run, `settings` is returned unchanged: the
-    settings that affect tuning must be equal, and the numbers of slots about equal.
+    The setting decides which experts are prefetched: "8,1" means the 8 best predictions of 1
+    earlier layer. The tuned value is used if the settings that affect tuning are equal in both
+    runs, and the numbers of slots about equal. Otherwise, `settings` is returned unchanged.
 
     - tuned: the dict `FIRM.learned().tuned` of the earlier run.
     - n_slots: the number of expert slots in this run.
-    - shape, rules: the model, and the user's rules for all policies.
+    - shape, rules: the model, and the user's rules for all policies. Both must allow the tuned
+      value.
     """
     votes, slots = tuned.get("votes"), tuned.get("slots")
     n_ahead = look_ahead(settings, rules)

@@ -73,15 +73,16 @@ class Account:
 
 @dataclass(frozen=True, slots=True)
 class LayerCosts:
-    """The quality loss and the saved bytes if experts of one layer are skipped or lowered.
+    """The costs and savings of skipping or lowering experts of one layer.
 
-    To lower an expert means to compute it in tier 1 instead of tier 0, the better precision.
+    To lower an expert means to compute it in tier 1 instead of tier 0, the better precision. The
+    cost is a quality loss. The saving is a number of bytes that need not be read.
 
-    - skip, low: each expert's loss in nats if it is skipped or lowered, at gate weight 1.
+    - skip, low: each expert's quality loss in nats if it is skipped or lowered, at gate weight 1.
     - high_bytes, low_bytes: the size of an expert in tiers 0 and 1. low_bytes is 0 without a tier
       1.
-    - present_bytes: the saved bytes if an expert in memory is skipped. They stand for computing
-      time, because no reading is saved. 0 if such experts are never skipped.
+    - present_bytes: the saving if an expert in memory is skipped. This saves computing time instead
+      of reading, so a number of bytes stands for the time. 0 if such experts are never skipped.
     """
 
     skip: memoryview
@@ -92,38 +93,38 @@ class LayerCosts:
 
     @property
     def highest_cost(self) -> float:
-        """The highest possible quality loss per saved byte if an expert of the layer is skipped.
+        """An upper limit for the cost of skipping an expert of the layer, in nats per byte.
 
-        The value is in nats per byte, at gate weight 1: the largest loss of an expert, divided by
-        the smallest number of bytes that skipping an expert can save.
+        The cost is the quality loss, divided by the number of bytes that skipping saves. The limit
+        is the largest loss of any expert at gate weight 1, divided by the smallest possible saving.
         """
         saved = (self.high_bytes, self.low_bytes, self.present_bytes)
         return max(self.skip) / min(each for each in saved if each)
 
     @property
     def lowest_resident_cost(self) -> float:
-        """The lowest quality loss per saved byte if an expert in memory is skipped.
+        """The lowest cost of skipping an expert that is in memory (resident), in nats per byte.
 
-        The value is in nats per byte, at gate weight 1: the smallest loss of an expert, divided by
-        present_bytes. Skipping such an expert saves no reading. Instead, the saved computing time
-        counts as present_bytes. The value is infinite if present_bytes is 0.
+        Skipping such an expert saves computing time, but no reading. The field present_bytes stands
+        for this time: it is an equivalent number of saved bytes. The lowest cost is the smallest
+        quality loss of any expert at gate weight 1, divided by present_bytes. It is infinite if
+        present_bytes is 0.
         """
         return min(self.skip) / self.present_bytes if self.present_bytes else math.inf
 
     def ways(self, expert: int, square: float, resident: int) -> Sequence[Way]:
-        """Return the ways to save bytes for an expert: skip it, or use its low precision (tier 1).
-
-        Each way is a tuple of five values:
-
-        - the quality loss per saved byte, in nats.
-        - the expert.
-        - its new tier, or SKIP.
-        - the quality loss in nats, at gate weight 1.
-        - 1 if the way skips an expert after the choice of tier 1, so that both losses are
-          additional losses. Otherwise None.
+        """Return the ways to save bytes for an expert: skip it, or lower its precision (tier).
 
         square: the sum of the squared gate weights of the tokens that use the expert. resident: the
-        expert's tier in memory, or ABSENT.
+        expert's best tier in memory, or ABSENT.
+
+        Each way is a tuple (nats_per_byte, expert, tier, nats, instead_of):
+
+        - nats_per_byte: the quality loss per saved byte.
+        - tier: the expert's new tier, or SKIP.
+        - nats: the quality loss at gate weight 1.
+        - instead_of: 1 for a second step, which skips an expert that was first lowered to tier 1.
+          Its losses are additional to those of the first step. Otherwise None.
         """
         skip, n_bytes, low_bytes = self.skip[expert], self.high_bytes, self.low_bytes
         if resident == 0:
@@ -142,13 +143,15 @@ class LayerCosts:
 
 
 def layer_costs(shape: ModelShape, estimate: KlEstimate, present: float) -> list[LayerCosts]:
-    """Return the quality loss and the saved bytes of skipping or lowering experts, for each layer.
+    """Return the costs and savings of skipping or lowering experts, one LayerCosts for each layer.
 
-    To lower an expert means to compute it in a lower precision.
+    To lower an expert means to compute it in a lower precision. The cost is a quality loss in nats.
+    The saving is a number of bytes that need not be read.
 
-    - estimate: the estimated quality losses, in nats.
-    - present: the value of skipping an expert in memory, as a fraction of the expert's bytes. Such
-      skipping saves computing time, but no reading.
+    - estimate: the estimated quality losses.
+    - present: the saving if an expert in memory is skipped, as a fraction of its size. This saves
+      computing time, but no reading. For example, with 0.01 an expert of 1 MB counts as 10 kB
+      saved.
     """
     found = []
     for layer, nats in enumerate(estimate.nats):
@@ -162,16 +165,18 @@ def layer_costs(shape: ModelShape, estimate: KlEstimate, present: float) -> list
 def spend(
     ways: list[Way], squares: Mapping[int, float], account: Account, price: float, allowed: float
 ) -> dict[int, int]:
-    """Spend one token's allowed quality loss: choose experts to skip or to compute in a lower tier.
+    """Spend one token's allowed quality loss in a layer: choose experts to skip or to lower.
 
-    Return {expert: tier or SKIP}. Choices with the least loss per saved byte come first, up to the
-    loss `price` per byte. The token's total loss may reach `allowed` plus the allowance that
-    earlier tokens left (account.left). Losses are in nats.
+    To lower an expert means to compute it in a lower tier (precision). Return {expert: tier or
+    SKIP}. The choices with the least loss per saved byte come first. Losses are in nats.
 
     - ways: the possible choices, from LayerCosts.ways; sorted in place.
     - squares: each expert's squared gate weight, which multiplies its loss.
-    - account: the record of the token's loss; updated.
-    - allowed: the allowance of a token for the layers up to this one.
+    - price: the maximum loss per saved byte of a choice.
+    - account: the token's loss so far (spent), which is updated, and the loss that earlier tokens
+      left over (left).
+    - allowed: the loss allowed for a token in the layers up to this one. The token's loss stays
+      within allowed + account.left.
     """
     lowered: dict[int, int] = {}
     spent, most = account.spent, account.left + allowed
@@ -193,16 +198,18 @@ def spend_all(
     price: float,
     allowed: float,
 ) -> dict[int, int]:
-    """Spend the allowed quality loss of several tokens: choose experts to skip or to lower.
+    """Spend several tokens' allowed quality loss in a layer: choose experts to skip or to lower.
 
-    To lower an expert means to compute it in a lower tier. Return {expert: tier or SKIP}. Choices
-    with the least loss per saved byte come first, up to the loss `price` per byte. Each token's
-    total loss may reach `allowed` plus the allowance that earlier tokens left (account.left).
-    Losses are in nats.
+    To lower an expert means to compute it in a lower tier (precision). Return {expert: tier or
+    SKIP}. The choices with the least loss per saved byte come first. Losses are in nats.
 
     - ways: the possible choices, from LayerCosts.ways; sorted in place.
-    - claims: for each expert, the tokens that use it, as pairs (account, squared gate weight).
-    - allowed: the allowance of a token for the layers up to this one.
+    - claims: the tokens that use each expert, as pairs (account, squared gate weight). An account
+      has the token's loss so far (spent), which is updated, and the loss that earlier tokens left
+      over (left).
+    - price: the maximum loss per saved byte of a choice.
+    - allowed: the loss allowed for a token in the layers up to this one. Each token's loss stays
+      within allowed + account.left.
     """
     lowered: dict[int, int] = {}
     ways.sort()
@@ -251,11 +258,11 @@ class ReadBehind:
         resident: memoryview,
         out: DecisionBuffer,
     ) -> None:
-        """Request experts to prefetch for later tokens. Call this for each layer.
+        """Find experts to prefetch for later tokens. Request those that the previous call found.
 
-        An expert is prefetched if it is skipped or lowered (computed in a lower tier) twice within
-        a few steps. Each call finds such experts of the running layer. The next call requests them,
-        up to the limit in bytes per second.
+        Call this once for each layer of a step. An expert is found if it is skipped or lowered
+        (computed in a lower tier) twice within a few steps. The requests stay within a limit in
+        bytes per second.
 
         - step, layer: the running step and layer.
         - lowered: the experts that are skipped or lowered in this layer.
@@ -386,10 +393,13 @@ class FloorPlacement(Placement):
 class Floor(Policy):
     """A policy that skips experts that are not in memory, or computes them in low precision.
 
-    This saves reading, but costs quality. The setting max_loss limits the mean quality loss per
-    token, in nats. A second limit, the price, is the maximum loss per saved byte of each expert.
-    The price rises while tokens lose less than max_loss, and falls while they lose more. At a high
-    price, experts in memory are skipped too.
+    This saves reading, but costs quality. Two limits apply:
+
+    - The setting max_loss limits the mean quality loss per token, in nats.
+    - The price limits the loss per saved byte of each expert. The policy raises the price while
+      tokens lose less than max_loss, and lowers the price while they lose more.
+
+    While the price is high, experts in memory are skipped too, to save computing time.
 
     Prompts are computed without loss, and so are each token's `keep_top` experts with the highest
     gate weights.
@@ -405,8 +415,8 @@ class Floor(Policy):
         summary=(
             "The user sets the allowed quality loss. Within this loss, experts that are not in "
             "memory are skipped or computed in the low precision: first those with the least "
-            "estimated loss per byte that need not be read. Experts in memory are skipped last, to "
-            "save compute time."
+            "estimated loss per saved byte of reading. Experts in memory are skipped last, to save "
+            "compute time."
         ),
         Settings=FloorSettings,
         reason="skips experts that are not in memory, within an allowed quality loss",
@@ -678,14 +688,13 @@ class Floor(Policy):
         out.prefetch_all(layer, [expert for expert in wanted if expert not in skipped], 0)
 
     def on_step(self, report: StepReport) -> tuple[()]:
-        """After a step, adjust how much quality loss later tokens may cause. Always returns ().
+        """After a step, adjust the limits for the quality loss of later tokens. Always returns ().
 
-        - If a token lost less than allowed, later tokens of its sequence may lose the rest, up to a
-          maximum.
-        - The maximum loss per saved byte (the price) rises if much of the allowed loss is left, and
-          falls if little is left.
-        - If report.unusual is true, each token may lose only half of the setting max_loss, because
-          the loss estimates may be wrong for the current text.
+        - One token may cause a loss of max_loss (a setting), but only half of max_loss while
+          report.unusual is true. The loss estimates may then be wrong for the current text.
+        - A token that causes less leaves the rest to later tokens of its sequence, up to a maximum.
+        - The price is the maximum loss per saved byte of an expert. It rises if tokens leave much
+          of the allowed loss, and falls if they leave little.
         """
         if report.unusual is not None:
             self._spend_share(0.5 if report.unusual else 1.0)

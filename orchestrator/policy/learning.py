@@ -52,9 +52,14 @@ class Intervals(Background):
 def wants_to_learn(wants: PolicyRequirements, settings: Intervals) -> PolicyRequirements:
     """Return a copy of `wants` with the requirements of a policy that learns the usage of experts.
 
-    After a step, such a policy gets the number of tokens routed to each expert. It also gets the
-    tier (precision) of each expert, and the tier to which an expert is being changed. The speed of
-    such changes is limited to the setting transition_rate, in bytes per second, or to a default.
+    The copy sets four fields:
+
+    - counts: True, so that step reports have the number of tokens routed to each expert.
+    - states: True, so that step reports have each expert's tier (precision), now and after a
+      running change.
+    - learns: True, because the policy's decisions depend on earlier steps.
+    - transition_rate: the limit for changes of tiers, in bytes per second. It is the setting of
+      this name, or USUAL_RATE if the setting is None.
     """
     rate = USUAL_RATE if settings.transition_rate is None else settings.transition_rate
     return replace(wants, counts=True, states=True, transition_rate=rate, learns=True)
@@ -63,14 +68,17 @@ def wants_to_learn(wants: PolicyRequirements, settings: Intervals) -> PolicyRequ
 class Learning(Policy):
     """Base class of policies that learn how often tokens use each expert.
 
-    Each expert has an average usage S. After each interval, S is updated with f, the fraction of
-    the layer's tokens that used the expert in the interval (DynaExq, section 3.5):
+    Each expert has an average usage S, which is updated at the end of each interval of steps
+    (DynaExq, section 3.5):
 
         S = a * S + (1 - a) * f, with a = hotness_decay ** w
 
-    The setting hotness_decay is 0 to 1. w is 1, or less if the layer computed fewer tokens than a
-    full interval has. An interval ends after update_steps decode steps or a prefill step. With the
-    setting update_ms, it ends after this many milliseconds of compute time.
+    - f: the fraction of the layer's tokens in the interval that used the expert.
+    - hotness_decay: a setting, 0 to 1.
+    - w: 1, or less if the layer computed only a few tokens in the interval. S then changes less.
+
+    An interval ends after a prefill step, or after update_steps decode steps. If the setting
+    update_ms is given, an interval ends after this many milliseconds of compute time instead.
     """
 
     settings: Intervals

@@ -45,16 +45,18 @@ def exchanges(
 ) -> list[tuple[int, int]]:
     """Return pairs (riser, faller) of experts that should exchange their tiers (precisions).
 
-    The riser gets the better tier. Pairs that save the most loss come first. An expert is the
-    number layer * n_expert + index.
+    The riser gets the faller's tier, which is better, and the faller gets the riser's tier. Pairs
+    that save the most loss come first. An expert is the number layer * n_expert + index. Two
+    experts can be a pair only if, in both of their tiers, their layers use the same memory pool.
 
     - losses: each expert's quality loss in each tier, multiplied by its use, [n_layers, n_expert,
       n_tiers].
-    - tiers: the current tiers, [n_layers, n_expert].
-    - pool_of: the memory pool of each layer in each tier; -1 for unused tiers. The layers of a pair
-      must share a pool in each of its two tiers.
-    - free: the experts that may be exchanged.
-    - margin: the minimum saving, relative to the mean loss difference between the tiers.
+    - tiers: each expert's tier now, [n_layers, n_expert].
+    - pool_of: the number of each layer's memory pool in each tier, [n_layers, n_tiers]; -1 for
+      unused tiers.
+    - free: whether each expert may be exchanged, bool [n_layers, n_expert].
+    - margin: the minimum saving, as a multiple of the experts' mean loss difference between the two
+      tiers.
     """
     _, n_expert, n_tiers = losses.shape
     flat, at = losses.reshape(-1, n_tiers), tiers.reshape(-1)
@@ -96,15 +98,20 @@ def moves(
     target: np.ndarray,
     losses: np.ndarray,
 ) -> list[Transition]:
-    """Return the moves of experts to other tiers (precisions) that can start now.
+    """Return the moves of experts to other tiers (precisions) for which memory slots are free now.
 
-    A move is (layer, expert, new tier), and needs a free memory slot. Normally, an expert moves to
-    its wanted tier. If no such move is possible, experts that should go to a lower tier go to the
-    lowest tier for now, which has spare slots. This frees their old slots for other experts.
+    A move is (layer, expert, new tier). The new tier is the expert's wanted tier.
 
-    - wanted: each expert's wanted tier.
-    - resident, target: each expert's tier now, and after a running move.
-    - losses: each expert's loss in each tier, multiplied by its use.
+    If no such move is possible and no expert is moving, the result has temporary moves instead.
+    They go to the lowest tier, which has spare slots, and free slots of better tiers. Only experts
+    that wait for a lower tier make them.
+
+    - pools: the memory slots.
+    - wanted: the tier that each expert should have, [n_layers, n_expert].
+    - resident: each expert's tier now, [n_layers, n_expert].
+    - target: each expert's tier after its running move, or its tier now, [n_layers, n_expert].
+    - losses: each expert's quality loss in each tier, multiplied by its use, [n_layers, n_expert,
+      n_tiers].
     """
     lowest = losses.shape[2] - 1
     wanted = np.where(resident == ABSENT, ABSENT, wanted)
@@ -139,9 +146,12 @@ class _AnyTiers(Precisions):
     def high(self, offer: TierOffer) -> FileTier:
         """Return the best tier (precision) of a model file that the policy uses.
 
-        First, find the best tier in which all experts fit in the memory budget. The result is the
-        next better tier, so that some experts can use it. The result is an even better tier if an
-        average expert in that tier takes at most 0.1 % of the budget.
+        This is the better of two tiers:
+
+        - The next better tier than the best tier in which all experts fit in the memory budget.
+          Some experts can then have this better tier.
+        - The best tier in which an average expert takes at most 0.1 % of the budget, if there is
+          one.
 
         offer: the tiers of the model file, and the budget.
         """
@@ -353,10 +363,14 @@ class Mixed(Learning):
 def pools_of(shape: ModelShape, settings: MixedSettings, tiers: np.ndarray) -> TierPools:
     """Return memory slots for experts whose tiers (precisions) were planned.
 
-    Each tier has slots for its experts, in pools of equal slots. The lowest tier also has some
-    spare slots if experts may change their tiers (see `settings`). Every tier must have slots, even
-    without experts. Such a tier shares the slots of the next better tier if the memory allows it
-    (shape.shares_slots), and has a few slots of its own if not.
+    Each tier has a slot for each of its planned experts. The lowest tier also has some spare slots,
+    if the settings let experts change their tiers.
+
+    A tier without planned experts needs slots, too:
+
+    - If slots can hold several tiers (shape.shares_slots), the tier uses the slots of the next
+      better tier. This requires that the better tier has experts.
+    - Otherwise, the tier has a few slots of its own.
 
     tiers: the planned tier of each expert, [n_layers, n_expert]. Tier 0 is the best.
     """

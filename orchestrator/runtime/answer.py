@@ -59,10 +59,10 @@ class Pace:
         self._last_s = now_s
 
     def nothing(self) -> None:
-        """Record that the reader of an answer looked for new text and found none.
+        """Record that the reader of an answer looked for new text, and nothing had arrived.
 
-        So text no longer arrives fast. The property `rests` becomes false, which means that the
-        reader should take the next text as soon as it arrives.
+        The reader is then faster than the text, and need not pause to let text collect. So `rests`
+        (whether the reader should pause before it looks again) becomes False.
         """
         self._n_fast = 0
 

@@ -56,11 +56,14 @@ class BaseDriver:
         """
 
     def set_prompts(self, n_bytes: int, keep: Callable[[int], int]) -> None:
-        """Set the maximum memory of the prompt cache, which has copies of earlier conversations.
+        """Set the memory limit of the prompt cache, which holds copies of earlier conversations.
 
-        n_bytes: this maximum. keep: a function that the driver calls before steps. keep(n) shrinks
-        the cache to at most n bytes, and returns its size. The driver makes n smaller than n_bytes
-        if the KV cache or the expert slots need the memory.
+        - n_bytes: the limit in bytes.
+        - keep: a function that shrinks the cache to a number of bytes, and returns the new size in
+          bytes.
+
+        The driver calls `keep` before steps. Usually, it calls keep(n_bytes). If the KV cache or
+        the expert slots need a part of this memory, it calls `keep` with a smaller number.
         """
 
     def begin(self, phase: Phase) -> None:
@@ -302,11 +305,12 @@ class Driver(BaseDriver):
         """Report a computed step to the policy, and return the transitions that the policy wants.
 
         The policy learns from the report. A transition (layer, expert, tier) asks the store to read
-        an expert in another precision (tier).
+        an expert in another tier (precision).
 
         unusual: whether estimates of the quality loss may be wrong for recent tokens, or None if
-        not known. The report contains this value. A driver with a loss meter (`meter`) ignores the
-        argument, and reports the result of judge_routing instead.
+        not known. The report passes this value on to the policy. If the driver has a loss meter
+        (`meter`), the argument is ignored, and the driver determines the value itself
+        (judge_routing).
         """
         policy = self.policy
         wants, is_reported = policy.wants, step.phase in policy.wants.told_in

@@ -133,14 +133,16 @@ class ImageLimits:
         return {"bytes": self.file_bytes, "pixels": self.pixels, "count": self.count}
 
     def with_prepared_sizes(self, prepared_bytes: int, min_pixels: int) -> ImageLimits:
-        """Return a copy of these limits with the sizes of prepared images.
+        """Return a copy of these limits that also limits the memory of prepared images.
 
         A prepared image is an image that llama.cpp has scaled, or cut into tiles, for the model.
-        The method `prepared` uses the sizes to estimate the memory of an image. The copy also has a
-        limit for the memory of all prepared images (held_bytes).
+        The copy has the two arguments as fields, and the method `prepared` estimates the memory of
+        an image from them. The limit for all prepared images together, held_bytes, is five times
+        prepared_bytes, or _LEAST_HELD_BYTES if that is more.
 
-        prepared_bytes: the memory of the largest prepared image. min_pixels: llama.cpp enlarges
-        smaller images to this number of pixels; 0 if it cuts images into tiles of a fixed size.
+        - prepared_bytes: the memory of the largest prepared image.
+        - min_pixels: llama.cpp enlarges smaller images to this number of pixels. It is 0 if
+          llama.cpp cuts images into tiles of a fixed size.
         """
         held = _COPIES * 2 * prepared_bytes + prepared_bytes
         return replace(

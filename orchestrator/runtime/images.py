@@ -79,13 +79,14 @@ def has_images(messages: Iterable[Any]) -> bool:
 def settle_images(messages: Sequence[Any], limits: ImageLimits | None, field: str) -> list[str]:
     """Check all images of a conversation, and rewrite them in place for llama.cpp.
 
-    Returns the new text of each image in the messages: base64 or a data: URL. Raises ConfigError
-    for images that cannot be decoded within the limits, for web addresses and file ids of images,
-    and for audio and video.
+    Returns a string for each image: its base64 encoding, or a data: URL with this encoding. Raises
+    ConfigError for images that cannot be decoded within the limits, for web addresses and file ids
+    of images, and for audio and video.
 
-    messages: in the format of OpenAI's chat or responses API, or of Anthropic's API. limits: the
-    limits of the model, or None if it takes no images. field: name of the messages in the request,
-    for errors.
+    - messages: the conversation in the format of OpenAI's chat or responses API, or of Anthropic's
+      API.
+    - limits: the limits of the model, or None if it takes no images.
+    - field: name of the messages in the request, for errors.
     """
     found = []
     for where, may_have_images, part in _parts(messages, field):

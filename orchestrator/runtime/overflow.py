@@ -140,13 +140,16 @@ def first_kept(
 ) -> int:
     """Return the index of the first message to keep, so that a conversation fits in the context.
 
-    The function replays the conversation, answer by answer. If too little context is left for an
-    answer, the oldest exchanges are dropped until at most half of the context is full. An exchange
-    is a question with everything up to the next question. The latest exchange stays. Therefore, a
-    growing conversation keeps the same index until the context is full again.
+    The function replays the conversation from its start. Whenever too little context is free for
+    the next answer, it drops the oldest exchanges, until at most half of the context is full. An
+    exchange is a question with everything up to the next question. The latest exchange always
+    stays. The result is the index of the first message that was not dropped.
 
-    parts, lengths: the result of parts_of, and the tokens of each part. n_head: tokens before the
-    first part. n_ctx, n_answer: maximum tokens of the context and of an answer.
+    - parts: the conversation, as returned by parts_of.
+    - lengths: the number of tokens of each part.
+    - n_head: the number of tokens before the first part.
+    - n_ctx: the size of the context in tokens.
+    - n_answer: the maximum number of tokens of an answer.
     """
     most = n_ctx - min(max(n_answer, n_ctx // LEAST_FREE), n_ctx // MOST_FREE)
     n_prompt, exchanges = n_head, deque[list[int]]()  # of each: first message, number of tokens

@@ -41,11 +41,15 @@ def common_prefix(a: Sequence[int] | np.ndarray, b: Sequence[int] | np.ndarray) 
 def usable(length: int, needs_checkpoints: bool, marks: Sequence[int], common: int) -> int:
     """Return how many tokens at the start of a stored sequence a prompt can reuse.
 
-    - length: number of tokens of the sequence.
-    - needs_checkpoints: whether the sequence can be truncated only at checkpoints. A checkpoint is
-      a saved part of the model's state. Models with sliding windows or recurrent layers need it.
-    - marks: the lengths with checkpoints.
-    - common: length of the common prefix of the sequence and the prompt.
+    - length: the number of tokens of the sequence.
+    - common: the length of the common prefix of the sequence and the prompt.
+    - needs_checkpoints: whether the sequence can be truncated only at checkpoints, which are saved
+      parts of the model's state. True for models with sliding windows or recurrent layers.
+    - marks: the lengths of the sequence at which checkpoints were saved.
+
+    If the prompt begins with the whole sequence, the result is `length`. Otherwise the sequence
+    must be truncated. The result is then `common`, or with needs_checkpoints, the largest of
+    `marks` that is not above `common` (0 if there is none).
     """
     if common >= length:
         return length
@@ -152,9 +156,12 @@ class Listed:
     def usable(self, common: int) -> int:
         """Return how many tokens at the start of the saved sequence a prompt can reuse.
 
-        common: length of the common prefix of the saved sequence and the prompt. The result is this
-        number for most models. With sliding windows or recurrent layers, it is the largest length
-        up to `common` for which the file has the model's state, or 0.
+        common: the length of the common prefix of the saved sequence and the prompt.
+
+        - For most models, and if the prompt begins with the whole sequence, the result is `common`.
+        - Models with sliding windows or recurrent layers must otherwise start from a checkpoint, a
+          saved state of the model. The result is the largest length with a checkpoint that is not
+          above `common`, or 0.
         """
         places = [each.length for each in self.marks if each.part_bytes >= 0]
         return usable(len(self.tokens), self.needs_checkpoints, places, common)
@@ -242,11 +249,14 @@ class PromptFolder:
         If saving fails, a sentence is added to `notes`, and no error is raised.
 
         - key: identifies the model and settings (state_key).
-        - needs_checkpoints: whether it can be truncated only at checkpoints (saved states).
-        - marks: the checkpoints to save.
-        - write_state: lets llama.cpp write the sequence to a path. Returns the size of the data in
-          bytes, or a Stored with the size and the places of llama.cpp's checkpoints. Returns 0 if
-          writing failed, or None to save no file.
+        - tokens: the tokens of the sequence.
+        - needs_checkpoints: whether the sequence can be truncated only at lengths with saved
+          states.
+        - marks: states to save in addition to llama.cpp's own checkpoints, such as the policy's
+          data. Each Mark belongs to one length of the sequence.
+        - write_state: lets llama.cpp write the sequence and its own checkpoints to a path. Returns
+          a Stored with the sizes of the data, or only the size in bytes if there are no
+          checkpoints. A size of 0 means that writing failed. Returns None to save no file.
         """
         path = self._target(key, tokens)
         remove_abandoned(path)
@@ -283,12 +293,14 @@ class PromptFolder:
     ) -> tuple[Mark, ...] | None:
         """Verify a saved file, and let `read_state` restore llama.cpp's sequence from it.
 
-        Returns a Mark for each length to which the sequence can be truncated, with the states to
-        restore. Returns None if the file is damaged, cannot be read or does not fit in memory. A
-        damaged file is removed.
+        Returns a tuple of Marks. A Mark is a length to which the sequence can be truncated, with
+        the states of the model and the policy at this length. Returns None if the file is damaged,
+        cannot be read or does not fit in memory. A damaged file is removed.
 
-        - most_bytes: maximum total size of the states. If necessary, the shortest lengths are left
-          out. With None, all Marks are returned, but without the model's states (`Mark.part`).
+        - listed: the description of the file.
+        - most_bytes: the maximum size of all states together. If they exceed it, the Marks with the
+          shortest lengths are left out. None: all Marks are returned, but without the model's
+          states (`Mark.part`).
         - read_state: restores the sequence from a path. Returns False if memory is too small.
         """
         try:

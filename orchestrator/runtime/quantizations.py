@@ -190,11 +190,14 @@ def compare(
 def best_of(rows: Sequence[Quantization], free_bytes: int) -> str | None:
     """Return the file name of the model that suits this machine best; None if no model runs.
 
-    This is the largest, and so most precise, model that generates at least WELL tokens per second.
-    If no model is that fast, it is the fastest one. A model above _ENOUGH_BITS per weight is chosen
-    only if no other model runs.
+    The candidates are the models that run on this machine and have at most _ENOUGH_BITS bits per
+    weight. If no such model runs, the candidates are all models that run.
 
-    free_bytes: free space on the disk that would hold the model.
+    - If some candidates generate at least WELL tokens per second, the result is the largest of
+      them, because it is the most precise.
+    - Otherwise, the result is the fastest candidate.
+
+    rows: the models to choose from. free_bytes: free space on the disk that would hold the model.
     """
     run = [each for each in rows if _here(each, free_bytes) in (FITS, STREAMS)]
     usual = [each for each in run if each.bits is not None and each.bits <= _ENOUGH_BITS] or run

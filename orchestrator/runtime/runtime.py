@@ -84,9 +84,9 @@ class _SwitchInterval:
             self._n_quick += 1
 
     def restore(self) -> None:
-        """Undo one call of `shorten`.
+        """Undo one call of `shorten`, which shortens Python's thread switch interval.
 
-        When all calls are undone, the switch interval is as before the first call.
+        When all calls are undone, the interval (sys.getswitchinterval) is as before the first call.
         """
         with self._lock:
             self._n_quick -= 1
@@ -578,13 +578,15 @@ class Runtime(Closing):
     def set(self, **changes: Any) -> bool:
         """Change settings of the loaded model, by their names in Config.
 
-        Live settings apply from the next token on, and the model stays loaded. If any other setting
-        changes, the model is loaded again after the running answers have ended, and all sequences
-        are emptied. If loading fails, the former settings stay, and MoeEdgeError, OSError or
-        KeyboardInterrupt is raised.
+        - If all of them are live settings (Setting.live), they apply from the next token on. The
+          model stays loaded.
+        - Otherwise, the model is loaded again after the running answers have ended, and all
+          sequences are emptied. If loading fails, the former settings stay, and MoeEdgeError,
+          OSError or KeyboardInterrupt is raised.
 
-        Returns False if only live settings of other policies were changed. Their new values are
-        stored, and apply when such a policy is chosen. Otherwise returns True.
+        Returns False if the change has no effect yet, because all changed settings are live
+        settings of policies that are not in use. They apply when such a policy is chosen. Otherwise
+        returns True.
         """
         config = self.config.with_changes(**changes)
         known = policy_settings()

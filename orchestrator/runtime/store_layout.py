@@ -132,14 +132,17 @@ def store_layers(
 ) -> StoreLayers:
     """Return where the experts of each MoE layer are in the files, and which slots cache them.
 
-    The result has a pair (layer id, {(kind, tier): Slices}) for each MoE layer. A kind is a matrix
-    of an expert: up, gate, gate_up or down. A tier is a precision, as an index into `tiers`. A
-    Slices has the file position of these matrices and the number of their slot group (slots of one
-    size).
+    The result has a pair (layer id, {(kind, tier): Slices}) for each MoE layer. A Slices combines
+    the file position of the layer's experts, from `slices`, with the number of the slot group that
+    caches them, from `slots`. A slot group has slots of one size.
 
-    layer_ids: llama.cpp's layer ids. slices: file positions, [layer][kind][precision]. tiers: the
-    precisions to use, as indices into slices[layer][kind]. slots: assigns a slot group to each
-    (layer, kind, tier).
+    A kind is a matrix of an expert (up, gate, gate_up or down). A tier is a precision in use. With
+    tiers = [0, 2], tier 1 of the result has the file's precision 2.
+
+    - layer_ids: llama.cpp's ids of the MoE layers.
+    - slices: the file positions, [layer][kind][precision].
+    - tiers: the file's precisions to use, as indices into slices[layer][kind], best first.
+    - slots: assigns a slot group to each (layer, kind, tier).
     """
     return tuple(
         (

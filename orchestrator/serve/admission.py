@@ -277,10 +277,12 @@ class Conversation:
     def n_shared_with(self, before: Conversation) -> int:
         """Return how many digests at the start of this and of an earlier conversation are equal.
 
-        A digest stands for a message, or for a piece of a prompt. The result is 0 unless this
-        conversation continues the earlier conversation, `before`. It continues `before` if it
-        begins with the same digests, except perhaps for the last digest of `before`. The result is
-        also 0 if only tools and system messages are equal.
+        A digest stands for a message, or for a piece of a prompt. `before` is the earlier
+        conversation. The result is 0 in two cases:
+
+        - This conversation does not begin with the digests of `before`. The last digest of `before`
+          may differ.
+        - Only digests of tools and system messages are equal.
         """
         shared = 0
         for ours, theirs in zip(self.pieces, before.pieces, strict=False):
@@ -292,15 +294,17 @@ class Conversation:
 
 
 def conversations_of(data: dict[str, Any], most: int) -> list[Conversation]:
-    """Return a Conversation, the digests of a prompt, for each answer to a request.
+    """Return a list with one Conversation for each answer to a request.
 
-    `SlotManager` uses the digests to find a sequence of llama.cpp's server that already holds the
-    beginning of the prompt. If a prompt gets several answers, only the first Conversation has
-    digests.
+    A Conversation has digests (hashes) of the successive pieces of one prompt. With them,
+    `SlotManager` finds a sequence of llama.cpp's server that already holds the beginning of the
+    prompt. In two cases, a Conversation has no digests and can use any sequence:
 
-    `data` is the request, and `most` the number of sequences. If the request has more prompts than
-    `most`, the prompts share the sequences. The result is then `most` Conversations without
-    digests.
+    - If one prompt gets several answers, only the first Conversation has digests.
+    - If the request has more prompts than `most`, the prompts share the sequences. The result is
+      then `most` Conversations without digests.
+
+    `data` is the request, and `most` the number of sequences.
     """
     n = data.get("n_cmpl", data.get("n", 1))  # llama.cpp prefers n_cmpl, too
     messages = data.get("messages", data.get("input"))
@@ -363,12 +367,13 @@ class SlotManager:
     def take(self, asked: Iterable[Conversation], cells: int = 0) -> tuple[list[int], int]:
         """Take a free slot for each conversation. Return (slot numbers, number of old KV cells).
 
-        A slot is a sequence of llama.cpp's server. It keeps the KV cells of its previous request
-        until a new prompt starts. The second result is an upper limit for these old KV cells in all
-        taken slots together.
+        A slot is a sequence of llama.cpp's server. After a request has ended, its KV cells stay in
+        its slots. The second result is the maximum number of KV cells that earlier requests left in
+        the taken slots, in total.
 
-        `cells` is the maximum number of KV cells that the new request uses in each slot. When the
-        slot is taken again, this number counts as its old KV cells.
+        `asked` are the conversations. `cells` is the maximum number of KV cells that the new
+        request will leave in each slot. The next call that takes the slot counts this number as old
+        KV cells.
         """
         taken, held = [], 0
         for each in asked:

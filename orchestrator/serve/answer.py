@@ -104,14 +104,17 @@ class Outlet:
 class Exchange:
     """An ASGI response that waits until its request may run, then computes and sends the answer.
 
+    - state, served: the state of the server, and the loaded model.
     - route, body: path and body of the request.
-    - places, cells: numbers of parallel answers and of KV cells that the request reserves.
-    - conversations: digests of the prompts, to find sequences of llama.cpp's server that already
-      hold the beginning of a prompt.
-    - settings: the policy settings of the request.
-    - shape: converts llama.cpp's answer to the format that clients expect on this path.
-    - compute: computes the answer, instead of llama.cpp's server.
-    - outlet: makes the writer of the HTTP response; `Outlet` by default.
+    - is_stream: whether the client asked for a stream of events.
+    - places: the number of parallel answers that the request needs.
+    - cells: the number of KV cells to reserve for the request.
+    - conversations: one for each sequence of llama.cpp's server that the request needs. A
+      Conversation helps to find a sequence that already holds the beginning of the prompt.
+    - settings: the settings of the policy for this request; None with `--policy plain`.
+    - shape: converts llama.cpp's answer to the format of the path; None if no conversion is needed.
+    - compute: a function that computes the answer; None if llama.cpp's server computes it.
+    - outlet: a function that makes the writer of the HTTP response; None for `Outlet`.
     """
 
     state: State

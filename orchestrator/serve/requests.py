@@ -780,12 +780,17 @@ def settle_probs(
     """Translate the fields of a request for token probabilities into llama.cpp's fields, in place.
 
     Returns an object that converts llama.cpp's answer to the format of the path `route`, or None if
-    no conversion is needed. `n_dropped` is the number of messages that --overflow removed; the
-    converted answer reports it to the client.
+    no conversion is needed.
 
-    The probabilities of an answer must fit in PROBS_BYTES of memory. Raises Refusal (an error
-    response) if the request's token limit is too large. If the request has no limit, and the
-    longest answer (`most_tokens`) does not fit, a limit is added.
+    The probabilities of an answer must fit in PROBS_BYTES of memory, so the number of tokens must
+    be limited:
+
+    - If the request `data` has a token limit that is too large, Refusal (an error response) is
+      raised.
+    - If the request has no token limit, a limit is added, unless an answer of `most_tokens` (the
+      longest possible answer) fits.
+
+    `n_dropped` is the number of messages that --overflow removed. The converted answer reports it.
     """
     shaping = Shaping(route, data, n_dropped)  # before the fields change
     name = {CHAT: "top_logprobs", COMPLETIONS: "logprobs"}.get(route, "n_probs")
@@ -859,14 +864,19 @@ def _limit(data: dict[str, Any], n_tokens: int) -> None:
 def settle_length(
     route: str, data: dict[str, Any], served: Served, n_answers: int, asker: Body
 ) -> int:
-    """Return the number of KV cells to reserve for the prompt and all answers of a request.
+    """Return the number of KV cells to reserve for a request: for its prompt and all its answers.
 
-    The reservation for each answer is the request's limit of generated tokens, or less if the
-    prompt leaves less context free. If the request `data` has no limit, a limit is added. The added
-    limit is --max-tokens, or else about 1/--parallel of all KV cells, minus the prompt's tokens.
+    Each answer needs KV cells for its maximum number of generated tokens. This maximum is:
+
+    - The token limit of the request `data`, if it has one.
+    - Otherwise --max-tokens, if the server has this option. This limit is added to the request.
+    - Otherwise an equal share of all KV cells (1/--parallel), minus the prompt's tokens. This
+      limit, but at least RESERVED_TOKENS, is added to the request.
+
+    Each maximum is lowered if the prompt leaves less context free.
 
     `n_answers` is the number of answers to one prompt. `asker` sends queries to llama.cpp's server,
-    which counts tokens. Raises Refusal (an error response) if the prompt is too long.
+    to count tokens. Raises Refusal (an error response) if the prompt is too long.
     """
     body, most = written(data), served.about.n_ctx
     counted = check_length(route, body, served, asker)

@@ -151,8 +151,9 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen on the sockets, each with a queue of up to BACKLOG new connections.
 
-        uvicorn starts asyncio with a queue length of 1, and this method then sets the real length.
-        asyncio would otherwise repeat a failed accept BACKLOG times without a pause.
+        If accepting a connection fails, asyncio repeats it without a pause, as often as the queue
+        is long. So asyncio gets the queue length 1, and this method then sets the real length on
+        the sockets.
         """
         asyncio.get_running_loop().set_exception_handler(self._failed)
         await super().startup(sockets)

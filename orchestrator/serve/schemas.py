@@ -453,8 +453,8 @@ SCHEMAS: dict[str, Schema] = {
         models=listed(record("name bytes loaded", name=STRING, bytes=COUNT, loaded=FLAG)),
         task={
             "type": ["object", "null"],
-            "description": "The latest task. doing is a text that names its current activity, and "
-            "done the completed fraction of this activity, from 0 to 1.",
+            "description": "The latest task. The field `doing` names its current activity. The "
+            "field `done` is the completed fraction of this activity, from 0 to 1.",
         },
         compared={
             "type": ["object", "null"],
@@ -549,8 +549,9 @@ SCHEMAS: dict[str, Schema] = {
         },
         streams_below={
             **COUNT,
-            "description": "A value of --ram, in bytes, with which the server would read some "
-            "experts from disk. Only present if the field layers is 0.",
+            "description": "A suggested value of --ram, in bytes, with which the server would have "
+            "an expert cache and read some experts from disk. Only present if the server has no "
+            "expert cache now (the field `layers` is 0).",
         },
         experts=COUNT,
         tiers=listed(STRING),

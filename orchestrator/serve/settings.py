@@ -98,7 +98,7 @@ class ServeSettings(Settings):
         None,
         "Maximum size of a request.",
         unit=SIZE,
-        shown="16 bytes of text per token of --ctx, at least 128KiB; plus 16MiB of images",
+        shown="for text 16 bytes per token of --ctx, at least 128KiB; for images 16MiB more",
         group=MORE,
     )
     allow_model_change: bool = setting(
@@ -111,7 +111,7 @@ class ServeSettings(Settings):
         "Treatment of a conversation that outgrows the context: drop (its oldest exchanges leave "
         "the prompt) or refuse (status 400).",
         choices=(DROP, REFUSE),
-        shown="as the request says; drop for the web page and Ollama's API",
+        shown="as the request asks, otherwise refuse (for the web page and Ollama's API: drop)",
         group=MORE,
     )
     patience: int = setting(

@@ -162,7 +162,13 @@ def _samples(state: State, served: Served) -> Iterator[tuple[str, str, str, Labe
         {},
         bodies.kept_bytes,
     )
-    yield "bodies_waiting", "gauge", "Request bodies that wait to be parsed.", {}, bodies.waiting
+    yield (
+        "bodies_waiting",
+        "gauge",
+        "Number of request bodies that wait to be parsed.",
+        {},
+        bodies.waiting,
+    )
     refused = bodies.refused
     yield (
         "bodies_refused_total",

@@ -145,10 +145,10 @@ async def read_body(
 
 
 def check_text(body: bytes, most_bytes: int) -> None:
-    """Raise Refusal (an error response) if a request's body is too long without its images.
+    """Raise Refusal (an error response) if the text in a request's body is longer than most_bytes.
 
-    The body need not be parsed: runs of at least 1024 base64 characters count as images. most_bytes
-    is the maximum length of the rest.
+    The text is the body without its images. The body need not be parsed for this check: each run of
+    at least 1024 base64 characters counts as an image.
     """
     if len(body) > most_bytes:
         n_runs = sum(found.end() - found.start() for found in _LONG_RUN.finditer(body))
@@ -338,11 +338,13 @@ def error_event(route: str, error: bytes) -> bytes:
 def should_add_costs(part: bytes, is_stream: bool, route: str) -> bool:
     """Return whether `with_costs` should add the costs of an answer to this part of the answer.
 
-    Costs are measurements, such as cache hits. The right part has llama.cpp's own measurements
-    (`timings`). If llama.cpp sends no `timings`, the right part is the complete answer, or
-    Anthropic's event `message_delta` in a stream.
+    Costs are measurements, such as cache hits. `part` is a complete answer, or whole events of a
+    stream. `route` is the path of the request. The result is True for these parts:
 
-    `part` is a complete answer or whole events of a stream. `route` is the path of the request.
+    - A part with llama.cpp's own measurements (`timings`).
+    - A complete answer on the path of Anthropic's API or of OpenAI's responses API. llama.cpp sends
+      no `timings` there.
+    - A part of a stream with Anthropic's event `message_delta`. It has no `timings`, either.
     """
     if not is_stream and route in _WITHOUT_TIMINGS:
         return True

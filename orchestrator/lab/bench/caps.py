@@ -97,12 +97,17 @@ class Computing(NamedTuple):
     def of_mix(self, run: int, mix: Mapping[str, float]) -> float:
         """Estimate the compute time per token if some experts have low precision or are skipped.
 
-        The result is in milliseconds, for one run of the benchmark. It is estimated from the times
-        with all experts in the high precision (`high`), all experts in the low precision (`low`),
-        and fewer experts per token (`fewer`).
+        The result is in milliseconds. It is interpolated from the times of one run of the
+        benchmark:
 
-        - run: the number of the run, an index into these three lists.
-        - mix: fraction of the experts with the low precision ("low"), and of skipped ones ("skip").
+            high - mix["low"] * (high - low) - mix["skip"] * (high - fewer) / (1 - fewer_share)
+
+        - high, low: the time with all experts in the high precision, and in the low precision.
+        - fewer: the time if a token uses only the fraction `fewer_share` of its experts.
+        - run: the index of the run. The three times are the values of the fields at this index.
+        - mix: the fraction of experts with low precision ("low"), and of skipped experts ("skip").
+
+        A difference that was not measured, or is negative, counts as 0.
         """
         high = self.high[run]
         found = high
@@ -115,17 +120,20 @@ class Computing(NamedTuple):
 
 
 def computing(rows: Sequence[Result], fewer_share: float) -> Computing:
-    """Return upstream llama.cpp's compute times per token with everything in memory.
+    """Collect upstream llama.cpp's compute times per token with everything in memory.
 
-    The result has three lists: the times with all experts in the high precision, with all experts
-    in the low precision, and with fewer experts per token. A list has one time in milliseconds for
-    each run (repetition).
+    The result has three lists, each with one time in milliseconds for each run (repetition) of the
+    benchmark. Each list is from the rows with one role and without a memory cap:
 
-    - rows: the rows of the benchmark's table. The lists are from the rows with the roles
-      "upstream", "low" and "fewer". If several rows have the same role, the smallest time of each
-      run is used.
-    - fewer_share: the number of experts per token in the rows "fewer", as a fraction of the usual
-      number. It is copied to the result.
+    - high: role "upstream", all experts in the high precision.
+    - low: role "low", all experts in the low precision.
+    - fewer: role "fewer", fewer experts per token.
+
+    If several rows have the same role, the smallest time of each run is used.
+
+    - rows: the rows of the benchmark's table.
+    - fewer_share: experts per token in the role "fewer", divided by the usual number. This number
+      is copied to the result.
     """
     high, low, fewer = (
         best_runs([row for row in rows if row["cap"] is None and row["role"] == role])

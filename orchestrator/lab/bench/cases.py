@@ -17,11 +17,11 @@ class Case:
 
     - system: "upstream" (upstream llama.cpp, with settings of PlainModel) or "engine" (ours, with
       settings of Config).
-    - cap: the memory cap; None for no cap. If it limits the whole process, it is a fraction of the
-      model file. If it limits only the memory for experts, or GPU memory, it is a fraction of the
-      experts.
-    - one_token: the memory for experts holds only the experts of one token in one layer, even if
-      the cap allows more. Each expert is then read again for each token.
+    - cap: the memory cap as a fraction; None for no cap. A benchmark that limits the whole process
+      takes this fraction of the model file's size. A benchmark that limits the memory for experts,
+      or GPU memory, takes this fraction of the experts' size.
+    - one_token: the memory for experts has exactly the size of the experts of one token in one
+      layer. The cap does not change this size. Each expert is then read again for each token.
     - tier: type of all experts. None keeps the types of the model file.
     - role: how a report uses the case.
 
@@ -160,10 +160,10 @@ def foreign_policies(cap: float, more: str | None) -> list[Case]:
 
 
 # Names of the rows of Table 3 of the DyMoE paper.
-ON_DEMAND = "1 load on demand"
-CACHE, CACHE_AHEAD = "2 cache", "3 cache + prefetch"
-MIXED, MIXED_AHEAD = "4 cache + 4/2", "5 cache + 4/2 + prefetch"
-SKIP_AHEAD = "6 cache + 4/0 + prefetch"
+ON_DEMAND = "row 1: load on demand"
+CACHE, CACHE_AHEAD = "row 2: cache", "row 3: cache, prefetch"
+MIXED, MIXED_AHEAD = "row 4: cache, 4 or 2 bits", "row 5: cache, prefetch, 4 or 2 bits"
+SKIP_AHEAD = "row 6: cache, prefetch, 4 bits or skipped"
 
 
 class PaperRatios(NamedTuple):
@@ -191,12 +191,17 @@ PAPER = (ON_DEMAND, CACHE, CACHE_AHEAD, MIXED, MIXED_AHEAD, SKIP_AHEAD)
 
 
 def paper_rows(cap: float, retention: float) -> list[Case]:
-    """Return six benchmark cases, which reproduce the rows of Table 3 of the DyMoE paper.
+    """Return six benchmark cases, which reproduce rows 1 to 6 of Table 3 of the DyMoE paper.
 
-    All cases have the same memory cap. Row 1 loads each expert on demand and has no cache hits. All
-    other rows cache experts. Rows 4 to 6 keep the fraction `retention` of the experts in the high
-    precision. The other experts have low precision in rows 4 and 5, and are skipped in row 6. Rows
-    3, 5 and 6 also prefetch experts.
+    1. Each expert is loaded when a token needs it. There are no cache hits.
+    2. All experts have high precision, and a cache keeps some experts in memory.
+    3. Row 2 with prefetching.
+    4. Row 2, but only the fraction `retention` of the experts has high precision. The other experts
+       have low precision.
+    5. Row 4 with prefetching.
+    6. Row 5, but experts are skipped instead of computed in low precision.
+
+    All cases have the memory cap `cap`, a fraction of the size of all experts.
     """
 
     # Prefetching is "on" instead of "auto", because "auto" also tries steps without prefetching.

@@ -37,12 +37,19 @@ COUNTS = ("launches", "graphs", "waits", "copies in", "bytes in", "copies out", 
 class Part(NamedTuple):
     """One part of a measurement: one or more prompts, or a number of decode steps.
 
+    The field `kind` decides what the process measures:
+
+    - PROMPT: the time to read one prompt of n tokens.
+    - PROMPTS: the time of each of `sequences` prompts, one for each sequence. A prompt has n
+      tokens.
+    - DECODE: the time of each of n decode steps. A step decodes one token of each of `sequences`
+      sequences, in one batch. If `sequences` is 0, a single sequence decodes without a batch.
+
+    Other fields:
+
     - name: identifies the part in the results.
-    - kind: PROMPT (one prompt), PROMPTS (one prompt for each sequence) or DECODE (decode steps).
-    - n: the number of tokens in each prompt, or the number of decode steps.
-    - seconds, at_least: decode steps end early after `seconds`, but not before `at_least` steps.
-    - sequences: the number of sequences that have a prompt (PROMPTS) or decode in one batch
-      (DECODE). With 0, a single sequence decodes without a batch.
+    - seconds, at_least: only for DECODE. Decoding ends early after `seconds`, but not before
+      `at_least` steps.
 
     Decode steps continue the text of the previous part. After PROMPT, all sequences of a batch
     continue the same prompt.

@@ -71,7 +71,7 @@ def cases(model: ExpertModel, retention: float) -> list[Case]:
         replace(REFERENCE, name=f"{MANAGED}, static tables"),
         *(
             Case(
-                f"all experts on the GPU, dymoe with --prefetch {ahead}",
+                f"--policy dymoe --prefetch {ahead}, all experts on the GPU",
                 "engine",
                 settings={"policy": "dymoe", "retention": 1.0, "prefetch": ahead},
             )
@@ -120,10 +120,10 @@ def job(case: Case, high: Path, low: Path, model: ExpertModel) -> Job:
 
 
 def no_hits_slot_bytes(model: ExpertModel) -> int:
-    """Return the total bytes of expert slots that are too few for any cache hit.
+    """Return a size of the memory for experts with which no cache hit is possible, in bytes.
 
-    The slots hold the experts that one token uses in two layers. All layers share the slots, so
-    later layers evict these experts before the next token.
+    All layers share this memory. It holds the experts that a token uses in two layers. When the
+    next token needs an expert, later layers have already evicted the expert.
     """
     share = model.n_expert_used / model.n_expert / model.n_layers
     return 2 * int(share * model.tier_bytes[0])

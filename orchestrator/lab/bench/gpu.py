@@ -99,7 +99,7 @@ class GpuOptions(BenchOptions):
         "Count GPU operations (launches, waits, copies) per decode step. Needs --emulated.",
     )
     emulated: bool = setting(
-        False, "Emulate a GPU on the CPU, for --counts. Needs a source checkout."
+        False, "Emulate a GPU on the CPU. Only with --counts. Needs a source checkout."
     )
     link: int | None = setting(
         None,
@@ -230,10 +230,11 @@ class FixedMemory:
     def cpu_moe(self, share: float) -> int:
         """Return the smallest --n-cpu-moe of llama.cpp with which a model fits on the GPU.
 
-        This option of llama.cpp is the number of layers whose experts stay on the CPU.
+        This option of llama.cpp is the number of layers whose experts stay on the CPU. The size of
+        the GPU memory is `vram_bytes(share)`.
 
-        - share: sets the size of the GPU memory, which is `vram_bytes(share)`. This memory has
-          space for the fraction `share` of the experts, by bytes, and for the rest of the model.
+        - share: the fraction of the bytes of all experts for which this memory has space, in
+          addition to the rest of the model.
         """
         left = self.vram_bytes(share) - self.theirs
         n = len(self.layers)
@@ -309,9 +310,12 @@ class Gpu(Benchmark):
                 shutil.rmtree(folder, ignore_errors=True)
 
     def open(self, on: GpuOptions, note: Note) -> None:
-        """Find the GPU, then open the model that is measured.
+        """Find the GPU, then open the model file that is measured. A missing file is generated.
 
-        Raises ConfigError if no GPU is found, before the model is generated.
+        - on: the options of the benchmark, which describe the device and the model.
+        - note: receives progress messages.
+
+        Raises ConfigError if no GPU is found. In this case, no file is generated.
         """
         self.gpu, self.copies, self.times = ask_device(on.device), list[Result](), 1
         self.on = on
@@ -475,16 +479,17 @@ class Gpu(Benchmark):
         self.fixed_memory = FixedMemory(ours, theirs, layers)
 
     def bandwidth(self, number: int, seconds: float = 1.5) -> disk.Bandwidth:
-        """Return the read speed of the disk, and measure copies to the GPU once in each run.
+        """Measure disk reads and copies to the GPU, and return the speed of the disk reads.
 
-        A run measures all cases of the benchmark once. The first call in a run also measures the
-        bandwidth of copies to the GPU, and adds it to the attribute `copies`.
+        A run measures all cases of the benchmark once. This method may be called several times in a
+        run:
 
-        Usually, each call measures the disk. With the option --table3, only the first call in a run
-        measures it, and later calls return the same result.
+        - Disk reads are measured in each call. With the option --table3, only the first call in a
+          run measures disk reads. Later calls return the last result.
+        - Copies to the GPU are measured only in the first call in a run. The result is added to the
+          attribute `copies`.
 
-        - number: index of the run.
-        - seconds: approximate duration of the disk measurement.
+        number: the index of the run. seconds: the approximate duration of the disk measurement.
         """
         if len(self.copies) <= number:
             self.copies.append(self.ask_link())
@@ -624,8 +629,8 @@ class Gpu(Benchmark):
             *lines,
             "TPOT is the time per output token, and TTFT is the time to the first token. The "
             'columns "x TPOT" and "x TTFT" are speed-ups over the fastest row of upstream '
-            'llama.cpp in the same table. The column "x row 1" is the speed-up in TPOT over the '
-            f'row "{ON_DEMAND}".',
+            'llama.cpp in the same table. The column "x row 1" is the speed-up in TPOT over '
+            f'"{ON_DEMAND}".',
             'The column "of bound" is the measured speed as a share of the highest possible speed. '
             "At the highest possible speed, the time of a token is its compute time or its load "
             "time, whichever is longer. The compute time is that with all experts on the GPU. The "

@@ -343,10 +343,10 @@ def predict(on: Any, note: Note) -> Report:
         "holds every expert.",
         'The column "as H200" is the column "p50" plus a correction for each of the '
         f"{layers} layers. A correction is the measured time of a layer minus its simulated time.",
-        f"The corrections were measured on an H200, with {MEASURED_LAYERS} layers and a link of "
-        f"{MEASURED_LINK / 1e9:g} GB/s. This measurement read its low-precision experts from the "
-        f"disk. The corrections in ms per token and layer are: {notes}. The cause of these "
-        "differences is not known.",
+        f"These corrections of the simulated times, in ms per token and layer, are: {notes}. They "
+        f"come from a measurement on an H200 with {MEASURED_LAYERS} layers and a link of "
+        f"{MEASURED_LINK / 1e9:g} GB/s, which read low-precision experts from the disk. We do "
+        "not know why measured and simulated times differ.",
     ]
     note_of_upstream = (
         "The tables have no row for upstream llama.cpp, because llama.cpp computes experts on the "

@@ -94,14 +94,19 @@ def caps_of(rows: Sequence[Result]) -> list[list[Result]]:
 
 
 def add_bound(row: Result, compute_ms: Sequence[float], waits_ms: Sequence[list[float]]) -> None:
-    """Add a lower bound of the time per token to a table row, under the key "bound_tpot_ms".
+    """Add a lower bound of the time per token, in milliseconds, to a table row.
 
-    The bound of a decode step is its compute time or the time to load its missing experts,
-    whichever is longer. The bound of a run (repetition) is the median over its steps. The row gets
-    the median over the runs. The entry "of_bound" is the bound divided by the measured time.
+    A decode step takes at least its compute time, and at least the time to load its missing
+    experts. The longer of these two times is the bound of the step.
 
-    - compute_ms: the compute time of a step, for each run.
-    - waits_ms: for each run, the time to load the missing experts of each step.
+    - compute_ms: for each run (repetition), the compute time of a step.
+    - waits_ms: for each run, a list with the time to load the missing experts of each step.
+
+    The row gets these entries, among others:
+
+    - "bound_tpot_ms": the median of the steps' bounds in each run, and then the median over the
+      runs.
+    - "of_bound": the bound divided by the measured time per token, as a median over the runs.
     """
     bounds = [
         statistics.median(max(compute, wait) for wait in waits)
@@ -225,7 +230,7 @@ def row_notes(rows: Sequence[Result]) -> list[str]:
         parts = [f"peak memory {row['peak_bytes'] / MIB:.0f} MiB"]
         if limit is not None:
             state, cap_mib = "OVER" if over else "within", limit / MIB
-            parts.append(f"{state} its cap of {cap_mib:.0f} MiB")
+            parts.append(f"{state} the memory cap of {cap_mib:.0f} MiB")
         if "budget_bytes" in row:
             parts.append(f"expert slots {row['budget_bytes'] / MIB:.0f} MiB")
         if row.get("callback_us_p50") is not None:

@@ -68,7 +68,7 @@ def intro(short: int, long: int) -> list[str]:
     return [
         f'The columns "{short}" and "{long}" are the times to read a prompt of {short} and of '
         f"{long} tokens.",
-        f'The column "x TPOT" is the speed-up of decoding over the row "{ON_DEMAND}". The column '
+        f'The column "x TPOT" is the speed-up of decoding over "{ON_DEMAND}". The column '
         f'"x TTFT" is the speed-up over the same row when the prompt of {short} tokens is read.',
         'Each column "paper" has two speed-ups that the DyMoE paper reports for the column before: '
         "with 16 and with 24 GB of GPU memory (Mixtral-8x7B, RTX 3090, PCIe 3.0).",
@@ -92,15 +92,17 @@ def on_gpu() -> list[Case]:
 def cases_under(cap: float, first: bool, retention: float, table: Path) -> list[Case]:
     """Return the benchmark cases of our engine for one cap on GPU memory.
 
-    A case is a policy with its settings, and becomes a row of our table. Six cases reproduce the
-    rows of Table 3 of the DyMoE paper.
+    A case is a policy with its settings. Row n means the case that reproduces row n of Table 3 of
+    the DyMoE paper (see `paper_rows`).
 
-    - cap: fraction of the experts that fits on the GPU. Up to 0.25, the result has the cases of all
-      six rows, and two cases with the policies dynaexq and floor. Above 0.25, it has the cases of
-      rows 2, 3, 5 and 6.
-    - first: include row 1 above 0.25 too.
-    - retention: fraction of experts that DyMoE keeps in high precision.
-    - table: file with each expert's error in each precision, for floor.
+    - cap: the fraction of the experts that fits on the GPU.
+    - first: whether `cap` is the first cap of the benchmark.
+    - retention: the fraction of experts that DyMoE keeps in high precision.
+    - table: a file with each expert's error in each precision, which the policy floor needs.
+
+    Up to a cap of 0.25, the result has rows 1 to 6, a case of the policy dynaexq, and a case of the
+    policy floor. Above 0.25, the result has rows 2, 3, 5 and 6. If `first` is True, the result
+    always has row 1, too.
     """
     paper = paper_rows(cap, retention)
     if cap > ALL_ROWS_CAP:

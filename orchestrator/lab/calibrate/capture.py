@@ -167,10 +167,11 @@ def read_calibration(
 class WindowActivations(NamedTuple):
     """Activations of one layer's experts for a window (a piece of text) of T tokens.
 
-    - x: inputs of the gate and up matrices, float32 [T, s, n_embd]. s is usually 1. It is k if the
-      model multiplies the inputs of its experts by the gate weights.
-    - hidden: inputs of the down matrices, float32 [T, k, n_ff].
     - ids: the k experts that the router chose for each token, int32 [T, k].
+    - x: inputs of the gate and up matrices, float32 [T, s, n_embd]. Usually, all experts of a token
+      have the same input, and s is 1. In some models, each expert's input is multiplied by its gate
+      weight. The k inputs of a token then differ, and s is k.
+    - hidden: inputs of the down matrices, float32 [T, k, n_ff].
     """
 
     x: np.ndarray

@@ -215,12 +215,15 @@ class _Sample(NamedTuple):
 class OutputSums:
     """Statistics of each expert's output, summed while a model reads a text.
 
-    - counts int64 [n_layers, n_expert]: number of tokens that were routed to the expert.
-    - gates float64 [n_layers, n_expert]: sum of the squared gate weights of these tokens.
-    - squares float64 [n_layers, n_expert]: sum of the mean squares of the expert's outputs.
-    - weighs bool [n_layers]: True if the layer multiplies its experts' inputs by the gate weights;
-      False if it multiplies their outputs.
-    - samples: for each layer, a sample of its experts' inputs.
+    The sums of an expert are over the tokens that were routed to the expert.
+
+    - counts int64 [n_layers, n_expert]: the number of these tokens.
+    - gates float64 [n_layers, n_expert]: the sum of their squared gate weights.
+    - squares float64 [n_layers, n_expert]: the sum of the mean squares of the expert's outputs.
+    - weighs bool [n_layers]: True if the layer multiplies the inputs of its experts by the gate
+      weights, so that `squares` includes these weights. Usually False: the layer multiplies the
+      outputs by the gate weights later, and `squares` does not include these weights.
+    - samples: maps the index of a layer to a sample of its experts' inputs.
     """
 
     def __init__(self, model: ExpertModel, folder: Path | None = None) -> None:
@@ -246,14 +249,15 @@ class OutputSums:
     def add_product(self, layer: int, kind: int, node: Node) -> None:
         """Update the statistics after llama.cpp has computed a matrix product of a layer's experts.
 
-        After the product with the down matrices, the mean squares of the experts' outputs are added
-        to the field `squares`. If samples were requested, a sample of the experts' inputs is stored
-        in the field `samples`. Each other product only supplies the inputs for this sample and for
-        the field `weighs`.
-
-        - layer: index among the MoE layers.
-        - kind: the kind of the matrices, such as DOWN.
+        - layer: the index among the MoE layers.
+        - kind: the kind of the matrices: UP, GATE, GATE_UP or DOWN.
         - node: the tensor of llama.cpp's graph that holds the product.
+
+        DOWN is the last product of a layer, and gives the experts' outputs. Their mean squares are
+        added to the field `squares`. Each earlier product gives the experts' inputs. These inputs
+        show whether they were multiplied by the gate weights, which is stored in the field
+        `weighs`. If samples were requested, a sample of the inputs is stored in the field
+        `samples`.
         """
         if kind != DOWN:
             if self._inputs is None or self._inputs[0] != layer:

@@ -48,11 +48,16 @@ Seen = Callable[[int, int, Node], None]
 
 
 class Step(NamedTuple):
-    """The result of one evaluation step, in which several windows (pieces of text) were read.
+    """The logits of one evaluation step, in which several windows (pieces of text) were read.
 
-    - windows: indices of the windows that were read. windows[i] was read as sequence i.
-    - of: for each of the n tokens with logits, the index in `windows` of its window, int [n].
-    - logits: float32 [n, n_vocab] in the order of the text, valid until the next step.
+    Logits were computed for n tokens of the windows.
+
+    - windows: the indices of the windows that were read. windows[i] was read as sequence i.
+    - logits: float32 [n, n_vocab], in the order of the text. They are valid until the next step.
+    - of: int [n]. logits[j] belongs to a token of the window windows[of[j]].
+
+    Example: with windows [4, 5] and of [0, 0, 1], logits[0] and logits[1] are from window 4, and
+    logits[2] is from window 5.
     """
 
     windows: list[int]

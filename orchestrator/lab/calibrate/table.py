@@ -77,15 +77,17 @@ PARTS, ALL = "skip in parts", "skip"
 
 
 class Moved(NamedTuple):
-    """The measured effect on a model's output if some of its experts are changed.
+    """How much a model's output moves (changes) if some of its experts are changed.
 
-    A changed expert is computed in a lower precision, or skipped. Each value is a mean over the
-    tokens of one of n windows (pieces of a text).
+    A changed expert is computed in a lower precision, or skipped. The model reads a text in n
+    windows (pieces). Each value is a mean over the tokens of a window.
 
-    - kl float64 [n]: KL divergence from the unchanged model, in nats.
-    - lost float64 [n, n_layers]: error of a token in each layer. Each changed expert of the token
-      adds its squared gate weight times its mean squared output error.
-    - surprise float64 [n]: how unusual the used experts are. It is large if they are rarely used.
+    - kl float64 [n]: the KL divergence from the unchanged model, in nats.
+    - lost float64 [n, n_layers]: the error in each layer. For one token, the error is the sum of
+      g^2 e over its changed experts. g is the expert's gate weight, and e is the mean squared error
+      of the expert's output after the change.
+    - surprise float64 [n]: a number that is high if the tokens use experts that the text rarely
+      uses.
     """
 
     kl: np.ndarray
@@ -126,17 +128,19 @@ def moved(
     against: Reference,
     progress: Progress,
 ) -> Moved:
-    """Measure how a model's output moves if some experts are skipped or have a lower precision.
+    """Measure how a model's output moves if its experts are skipped or have a lower precision.
 
-    The model reads its text once. The result has three values for each window (piece of the text):
-    the KL divergence from the unchanged model, the error of the changed experts, and the mean
-    surprise of the used experts. Surprise is a number that is large for rarely used experts.
+    The model reads its text once. The result has three means for each window (piece of the text):
+    the KL divergence from the unchanged model, the error of the changed experts (from `costs`), and
+    how unusual the used experts are (from `unusual`).
 
     - reader: the model with its text.
-    - name: one of the names from passes(). It decides how experts are changed.
-    - costs float64 [n_layers, n_expert]: mean squared output error of each expert if it is changed.
-    - unusual float64 [n_layers, n_expert]: the surprise of each expert.
-    - against: log-probabilities of the unchanged model.
+    - name: one of the names from passes(). It decides which experts are changed, and how.
+    - costs float64 [n_layers, n_expert]: the mean squared output error of each expert if it is
+      changed.
+    - unusual float64 [n_layers, n_expert]: a number that is high for a rarely used expert.
+    - against: the log-probabilities of the unchanged model.
+    - progress: called after each step with the fraction of the text that was read.
     """
     n_layers, n_windows = len(costs), len(reader.scored)
     part = parts_of(n_layers, n_windows)
@@ -180,16 +184,20 @@ def moved(
 
 
 def fitted(tiers: Sequence[str], found: dict[str, Moved], text: str, weights: np.ndarray) -> Fit:
-    """Compute the factors that convert errors of experts' outputs to KL divergence of the model.
+    """Fit the factors that convert errors of experts' outputs to the model's KL divergence.
 
-    The model has read a text several times. Readings with skipped experts give a factor for each
-    layer, in the field `factors` of the result. Readings with experts in a lower precision give a
-    multiplier for this precision, in the field `scales`.
+    The factors are fitted so that, for the whole text,
+
+        KL divergence = scale of precision * sum over layers (factor of layer * error in layer)
+
+    The text was read once for each kind of change. Readings with skipped experts (scale 1) give the
+    factors of the layers, in the field `factors` of the result. A reading with experts in a lower
+    precision gives the scale of this precision, in the field `scales`.
 
     - tiers: the precisions of the model file, best first.
-    - found: the measurements of each reading, by its name from passes().
+    - found: the KL divergence and the errors of each reading, by the reading's name from passes().
     - text: a description of the text.
-    - weights: number of tokens of each window (piece of the text), float64 [n].
+    - weights: the number of tokens of each window (piece of the text), float64 [n].
 
     Raises ConfigError if skipping experts or lowering their precision had no measurable effect.
     """

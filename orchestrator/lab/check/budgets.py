@@ -32,9 +32,11 @@ class CheckJob:
     - settings: arguments of Config.build.
     - rows: output file for the logits, float32 [1 + n_decode, n_vocab]. It has one row after the
       prompt and one after each decoded token.
-    - n_prompt: number of prompt tokens. None uses one micro-batch of the plan.
+    - prompt: the token ids of the prompt. None uses n_prompt tokens of a built-in text.
+    - n_prompt: the length of the built-in prompt. None uses the number of tokens that the memory
+      plan computes at once (a micro-batch).
+    - answer: the token ids to decode. With None, the model chooses the tokens (greedy decoding).
     - n_decode: number of decoded tokens.
-    - prompt, answer: the tokens to read. None uses a built-in text and greedy decoding.
     - chosen: the program, not the user, has chosen the policy in `settings`. Settings that this
       policy does not have are then ignored instead of refused.
     - answers: load the model as for a chat, and also check its tokenizer and chat template.
@@ -138,15 +140,16 @@ def _comparison_settings(config: Config) -> dict[str, Any]:
 
 
 def three_budgets(config: Config, planner: Planner, tier: str) -> Iterator[tuple[str, Config]]:
-    """Yield (budget name, config) for lossless runs of a model with three memory budgets.
+    """Yield runs of a model with three memory budgets, each as (name of the budget, config).
 
-    A lossless run computes all experts in the precision `tier`.
+    All runs are lossless: each expert is computed in the precision `tier`.
 
-    - "minimum": the smallest possible budget, with an LRU cache.
-    - "everything": memory for all experts, with an LRU cache. If they do not all fit, the budget
-      has a name such as "all free memory".
-    - "half way": about the mean of these two, for each other lossless policy (see `half_way`) that
-      needs no more than the cap of `config`.
+    - "minimum": one run with an LRU cache, and the smallest memory with which this cache works.
+    - "half way": one run for each lossless policy except the LRU cache (see `half_way`). Its memory
+      is the mean of the other two budgets, or the policy's own minimum if that is larger. Runs
+      above the memory cap of `config` are omitted.
+    - "everything": one run with an LRU cache, and memory for all experts. If they do not fit, the
+      run has all permitted memory, and a name such as "all free memory".
 
     Raises BudgetError if the minimum exceeds the cap or the free memory.
     """
@@ -174,15 +177,15 @@ def three_budgets(config: Config, planner: Planner, tier: str) -> Iterator[tuple
 
 
 def budgets_of(config: Config, path: Path, tier: str) -> list[tuple[str, Config]]:
-    """Return a list of (name of the memory budget, config) for the runs of `moe-edge check`.
+    """Return the runs of `moe-edge check`, each as (name of the memory budget, config).
 
-    The smallest possible budget and the budget for all experts have one config each, with an LRU
-    cache as the policy. A medium budget has one config for each other lossless policy (see
-    `half_way`).
+    The list has one run with the smallest possible memory, and one run with memory for all experts.
+    Both use an LRU cache. In addition, each policy from `half_way` has one run with a medium
+    budget, if the memory cap permits this budget. All runs compute each expert in the precision
+    `tier`.
 
     - config: the user's settings, with the memory cap.
     - path: the model file.
-    - tier: the precision of all experts.
 
     Raises BudgetError if the smallest budget exceeds the memory cap or the free memory, and
     MoeEdgeError for another failure.

@@ -386,16 +386,16 @@ class _Check:
 def compare_rows(rows: Path, reference: Path, n_vocab: int) -> dict[str, Any]:
     """Compare the logits of our engine with those of llama.cpp, bit by bit.
 
-    - rows, reference: files with the logits of our engine and of llama.cpp, float32 [n, n_vocab]. A
-      row has the logits after one token.
+    `rows` and `reference` are files with the logits of our engine and of llama.cpp, float32 [n,
+    n_vocab]. A row has the logits after one token.
 
-    Returns a dict with these keys:
+    Returns a dict. Its differences are None if they are NaN or infinite.
 
     - "rows": number of rows of our engine.
     - "equal": whether all bits are equal.
     - "first": index of the first row that differs, or None.
-    - "first_error", "most": largest difference of two logits in this row and in all rows; None if
-      it is not finite.
+    - "first_error": largest absolute difference in the row "first".
+    - "most": largest absolute difference in all rows.
     - "choices": number of rows in which the most likely token differs.
     - "finite": whether all logits of our engine are finite.
     """

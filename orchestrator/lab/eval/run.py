@@ -49,20 +49,20 @@ def counters(evaluator: Evaluator) -> CStats | None:
 def usage_between(
     old: CStats | None, new: CStats | None, phase: Phase, losses: LossMeter | None = None
 ) -> dict[str, Any] | None:
-    """Summarize the work of the expert cache between two readings of its counters.
+    """Return a summary of the expert cache's work between two readings of its counters.
 
-    `old` and `new` are the readings. `losses` has the estimated quality loss. Only steps of the
-    given phase count. Returns None if a reading is None. A fraction is None if nothing was counted.
+    `old` and `new` are the readings. If one is None, the result is None. Only steps of the given
+    phase count. Unknown values are None.
 
-    - high, low, skip: fractions of the routed experts that the policy requested in the high tier,
-      in a lower tier, and not at all.
-    - computed_low: fraction of the expert matrices that were computed in a lower tier.
-    - hit_rate: fraction of requests that were cache hits.
-    - bytes_read: bytes read on demand, prefetched and moved by changes of tier.
-    - kl_low, kl_estimate: lower and upper estimate of the quality loss in nats per token, relative
-      to the best tier, since `losses` began; None if unknown.
-    - limit_halved: fraction of tokens for which the loss limit was halved, because the routing was
-      unusual.
+    - high, low, skip: fractions of the router's choices for which the policy wanted the high tier,
+      a lower tier, and no computation.
+    - computed_low: fraction of the computed matrices that were in a lower tier.
+    - hit_rate: fraction of the requests to the cache that were hits.
+    - bytes_read: bytes read from disk, including reads for tier changes in any phase.
+    - kl_low, kl_estimate: low and high estimate of the quality loss in nats per token.
+    - limit_halved: fraction of the tokens with a halved loss limit (in unusual text).
+
+    The last two items come from `losses`, and cover the time since it was created.
     """
     if old is None or new is None:
         return None
@@ -344,7 +344,7 @@ def render(result: dict[str, Any]) -> str:
                 "than the calibration text of the loss table"
             )
             percent = 100 * usage["limit_halved"]
-            add("limit halved", f"for {percent:.0f} % of the tokens", note)
+            add("loss limit halved", f"{percent:.0f} % of the tokens", note)
         asked = {key: usage[key] for key in ("high", "low", "skip") if usage[key] is not None}
         shares = ", ".join(f"{100 * part:.1f} % {key}" for key, part in asked.items())
         add("experts asked", shares, "precisions that the policy requested")

@@ -152,13 +152,14 @@ def windows_of(
 ) -> list[Window]:
     """Cut documents into windows (pieces) of at most `length` tokens, each from one document.
 
-    Each window begins with the BOS token if the model uses one. If a document has a `context` (a
-    text that the model reads before it), the two are joined and then cut. Tokens of the context are
-    not scored.
+    A window begins with the BOS token if the model uses one. A document's `context` (a text before
+    it) is cut together with it. All tokens of a window are scored, except for:
 
-    - limit: maximum number of scored tokens in all windows; None means no limit.
-    - prompt: minimum number of tokens at the start of each window that are read as a prompt, and
-      not scored. None means no prompt.
+    - its first token.
+    - tokens of the context.
+    - its first `prompt` tokens, which are read as a prompt. None means no prompt.
+
+    `limit` is the maximum number of scored tokens in all windows together; None means no limit.
     """
     begin = tokenize("")
     size = length - len(begin)

@@ -297,7 +297,7 @@ def near_data(on: Measured) -> list[dict[str, Any]]:
 GENERATED = "random routing"
 # The compared systems of Figures 5 and 6.
 _NEAR = "a system with all experts in near-data memory with 16 bits per weight"
-_MONDE = "MoNDE (with a fitted number of expert copies)"
+_MONDE = "MoNDE (number of experts copied to the GPU: fitted to the paper's speed-ups)"
 # The reasons why a speed-up over _NEAR, or over MoNDE, differs from the paper's.
 _FREE = (
     "No constant is fitted to the paper's speed-ups. The paper does not state the bandwidths of "

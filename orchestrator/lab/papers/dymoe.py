@@ -149,9 +149,9 @@ def figure_3(on: Measured) -> Made:
         compared.append(
             Compared(
                 table.title.split(" (")[0],
-                "Accuracy on C-Eval is kept if important tokens (heavy hitters) choose the experts "
-                "in high precision, for every share of experts in high precision. The paper's "
-                "text does not state the accuracy",
+                "Accuracy on C-Eval hardly drops if the experts in high precision are those that "
+                "compute the most heavy hitters (important tokens). This holds for every share of "
+                "experts in high precision. The paper's text does not state the accuracy",
                 f"With 75 % instead of all experts in high precision, perplexity changes as "
                 f"follows, for each way to choose these experts: {here}",
                 WEIGHTS,
@@ -210,7 +210,7 @@ def figure_4(on: Measured) -> Made:
             f"not state how many tokens are heavy hitters, nor the correlation for random tokens",
         ),
         Compared(
-            "whether different texts use the same experts most",
+            "whether different texts have the same most used experts",
             "The most used experts differ from text to text. The paper's text does not state how "
             "many of them differ",
             _shift(on),
@@ -508,8 +508,8 @@ def table_3(on: Measured) -> Made:
         for name in names
     ]
     title = (
-        f"Simulated times. With 4/2 and 4/0, only {share(RETENTION)} of the experts have high "
-        f"precision. The others have low precision (4/2) or are skipped (4/0)"
+        f"Simulated times. In rows 4 to 6, only {share(RETENTION)} of the experts have high "
+        f"precision (4 bits). The others have low precision (2 bits), or are skipped in row 6"
     )
     panel = Panel("cache size, % of the experts", "decode step, ms", drawn, title, scale="log")
     second = f"Times measured on this machine, medians of {ROUNDS} rounds"

@@ -314,7 +314,7 @@ def figure_2(on: Measured) -> Made:
         Column("first text", "one", left=True),
         Column("second text", "other", left=True),
         Column("hot experts in common", "same", share),
-        Column("layers without hot experts in common", "disjoint"),
+        Column("layers with no hot expert common to both texts", "disjoint"),
     )
     panel = Panel(
         "rank of the expert", "uses of the expert, % of all uses in its layer", drawn, percent=True
@@ -590,10 +590,10 @@ def figure_10(on: Measured) -> Made:
     compared = [
         Compared(
             f"TTFT, ms, mean (P99), by prompt length in tokens: {name}",
-            "TTFT grows quickly with the prompt length up to a few hundred tokens, and slowly "
-            "after that. TTFT is lowest with all experts in low precision. For the longest prompts "
-            "on Qwen3-30B, TTFT is about 10 s with ExpertFlow, which offloads experts (P99 in the "
-            "high teens), and a mid-single-digit number of seconds with DynaExq",
+            "TTFT grows quickly with the prompt length up to a few hundred tokens, then slowly. "
+            "TTFT is lowest with all experts in low precision. For the longest prompts on "
+            "Qwen3-30B, TTFT is about 10 s with ExpertFlow, which offloads experts (P99: 15 to 20 "
+            "s), and about 5 s with DynaExq",
             ", ".join(
                 f"{row['n']}: {row['ttft']:.1f} ({row['ttft_p99']:.1f})"
                 for row in rows

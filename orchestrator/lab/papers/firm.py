@@ -157,13 +157,14 @@ def table_2(on: Measured) -> Made:
         here = ", ".join(f"{slots(held)}: {row['name']}" for held, row in best.items())
         compared.append(
             Compared(
-                f"number n of prefetched matrices per expert that gives the most tokens/s. Disk "
-                f"reads: {order}",
+                f"number n of prefetched matrices per expert that gives the most tokens/s. Order "
+                f"of the disk reads: {order}",
                 "On OLMoE with 256 cached experts, the prefetch of one matrix per expert is "
                 "fastest (5.31 tokens/s, and 4.76 with two matrices). On Qwen1.5 with 128 cached "
                 "experts, two matrices are fastest (3.75 tokens/s, and 3.51 with one). The paper "
                 "does not measure three matrices",
-                f"fastest n by share of the experts that have cache slots: {here}",
+                f"number n of prefetched matrices that gives the most tokens/s, by share of the "
+                f"experts that have cache slots: {here}",
                 f"We also measure n = 3, the prefetch of all three matrices of an expert. "
                 f"{_MACHINE}",
             )
@@ -202,8 +203,8 @@ def figure_4(on: Measured) -> Made:
             "prefetches the experts that several earlier layers predict",
             "On Qwen1.5-MoE with 128 cached experts, FIRM-MoE is up to 1.8 times as fast as the "
             "paper's baseline. With 768 cached experts, it is 1.6 times as fast",
-            f"speed with MoL, divided by the speed without prefetch, by share of the experts that "
-            f"have cache slots: {speedups}",
+            f"speed with Meeting of Layers (MoL), divided by the speed without prefetch, by share "
+            f"of the experts that have cache slots: {speedups}",
             f"In our measurement, Meeting of Layers (MoL) prefetches one matrix per expert. Table "
             f"1 compares MoL with the paper's baseline. {_MACHINE}",
         ),
@@ -376,7 +377,7 @@ def figure_6(on: Measured) -> Made:
             "layer predict its experts. Each predicts 4 experts of a shallow layer (K = 4), and 8 "
             "experts of a middle or deep layer (K = 8)",
             "; ".join(
-                f"{_earlier(p, name)} predicts {n} of its experts (K = {n}, P = {p})"
+                f"{_earlier(p, name)} predicts {n} experts of the {name} layer (K = {n}, P = {p})"
                 for name, (n, p, _) in best.items()
             ),
             "We use another model than the paper. An expert is prefetched only if all P layers "
@@ -386,8 +387,8 @@ def figure_6(on: Measured) -> Made:
             "Do predictions improve if each layer predicts more experts than a token uses?",
             "The paper does not test more predicted experts than a token uses: a layer predicts "
             "at most 8 experts, and a token uses 8",
-            f"smallest prediction loss if each layer predicts at most {k} experts, divided by the "
-            f"smallest prediction loss if each layer predicts at most {losses.most} experts: "
+            f"K is the number of experts that each layer predicts. Smallest prediction loss with K "
+            f"up to {k}, divided by the smallest prediction loss with K up to {losses.most}: "
             + ", ".join(f"{name} layers {ratio:.3f}" for name, (_, _, ratio) in best.items()),
             f"A token of our model uses {k} experts. During a run, a layer predicts at most {k}. "
             f"Here we compute further predictions from the router's logits",
@@ -400,10 +401,11 @@ def figure_6(on: Measured) -> Made:
             "smallest possible loss",
             f"prediction loss, divided by the smallest possible loss: {min(printed):.2f} to "
             f"{max(printed):.2f} with the paper's Algorithm 1, and {min(ours):.2f} to "
-            f"{max(ours):.2f} with our hill climbing. We ran Algorithm 1 four times, each time "
-            f"with another first change of its two settings",
+            f"{max(ours):.2f} with our hill climbing. Algorithm 1 begins by increasing or "
+            f"decreasing K or P, at random. We ran all four cases",
             "Algorithm 1, as printed in the paper, never clears its list of losses. So the mean "
-            "loss of the settings that it tries includes the losses of earlier settings",
+            "loss that it computes for a pair of K and P includes the losses of the pairs that it "
+            "tried before",
         ),
     ]
     return Made(compared, tables, panels)
@@ -438,8 +440,9 @@ def figure_7(on: Measured) -> Made:
         "weighted >= 3.0": (
             "weighted voting: the 3 nearest earlier layers vote for experts with the weights 1.5, "
             "1.0 and 0.5. An expert is predicted if the weights of its votes sum to at least 3.0",
-            "Weighted voting has the same utilisation and accuracy as Meeting of Layers (MoL). An "
-            "expert's votes sum to 3.0 only if all three layers vote for the expert",
+            "Weighted voting has the same utilisation and accuracy as Meeting of Layers (MoL). "
+            "Both predict the same experts, because the weights sum to 3.0 only if all three "
+            "layers vote",
         ),
     }
     compared = [
@@ -464,9 +467,8 @@ def figure_7(on: Measured) -> Made:
         )
         if more:
             here = (
-                f"{here}. If each layer predicts more experts than a token uses, utilisation with "
-                f"MoL minus utilisation with the nearest earlier layer alone is "
-                f"{100 * min(more):+.1f} to {100 * max(more):+.1f} percentage points"
+                f"{here} ({100 * min(more):+.1f} to {100 * max(more):+.1f} if each layer predicts "
+                f"more experts than a token uses)"
             )
         compared.append(
             Compared(

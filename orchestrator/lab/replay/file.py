@@ -251,9 +251,9 @@ def _check(trace: Trace) -> None:
     n_restored = a["restored"][:, 2].sum(dtype=np.int64)
     if n_restored != len(a["restored_use"]):
         raise _Wrong(
-            f"the file is damaged: its array 'restored_use', the policy states saved with cached "
-            f"prompts, has {len(a['restored_use'])} bytes, but the sizes in its array 'restored' "
-            f"add up to {n_restored}"
+            f"the file is damaged: its array 'restored_use' has {len(a['restored_use'])} bytes. "
+            f"The sizes in its array 'restored' add up to {n_restored} bytes, but must add up to "
+            f"the same number. The arrays describe policy states saved with cached prompts"
         )
 
 

@@ -72,14 +72,14 @@ def link_ms(n_bytes: float) -> float:
 class PaperModel:
     """A model in Table 1 of the paper "Context-Aware MoE Inference on GPU-NDP Systems".
 
-    The methods return simulated times. The simulated machine is a GPU that is connected by a link
-    to a near-data memory, which computes the experts that it holds.
+    The methods that return times simulate a GPU with a near-data memory, which computes the experts
+    that it holds.
 
     - kv_width: width of a token's key vector, and of its value vector.
     - other_weights: number of weights outside the experts.
-    - n_hot: number of experts per layer that are on the GPU.
-    - fitted_migrations: number of this model's experts that MoNDE, a compared system, copies to the
-      GPU for each token. It is fitted to the paper's speed-ups.
+    - n_hot: number of experts per layer that the GPU holds. The near-data memory holds all others.
+    - fitted_migrations: how many experts the compared method MoNDE copies to the GPU for each
+      token. The paper does not state this number. It is fitted to the paper's speed-ups.
     """
 
     name: str
@@ -293,12 +293,12 @@ class Routing:
     usual: np.ndarray
 
     def others(self, index: int) -> np.ndarray:
-        """Return how often each expert is used in the answers of all other sequences.
+        """Return the mean expert usage in the answers of all sequences except for number `index`.
 
-        The result is float64 [n_layers, n_expert]: the fraction of an answer's tokens that use the
-        expert, as a mean over these answers. `index` is the index of the sequence that is left out.
-        If the routing has no other sequence, the field `usual` is returned: the usage that is known
-        before the first sequence.
+        A sequence is a prompt with its answer. The usage of an expert in an answer is the fraction
+        of the answer's tokens that use the expert. The result is float64 [n_layers, n_expert].
+
+        If the routing has only one sequence, the field `usual` is returned.
         """
         rest = [each for at, each in enumerate(self.sequences) if at != index]
         if not rest:
@@ -403,16 +403,17 @@ def from_trace(shape: PaperModel, trace: Trace) -> Routing:
 def folded(
     ids: np.ndarray, weights: np.ndarray, fold: int, shape: PaperModel
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Merge groups of `fold` neighboring experts of a trace into one expert each.
+    """Merge each group of `fold` neighboring experts of a trace into one expert.
 
-    The gate weight of a merged expert is the sum of the gate weights of its group.
+    For example, fold = 4 merges the experts 0 to 3 into expert 0. The gate weights of a group are
+    added.
 
-    - ids, weights: the experts and gate weights of each token in the trace, [T, k].
-    - shape: the model to which the merged experts belong. Each token uses its n_expert_used merged
-      experts with the largest weights.
+    - ids, weights: the k experts of each token before the merge, and their gate weights, [T, k].
+    - shape: the model with the merged experts. Its tokens use m = shape.n_expert_used experts.
 
-    Returns the ids and gate weights of each token's experts after the merge, [T, n_expert_used],
-    the largest weight first. If a token has fewer experts, the remaining ids are -1.
+    Returns the ids and gate weights after the merge, [T, m]: the m experts of each token with the
+    largest gate weights, largest first. If a token has fewer than m merged experts, the remaining
+    ids are -1.
     """
     rows = np.broadcast_to(np.arange(len(ids))[:, None], ids.shape)
     sums = np.zeros((len(ids), shape.n_expert))
@@ -542,15 +543,17 @@ def decode(shape: PaperModel, plan: Plan, sequence: Sequence) -> Decoded:
 def on_demand(
     shape: PaperModel, sequences: list[Sequence], bits: tuple[int, ...], n_slots: float
 ) -> Decoded:
-    """Simulate decoding on a GPU that copies missing experts when they are needed.
+    """Simulate decoding on a GPU that copies missing experts into its LRU cache on demand.
 
-    The GPU has an LRU cache of experts. Returns the mean duration of a decode step in milliseconds,
-    and the fraction of used experts that are in the cache. An extra run of the first sequence fills
-    the cache.
+    - sequences: the answers to decode. The experts of each token have the order of their gate
+      weights, the largest first.
+    - bits: bits per weight of a token's experts, in this order. For example, (16, 4) means 16 bits
+      for the first expert and 4 bits for all others.
+    - n_slots: size of the cache, as the number of 16-bit experts that fit.
 
-    - sequences: the experts that each answer token uses, the largest gate weight first.
-    - bits: bits per weight of these experts, in the same order. The last value is repeated.
-    - n_slots: size of the cache, as a number of experts with 16 bits per weight.
+    Returns the mean duration of a decode step in milliseconds, and the fraction of used experts
+    that were in the cache. Before this measurement, the first sequence is decoded once to fill the
+    cache.
     """
     free = n_slots * shape.expert_bytes()
     held: OrderedDict[tuple[int, int], float] = OrderedDict()  # least recently used first

@@ -262,8 +262,8 @@ def _more_tiers(trace: Trace, tiers: tuple[int, ...]) -> str:
     """Return the advice, in an error message, for a policy that needs a second precision."""
     lower = trace.header.tiers[tiers[0] + 1 :]
     if lower:
-        return f"give --low-tier {lower[0]}, a precision of the recorded model"
-    return "record a trace of a model file that is packed with several precisions"
+        return f"add --low-tier {lower[0]} (a lower precision of the recorded model)"
+    return "record a new trace, with a model file that is packed with several precisions"
 
 
 def _tiers(

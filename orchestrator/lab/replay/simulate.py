@@ -91,17 +91,20 @@ class Simulation:
         sequences: np.ndarray | int = 0,
         phases: np.ndarray | None = None,
     ) -> None:
-        """Simulate the router of one MoE layer, which selects experts for T tokens.
+        """Simulate the router of one MoE layer, which chooses k experts for each of T tokens.
 
-        The policy then chooses the precision of each of these experts, and the store reads those
-        that are not in memory.
+        The policy then chooses the precision of these experts. The store reads experts that are not
+        in memory.
 
-        - ids, weights: the k experts of each token, and their gate weights [T, k].
-        - tokens, sequences: position and sequence of each token [T] (or one sequence for all).
-        - ahead_ids, ahead: predicted experts of each of the A layers after this layer, and their
-          scores [A, T, k].
-        - importance: attention that each token receives [T]; None if unknown.
-        - phases: phase (prefill or decode) of each token [T]. None uses the step's phase.
+        - ids [T, k]: the experts of each token.
+        - weights [T, k]: the gate weights of these experts.
+        - tokens [T]: position of each token in the batch.
+        - ahead_ids [A, T, k]: predicted experts of each token in the next A layers. ahead_ids[0] is
+          for the next layer.
+        - ahead [A, T, k]: scores of the predicted experts.
+        - importance [T]: attention that each token receives; None if unknown.
+        - sequences [T]: sequence of each token, or one for all.
+        - phases [T]: phase of each token; None means the step's phase.
 
         Raises NativeError, and the exceptions of the policy.
         """
@@ -154,12 +157,13 @@ class Simulation:
         dense_share: float,
         n_computed: int,
     ) -> None:
-        """Simulate the computation of a layer, including its waits for reads.
+        """Advance the virtual clock by the computation of a layer, including waits for reads.
 
-        - experts: the experts that the tokens use, int32 [n].
-        - layer_ns: compute time of the layer without waits, in nanoseconds.
-        - dense_share: fraction of this time that is spent outside the experts.
-        - n_computed: number of experts that the policy does not skip.
+        - experts: the experts that the tokens use, each once, int32 [n].
+        - layer_ns: compute time of the whole layer in nanoseconds, without waits.
+        - dense_share: fraction of layer_ns that is spent outside the experts.
+        - n_computed: how many of the n experts are computed. The policy skips the others. The
+          computed experts share the rest of layer_ns equally.
         """
         there = self._store.spec.layers[layer][1]
         kinds = [kind for kind in COMPUTE_ORDER if (kind, 0) in there]
@@ -304,9 +308,11 @@ def set_up(
 class RecordedHistory(History):
     """The knowledge about a model that a policy has at the start of a replay.
 
-    The expert usage and the losses of experts come from the trace: the recorded run started with
-    them. The argument `estimate` is an estimator of the quality loss in lower precisions; None if
-    it is unknown.
+    The policy of the recorded run knew an expert usage and expert losses at its start. The trace
+    contains both, and the policy of the replay begins with the same values.
+
+    - tiers: the precisions of the replay, as indices into the trace's tiers.
+    - estimate: an estimator of the quality loss in these precisions; None if it is unknown.
     """
 
     def __init__(

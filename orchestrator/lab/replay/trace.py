@@ -140,14 +140,18 @@ class Header:
 
 
 class Event(NamedTuple):
-    """The recorded routing of one layer in a step: the k experts that each of T tokens uses.
+    """The recorded routing of one layer in a step: the router chose k experts for each of T tokens.
 
     - n_computed: number of distinct experts that were not skipped.
-    - compute_ns: time until the next event, without waits for reads.
-    - ids, weights: the experts of each token and their gate weights [T, k].
-    - tokens, phases, sequences: position in the batch, phase and sequence of each token [T].
-    - ahead_ids, ahead_scores: experts predicted for the next A layers, with scores [A, T, k].
-    - importance: attention that each token receives [T], or None.
+    - compute_ns: nanoseconds until the next event, without waits for reads.
+    - ids [T, k]: the experts of each token.
+    - weights [T, k]: the gate weights of these experts.
+    - tokens [T]: position of each token in the batch.
+    - phases, sequences [T]: phase and sequence of each token.
+    - ahead_ids [A, T, k]: predicted experts of each token in the next A layers. ahead_ids[0] is for
+      the next layer.
+    - ahead_scores [A, T, k]: scores of the predicted experts.
+    - importance [T]: attention that each token receives; None if unknown.
     """
 
     layer: int

@@ -199,7 +199,7 @@ EMPTY, STARTED, FIXED, NULL = (
     "--policy dynaexq, cold start",
     "--policy dynaexq, started with usage counts of the text's first half",
     "--policy dynaexq, fixed hot experts: the most used in the text's first half",
-    "--policy dynaexq, fixed hot experts: random",
+    "--policy dynaexq, fixed hot experts: chosen at random",
 )
 PLACED, PLACED_EMPTY = (
     "--policy context, started with usage counts of the text's first half",
@@ -214,9 +214,11 @@ N_ENDS = 3
 class HotMemory(ScoredStudy):
     """Study for Table 4 of DynaExq: quality if only the hot (most used) experts have the high tier.
 
-    All other experts have the low tier. The quality loss is the KL divergence from the model's best
-    tier. The loss is larger with all experts in the low tier than with all in the high tier. The
-    study measures what fraction of this difference is gained if the hot experts have the high tier.
+    All other experts have the low tier. The study measures KL divergences from the model's best
+    tier. Its main result is a number between 0 (quality with all experts in the low tier) and 1
+    (quality with all experts in the high tier):
+
+        recovered = (KL(all low) - KL(hot high)) / (KL(all low) - KL(all high))
     """
 
     halved = True
@@ -308,8 +310,8 @@ class HotMemory(ScoredStudy):
             f"--policy dynaexq chooses the hot experts again every {steps} steps. Precisions "
             f"change in the background, so quality then varies slightly between runs. Promoted: "
             f"number of experts that moved to {on.high}.",
-            f"Memory: memory for the experts with the padding of expert slots, relative to all "
-            f"experts in {on.high}. Files with one quantization type have no padding. "
+            f"Memory: memory that the experts take, including the padding of their slots, relative "
+            f"to all experts in {on.high}. Files with one quantization type have no padding. "
             f"{_uses_in(on.high)}",
             f"Recovered: share of the KL difference between all experts in {on.low} and all "
             f"experts in {on.high} that the row's policy recovers. Ratio: the recovered share, "
@@ -354,9 +356,14 @@ def _panel(on: Subject, part: Part, hot: list[Scored], rows: list[Row]) -> Panel
         dashed=lambda label: label in (FIXED, NULL),
     )
     drawn += [
-        Line(f"recovered share = share of experts in {on.high}", [0, 100], exact([0, 1]), True),
         Line(
-            f"recovered share = {GOAL:g} times the share of experts in {on.high}",
+            f"for comparison: recovered share equal to the share of experts in {on.high}",
+            [0, 100],
+            exact([0, 1]),
+            True,
+        ),
+        Line(
+            f"goal: recovered share {GOAL:g} times as large as the share of experts in {on.high}",
             [0, 100 / GOAL],
             exact([0, 1]),
             True,

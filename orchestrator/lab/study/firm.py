@@ -40,14 +40,14 @@ _NEVER = 2**24
 _BASIS = (
     "Each of the P layers before a layer predicts K of its experts. The prediction loss of a layer "
     "counts wrong and missing predictions of experts that are not in memory.",
-    "Best K, P: the number of predicted experts K and of predicting layers P with the smallest "
-    "prediction loss. All and climb: the K and P that --tune all and --tune climb choose. x best: "
-    "the prediction loss with these K and P, divided by the smallest loss.",
-    "Losses are off-policy: one replay compares all numbers of predicted experts (K) and of "
-    "predicting layers (P), and prefetches with the best numbers so far. With other numbers, other "
-    "experts would be in memory.",
-    "Losses are in-sample: the numbers of predicted experts (K) and of predicting layers (P) are "
-    "chosen and compared on the same tokens.",
+    'Columns: "best K, P" has the K and P with the smallest prediction loss. "all: K, P" and '
+    '"climb: K, P" have those that --tune all and --tune climb choose. "x best" is the prediction '
+    "loss with the chosen K and P, divided by the smallest prediction loss.",
+    "Losses are estimates (off-policy): one replay compares all K (predicted experts per layer) "
+    "and all P (earlier layers that predict them), but prefetches only with the best K and P so "
+    "far. With another K and P, other experts would be in memory.",
+    "Losses are in-sample: K (predicted experts per layer) and P (earlier layers that predict "
+    "them) are chosen and compared on the same tokens.",
 )
 
 # Losses of a group, indexed by [P - 1][K - 1].
@@ -122,15 +122,15 @@ class Played(NamedTuple):
 
 
 def parts(k: int) -> dict[str, list[Variant]]:
-    """Return variants of FIRM-MoE with and without its parts, such as prefetching, to compare.
+    """Return groups of policies to compare, which show the gain from each part of FIRM-MoE.
 
-    The result is a dict. It maps the name of a baseline to a list of the variants that are compared
-    with this baseline, including the baseline.
+    Such a part is prefetching, for example. The result maps the name of a group's baseline to the
+    list of the group's policies, including the baseline:
 
-    - NO_PREFETCH: the baseline is FIRM-MoE without prefetching. Its list also has FIRM-MoE with
-      prefetching, and other policies.
-    - BASE: the baseline of the FIRM-MoE paper, which prefetches whole experts. Its list also has
-      this baseline with techniques of the paper.
+    - NO_PREFETCH: the baseline is FIRM-MoE without prefetching. The others are FIRM-MoE with
+      several ways of prefetching, and the policies `lru` and `dymoe`.
+    - BASE: the baseline is the one in the FIRM-MoE paper, which prefetches whole experts. The
+      others add parts of FIRM-MoE to this baseline.
 
     `k` is the number of experts per token.
     """
@@ -331,11 +331,19 @@ def measure_votes(on: Played) -> Findings:
         rows.append(row | {f"P={p}": min(each) for p, each in enumerate(grid, 1)})
         # The loss over K with a line for each P, the minimum, and the choices of the tuners.
         drawn = [
-            Line(f"number of predicting layers P = {p}", range(1, len(each) + 1), exact(each))
+            Line(
+                f"number of earlier layers that predict, P = {p}",
+                range(1, len(each) + 1),
+                exact(each),
+            )
             for p, each in enumerate(grid, 1)
         ]
         drawn += [
-            Line(f"{name}: {k} experts (K) from each of {p} layers (P)", [k], exact([at[k, p]]))
+            Line(
+                f"{name}: each of the P = {p} earlier layers predicts K = {k} experts",
+                [k],
+                exact([at[k, p]]),
+            )
             for name, (k, p) in {
                 "smallest loss": best,
                 **{f"chosen by --tune {way}": votes for way, votes in chosen.items()},

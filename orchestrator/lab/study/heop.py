@@ -59,16 +59,17 @@ class Losses:
     def count(
         self, read: Activations, layer_ids: list[int], routers: list[np.ndarray | None]
     ) -> None:
-        """Compute and store the prediction losses of all tokens of one text, for each K and P.
+        """Compute and store the prediction losses of each token of one text.
 
-        P is the number of earlier layers that predict the experts of a layer. K is the number of
-        experts taken from each prediction. The loss (eq. 11 of FIRM-MoE) counts wrong and missing
-        predictions. `of` returns the stored losses.
+        To predict the experts of a layer, the layer's router is applied to the activations of P
+        earlier layers. The first K experts of each prediction are taken. Each token has a loss for
+        each pair of K and P. The loss counts wrong and missing predictions (eq. 11 of FIRM-MoE).
+        The method `of` returns the losses.
 
         - read: the activations of the text.
         - layer_ids: layer number of each MoE layer.
-        - routers: router matrix of each MoE layer, which predicts its experts. None leaves the
-          layer out.
+        - routers: router matrix of each MoE layer. The experts of a layer with None are not
+          predicted.
         """
         votes, used = {}, {}
         for at, (il, router) in enumerate(zip(layer_ids, routers, strict=True)):
@@ -107,12 +108,15 @@ class Losses:
             cache.popitem(last=False)
 
     def of(self, group: int) -> np.ndarray:
-        """Return the prediction losses of each token in one group of layers, float64 [T, P, K].
+        """Return the prediction losses of each token, as means over one group of layers.
 
-        T is the number of tokens. Element [t, p - 1, k - 1] is the loss of token t if the p nearest
-        earlier layers predict the experts of a layer, and k experts are taken from each prediction.
-        It is a mean over the layers of the group. The loss (eq. 11 of FIRM-MoE) counts wrong and
-        missing predictions.
+        A loss counts wrong and missing predictions of experts (eq. 11 of FIRM-MoE). The result is
+        float64 [T, P, K] for T tokens. Its axes P and K are:
+
+        - P: number of earlier layers that predict the experts of a layer, from 1.
+        - K: number of experts taken from each of these predictions, from 1.
+
+        For example, element [0, 1, 4] is the loss of the first token with P = 2 and K = 5.
 
         `group` is 0 for shallow, 1 for middle and 2 for deep layers.
         """
@@ -122,10 +126,11 @@ class Losses:
 
     @property
     def groups(self) -> list[int]:
-        """The groups of layers that have losses: 0 for shallow, 1 for middle and 2 for deep layers.
+        """The groups of layers for which the method `of` can return prediction losses.
 
-        The result is a list in increasing order. A group is left out if it has only the model's
-        first layer, because no earlier layer can predict the experts of the first layer.
+        The result is a list in increasing order: 0 for shallow, 1 for middle and 2 for deep layers.
+        A group is left out if the model has no such layers. The model's first layer does not count,
+        because no earlier layer can predict its experts.
         """
         return sorted(set(self._groups[1:]))
 
@@ -163,13 +168,17 @@ def loss_ratio(means: np.ndarray, votes: Votes) -> float:
 
 
 def searches(losses: np.ndarray) -> list[SearchResult]:
-    """Search the best numbers K and P for predictions of experts, with several search methods.
+    """Search the best values of two parameters of expert prediction, with several methods.
 
-    P is the number of earlier layers that predict the experts of a layer. K is the number of
-    experts taken from each prediction. The methods are Algorithm 1 of the FIRM-MoE paper, our hill
-    climbing, and a search of all pairs. Returns the pair that each method chose.
+    The parameters are the axes P and K of `losses` [T, P, K], the prediction losses of T tokens:
 
-    `losses[t, p - 1, k - 1]` is the prediction loss of token t with K = k and P = p.
+    - P: number of earlier layers that predict the experts of a layer, from 1.
+    - K: number of experts taken from each of these predictions, from 1.
+
+    For example, losses[0, 1, 4] is the loss of the first token with P = 2 and K = 5.
+
+    The methods are Algorithm 1 of the FIRM-MoE paper, our hill climbing, and a search of all pairs.
+    Returns the pair (K, P) that each method chose.
     """
     means = losses.mean(axis=0)
 
@@ -178,7 +187,7 @@ def searches(losses: np.ndarray) -> list[SearchResult]:
 
     printed = [
         found(
-            f"Algorithm 1 as printed in the FIRM-MoE paper, first step: {delta:+d} "
+            f"Algorithm 1 as printed in the FIRM-MoE paper, its search starting with {delta:+d} "
             f"{('expert per prediction (K)', 'predicting layer (P)')[axis]}",
             as_printed(losses, axis, delta),
         )
@@ -189,23 +198,26 @@ def searches(losses: np.ndarray) -> list[SearchResult]:
         *printed,
         found("our climb", climbed(losses)),
         found(
-            "all numbers of experts per prediction (K) and predicting layers (P)",
+            "all combinations of K (experts per prediction) and P (predicting layers)",
             least(means.tolist(), pairs),
         ),
     ]
 
 
 def as_printed(losses: np.ndarray, axis: int, delta: int) -> Votes:
-    """Choose the numbers K and P with Algorithm 1, exactly as the FIRM-MoE paper prints it.
+    """Choose two parameters of expert prediction with Algorithm 1, as the FIRM-MoE paper prints it.
 
-    P is the number of earlier layers that predict the experts of a layer, and K is the number of
-    experts that each of them predicts. The algorithm starts at the largest K and P. It repeatedly
-    adds `delta` to one number, within its limits. When the mean loss stops falling, it reverses the
-    sign of `delta` and changes the other number. Returns the best pair (K, P).
+    The parameters are the axes P and K of `losses` [T, P, K], the prediction losses of T tokens:
 
-    - losses: losses[t, p - 1, k - 1] is the prediction loss of token t with K = k and P = p.
-    - axis: the number that changes first: 0 is K, 1 is P.
-    - delta: the first change, 1 or -1.
+    - P: number of earlier layers that predict the experts of a layer, from 1.
+    - K: number of experts taken from each of these predictions, from 1.
+
+    The search begins at the largest P and K, and changes one of them at a time. Returns the best
+    pair (K, P) that it tried.
+
+    - axis: the parameter to change first: 0 is K, 1 is P.
+    - delta: its first change, 1 or -1. The sign is reversed each time the search turns to the other
+      parameter.
     """
     # The paper draws axis and delta at random. As printed there, the mean loss of a pair includes
     # all tokens since the start, even those with other pairs.

@@ -72,15 +72,15 @@ BY_LAYER = {
 # The footnotes of tables of predictions.
 _BASIC = (
     "Cosine: cosine similarity of the predicted usage of experts and their usage in the answer.",
-    "P predicts an expert's usage as its share of all expert uses in the prompt. S predicts the "
-    "mean of this share and of the expert's share of all gate weights in the prompt. Others: usage "
-    "in other texts of the same domain (kind of text). Uniform: equal usage of all experts.",
+    "Prediction P: an expert's share of all expert uses in the prompt. Prediction S: the mean of P "
+    "and the expert's share of all gate weights in the prompt. Others: usage in other texts of the "
+    "same domain (kind of text). Uniform: equal usage of all experts.",
 )
 _METHODS = (
     *_BASIC,
     f"Other domains: usage in texts of other domains. Prompt + {USUAL_PRIOR} of others: usage in "
-    f"the prompt, mixed with usage in other texts of the domain, which has the weight of "
-    f"{USUAL_PRIOR} prompt tokens. Answer: the answer's actual usage.",
+    f"the prompt plus usage in other texts of the domain. The other texts together count as much "
+    f"as {USUAL_PRIOR} prompt tokens. Answer: the answer's actual usage.",
 )
 
 # Scores [n_layers, n_expert] of a window's experts by prediction method; None if the method has no
@@ -284,11 +284,12 @@ def usage_of(
 
     - found: activations of the window.
     - layer_ids: layer number of each MoE layer.
-    - router: router matrix of the last layer, float32 [n_expert, width]. A real run computes the
-      last layer for only one token of a prompt, so policies predict the prompt's experts there.
-      With the matrix, this function counts predicted experts, too. With None, it counts the used
-      experts.
+    - router: router matrix of the last layer, float32 [n_expert, width], or None.
     - gating: the function for the router's logits, SOFTMAX or SIGMOID.
+
+    A real run computes the last layer for only one token of a prompt. If `router` is given, the
+    prompt's counts in the last layer are therefore counts of predicted experts. All other counts
+    are of used experts.
     """
     # In a real run, the last layer computes only one token of a prompt, so the policy predicts the
     # prompt's experts there: it applies the router to the router input of the layer before.
@@ -318,15 +319,17 @@ def _scores(logits: np.ndarray, gating: int) -> np.ndarray:
 
 
 def domain_rows(usages: Sequence[Usage], every: Sequence[Choices], n_hot: int) -> Iterator[Row]:
-    """Yield table rows that show how well each method predicts which experts answers use.
-
-    There is a row for each domain (kind of text) and method. Its value "cosine" is the cosine
-    similarity of predicted and actual usage. Its value "mass" is the fraction of the actual uses
-    that are uses of hot experts. The hot experts of a layer are the n_hot experts with the highest
-    predictions.
+    """Yield table rows that compare methods to predict the usage of experts in answers.
 
     - usages: the actual usage in each prompt and its answer.
-    - every: for each answer, the predicted usage by method.
+    - every: for each answer, a dict with the predicted usage by method.
+    - n_hot: number of hot experts per layer. The hot experts are those with the highest predicted
+      usage.
+
+    There is one row for each method and domain (kind of text), with two metrics:
+
+    - "cosine": mean cosine similarity of predicted and actual usage.
+    - "mass": fraction of the expert uses in the answers that are uses of hot experts.
     """
     for domain in dict.fromkeys(usage.domain for usage in usages):
         for by in every[0]:
@@ -376,10 +379,11 @@ def layer_rows(
 
 BITS = (3.0, 2.0)
 HOT = (0.25, 0.5)  # fractions of a layer's experts; the paper uses one half
-PAPER, OURS = "prompt, quality losses alone (the paper)", "prompt and usage profile"
+PAPER = "hot experts by prompt, precisions of the others by quality losses (the paper)"
+OURS = "prompt and usage profile"
 STATIC, RANDOM = "usage profile alone", "random"
-UNIFORM = "prompt and usage profile, uniform bits"
-FIXED = "prompt and usage profile, fixed number of experts per precision"
+UNIFORM = "hot experts by prompt and usage profile, all others in one precision"
+FIXED = "prompt and usage profile, with a fixed number of experts in each precision"
 JUDGED, ASKED = "judged", "asked"
 _SEED = 1
 
@@ -459,13 +463,13 @@ class NearBits(ScoredStudy):
             Column("text", "domain", left=True),
             Column("bits", "bits", "{:g}".format),
             Column("hot", "hot"),
-            Column("precisions chosen by", "configuration", left=True),
+            Column("choice of precisions", "configuration", left=True),
         )
         columns = (
             *head,
             Column("slots", "slots", format_size),
             *quality(on.best, on.best),
-            Column("KL minus KL with uniform bits", "above", four_digits),
+            Column("KL minus KL with one precision for all but hot experts", "above", four_digits),
         )
         notes = [
             f"The column Hot has the number of experts per layer in {on.best}. The column Bits has "
@@ -476,9 +480,10 @@ class NearBits(ScoredStudy):
             f"prompt. In all other rows, each prompt can change them.",
             "Slots: memory for all experts. If experts can change between precisions, their slots "
             "have the size of the largest precision.",
-            "Uniform bits: all experts that are not hot have the same precision. KL minus KL with "
-            "uniform bits: mean difference from the row with uniform bits, on the same tokens and "
-            "with the same Hot and Bits. Below 0, a row is better than uniform bits.",
+            "KL minus KL with one precision for all but hot experts: mean difference from the row "
+            "in which all experts that are not hot have one precision. Both rows have the same "
+            "tokens and the same values in the columns Hot and Bits. A value below 0 means that "
+            "the row's choice of precisions has a smaller quality loss.",
         ]
         tables = [
             Table(

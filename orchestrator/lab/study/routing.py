@@ -100,10 +100,11 @@ class Overlap:
 
     - lag: distance of the two tokens.
     - kept: the measured fraction.
-    - by_use: the expected fraction if each token chose experts at random, but used each expert as
-      often as the sequence does.
-    - uniform: the expected fraction if each token chose experts at random, all with the same
-      probability.
+
+    The other two fields are fractions to expect by chance, if tokens chose experts independently:
+
+    - by_use: if tokens chose popular experts more often, as often as the sequence uses them.
+    - uniform: if tokens chose all experts equally often.
     """
 
     lag: int
@@ -193,16 +194,17 @@ class Load:
 
 
 def loads(trace: Trace, share: float, draws: int = 16) -> list[Load]:
-    """Count how often three sets of prompt tokens use each expert: all, heavy hitters, random ones.
+    """Count expert uses by all tokens of a prompt, by its heavy hitters, and by random tokens.
 
-    Heavy hitters are the tokens of a prompt with the highest importance scores. Each Load in the
-    result has the counts of all three sets for one prompt and one layer. Prompts without scores are
-    left out.
+    Heavy hitters are the tokens of a prompt with the highest importance scores. The random tokens
+    are a comparison with the same number of tokens.
+
+    Returns a Load for each layer of each prompt: the counts for all tokens, for heavy hitters, and
+    for each draw of random tokens. Prompts without scores are left out.
 
     - trace: the recorded prompts.
     - share: fraction of a prompt's tokens that are heavy hitters.
-    - draws: number of random sets, which are counted separately. Each is as large as the set of
-      heavy hitters.
+    - draws: how often random tokens are drawn.
     """
     found, random = [], np.random.default_rng(0)
     for step in trace.steps():

@@ -140,14 +140,13 @@ class Study(ABC):
 class Case:
     """A case: one configuration of the model, whose quality a study measures.
 
-    - settings: settings that replace those of the study's subject (the model and text).
+    - settings: settings that replace the study's own settings.
     - group: name of the table or plot that shows the case.
-    - row: values of the case's table row, in addition to the measured values.
-    - part: the part of the text to score. None scores the whole text.
-    - used: a function that returns the expert usage that the policy knows at the start. None means
-      no usage.
-    - decider: a function that receives the policy, and returns another policy that decides instead.
-      None keeps the policy.
+    - row: further values for the case's table row.
+    - part: the part of the text to score; None for the whole text.
+    - used: returns the expert usage that the policy knows at the start; None for no usage.
+    - decider: takes the policy, and returns one that decides instead, for example at random. None
+      keeps the policy.
     - prefill: read the text as prompts, not token by token.
     - ask: also score the multiple-choice questions.
     """
@@ -209,11 +208,11 @@ class Scores:
     scored: list[Scored] = field(default_factory=list)
 
     def run(self, cases: Sequence[Case]) -> None:
-        """Measure the model's quality in each case (configuration), and add the result to `scored`.
+        """Measure the model's quality in each case (configuration). Add the results to `scored`.
 
-        A result is a case with its score. Consecutive cases with the same `row_key` repeat one
-        measurement, for example with other random experts. Only the first case is added, with the
-        mean score.
+        A result is a pair of a case and its score. Consecutive cases with the same `row_key` repeat
+        one measurement, for example with another random seed. They give only one result: the first
+        of these cases, with the mean of their scores.
         """
         # Consecutive cases with the same settings share a loaded model.
         runs: list[Scored] = []

@@ -184,9 +184,9 @@ class Score:
     - text: scores of each token, such as its log-likelihood.
     - choices: scores of the multiple-choice questions; None if they were not asked.
     - usage: work of the expert store, such as the fraction of cache hits; None without a store.
-    - realised: the actual fraction of a token's experts with the high precision. It is the setting
-      `retention`, rounded to a whole number of experts in each layer. None for policies without
-      this setting, and if the text is read as prompts.
+    - realised: the actual fraction of a token's experts with the high precision. The setting
+      `retention` is the intended fraction. None for policies without this setting, and for text
+      that is read as prompts.
     - report: figures that the policy reports about itself.
     - slot_bytes: memory for experts.
     """
@@ -298,7 +298,10 @@ class Subject:
         )
 
     def on(self, windows: Sequence[Window]) -> Subject:
-        """Return a copy of this subject whose text has only the given windows."""
+        """Return a copy of this subject (model and text) that has only the given pieces of text.
+
+        `windows` are these pieces.
+        """
         other = copy(self)
         other.windows = list(windows)
         return other

@@ -74,14 +74,17 @@ def weighted(votes: Votes, candidates: int, threshold: float) -> list[int]:
 def strategies(k: int, most: int) -> dict[str, tuple[str, Predict]]:
     """Return all strategies that predict the experts of a layer from the layers before it.
 
-    Each earlier layer predicts some experts, and a strategy combines these predictions. The result
-    maps a strategy's label to a pair: its kind, such as UNION, and its function. The function
-    receives the predictions, nearest layer first, and the scores of the experts in the nearest
-    layer's prediction. It returns the experts that the strategy predicts. Only the kind MARGIN uses
-    the scores.
+    Several earlier layers predict experts, and a strategy combines their predictions. For example,
+    "union P=2" returns the experts that at least one of the two nearest layers predicts.
 
     - k: number of experts per token.
     - most: number of experts that each earlier layer predicts, at least k.
+
+    The result maps a strategy's label to a pair: its kind, such as UNION, and its function. The
+    function returns the combined prediction for one token. It takes two arguments:
+
+    - a list of experts from each earlier layer, nearest layer first.
+    - the scores of the experts in the first list.
     """
 
     def agreeing(way: str, candidates: int, layers: int) -> tuple[str, Predict]:
@@ -108,11 +111,11 @@ class Voted:
 
     Each earlier layer predicts (votes for) experts, and a strategy combines these predictions.
 
-    - strategies: maps the label of each strategy to (kind of strategy, function that predicts).
-    - distance: maps the distance between two layers to recalls of predictions by one earlier layer.
-      For example, `distance[3]` is a list for the third layer before the predicted layer. It has a
-      recall for each token and predicted layer: the fraction of the used experts that are
-      predicted.
+    - strategies: the strategies by label. Each is a pair of its kind and the function that
+      predicts.
+    - distance: how well a single earlier layer predicts. distance[1] is for the nearest earlier
+      layer, distance[2] for the layer before it. Each is a list with a recall for each token and
+      predicted layer. Recall is the fraction of the used experts that are predicted.
     """
 
     def __init__(self, n_layers: int, k: int, n_expert: int) -> None:
@@ -175,14 +178,14 @@ class Voted:
         }
 
     def row(self, label: str, layers: Sequence[int] | None = None) -> Row:
-        """Return a table row with the metrics of the prediction strategy that has this label.
+        """Return a table row with the metrics of one prediction strategy, given by its label.
 
-        - utilisation: the fraction of the predicted experts that are used (eq. 8).
-        - accuracy: the fraction of the used experts that are predicted (eq. 7).
-        - size: the mean number of predicted experts.
+        - utilisation: fraction of the predicted experts that are used (eq. 8 of FIRM-MoE).
+        - accuracy: fraction of the used experts that are predicted (eq. 7 of FIRM-MoE).
+        - size: mean number of predicted experts per token and layer.
 
-        `layers` are the indices of the layers to include; 0 is the second MoE layer, the first with
-        predictions. None includes all.
+        `layers` are the predicted layers to include; None includes all. Layer 0 is the first
+        predicted layer, which is the model's second MoE layer.
         """
         chosen = range(self._n) if layers is None else layers
         named, right = (
@@ -199,11 +202,12 @@ class Voted:
         }
 
     def rows(self) -> list[Row]:
-        """Return a table row for each prediction strategy: the metrics from `row`, and a baseline.
+        """Return a table row for each strategy: its metrics from `row`, and the comparison "cut".
 
-        The baseline uses only the prediction of the nearest earlier layer. It takes as many experts
-        from this prediction as the strategy predicts on average. The row's value "cut" is the
-        fraction of the baseline's experts that the tokens use.
+        A strategy combines the predictions of several earlier layers. The value "cut" compares this
+        with a prediction by only the nearest earlier layer, which has the same mean number of
+        experts. It is the fraction of these experts that are used. Strategies that use only the
+        nearest layer have no "cut".
         """
         # The mean number may be fractional, so the baseline is interpolated. The strategies of the
         # kind RANK have no baseline, because they are this prediction.
@@ -252,8 +256,8 @@ class VotesStudy(Study):
                     "Utilisation: share of the predicted experts that are used (eq. 8 of "
                     "FIRM-MoE). Accuracy: share of the used experts that are predicted (eq. 7 of "
                     "FIRM-MoE). Mean size: mean number of predicted experts per token and layer.",
-                    "Utilisation, nearest layer alone: utilisation if only the layer directly "
-                    "before predicts, and predicts as many experts as the strategy in the same row "
+                    "Utilisation, nearest layer alone: utilisation if only the nearest earlier "
+                    "layer predicts. This layer predicts as many experts as the row's strategy "
                     "does on average.",
                     f"Top n: the n best predictions of the layer before. Union: experts that any "
                     f"of the P layers before predicts, {found.k} experts each. MoL: experts that "
@@ -262,14 +266,14 @@ class VotesStudy(Study):
                     "Weighted >= n: the three nearest earlier layers vote with the weights 1.5, "
                     "1.0 and 0.5. An expert is predicted if the weights of its votes sum to at "
                     "least n.",
-                    f"Margin, K: the layer before scores {found.k} experts. An expert is predicted "
-                    f"if its score is at least the lowest of these scores times 2^(({found.k} - "
-                    f"K)/2).",
+                    f"Margin: an expert is predicted if its score is at least t * 2^(({found.k} - "
+                    f"K)/2). Here t is the lowest of the {found.k} highest scores in the "
+                    f"prediction of the layer before.",
                 ],
             ),
             Table(
-                f"Share of a layer's used experts that one earlier layer predicts with {found.k} "
-                f"predictions, by the distance of the two layers: {on.basis}",
+                f"Share of a layer's used experts that are among the {found.k} experts predicted "
+                f"by one earlier layer, by the distance between the two layers: {on.basis}",
                 (Column("distance", "before"), Column("recall", "recall", share_with_error)),
                 recalls,
                 ["Recall: share of the used experts that are predicted."],

@@ -26,13 +26,13 @@ def test_counts_of_calls(device, emulated):
 @pytest.mark.parametrize(
     ("name", "launches"),
     [
-        ("all experts on the GPU, dymoe with --prefetch off", 0),
-        ("all experts on the GPU, dymoe with --prefetch on", LOOK_AHEAD),
-        ("2 cache", PRODUCTS),
-        ("3 cache + prefetch", PRODUCTS + LOOK_AHEAD),
-        ("4 cache + 4/2", 2 * PRODUCTS),
-        ("5 cache + 4/2 + prefetch", 2 * PRODUCTS + LOOK_AHEAD),
-        ("6 cache + 4/0 + prefetch", 2 * PRODUCTS + LOOK_AHEAD),
+        ("--policy dymoe --prefetch off, all experts on the GPU", 0),
+        ("--policy dymoe --prefetch on, all experts on the GPU", LOOK_AHEAD),
+        ("row 2: cache", PRODUCTS),
+        ("row 3: cache, prefetch", PRODUCTS + LOOK_AHEAD),
+        ("row 4: cache, 4 or 2 bits", 2 * PRODUCTS),
+        ("row 5: cache, prefetch, 4 or 2 bits", 2 * PRODUCTS + LOOK_AHEAD),
+        ("row 6: cache, prefetch, 4 bits or skipped", 2 * PRODUCTS + LOOK_AHEAD),
         ("dynaexq 4/2", 2 * PRODUCTS),
     ],
 )

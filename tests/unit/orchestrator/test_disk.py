@@ -141,7 +141,7 @@ USB = "devices/pci0000:00/0000:00:14.0/usb2/2-1/2-1:1.0/host6/target6:0:0/6:0:0:
 
 @cases(
     "system, place, spins, speed, kind",
-    ("9p", "", "0", 2e9, "a drive of the host system, such as Windows (9p)"),
+    ("9p", "", "0", 2e9, "a drive of the host system, such as a Windows drive in WSL (9p)"),
     ("nfs4", "", "0", 1e8, "another machine's disk (NFS)"),
     ("ext4", USB, "0", 4e8, "a USB disk"),
     ("ext4", f"{USB}/sdb1", "1", 4e7, "a USB disk"),

@@ -228,7 +228,8 @@ def test_a_retention_that_the_schedule_cannot_reach_is_described():
         (
             least - 0.05,
             "cosine",
-            "is the minimum retention with --schedule cosine; --schedule flat allows less)",
+            "is the smallest share of critical experts with --schedule cosine; "
+            "--schedule flat allows less)",
         ),
         (least, "cosine", f"(realised {least:.3f})"),
         (0.75, "cosine", "(realised 0.750)"),
@@ -236,7 +237,7 @@ def test_a_retention_that_the_schedule_cannot_reach_is_described():
         (
             0.1,
             "flat",
-            "(realised 0.250 is the minimum retention with --schedule flat)",
+            "(realised 0.250 is the smallest share of critical experts with --schedule flat)",
         ),
     ):
         policy = policy_of(DyMoE, shape, DyMoE.Settings(retention=retention, schedule=schedule))

@@ -243,19 +243,21 @@ def test_given_or_recalled_votes_are_not_saved():
     "settings, said",
     (
         {"agree": "rank", "votes": "4,3"},
-        "must have P = 1 in each pair K,P, not P = 3 .'4,3'., because only the previous layer "
-        "predicts experts with the setting agree rank",
+        "must have P = 1 .one predicting layer. in each pair K,P, not P = 3 .'4,3'.. With the "
+        "setting agree rank, only the previous layer predicts experts",
     ),
-    ({"agree": "margin", "votes": "4,1/4,2/4,1"}, "with the setting agree margin"),
+    ({"agree": "margin", "votes": "4,1/4,2/4,1"}, "With the setting agree margin"),
     ({"agree": "rank", "n_ahead": 3, "votes": None}, "only the previous layer predicts"),
     ({"votes": "4,5"}, "must have P of at most 4 in each pair K,P, not P = 5"),
     (
         {"votes": "4,3", "n_ahead": 1},
-        "'n_ahead' must be 3, the largest P of the pairs K,P in the setting votes '4,3', not 1",
+        "'n_ahead' must be 3, not 1. The setting votes '4,3' has pairs K,P, and its largest P "
+        ".number of predicting layers. is 3",
     ),
     (
         {"votes": "4,1", "n_ahead": 3},
-        "'n_ahead' must be 1, the largest P of the pairs K,P in the setting votes '4,1', not 3",
+        "'n_ahead' must be 1, not 3. The setting votes '4,1' has pairs K,P, and its largest P "
+        ".number of predicting layers. is 1",
     ),
     ({"tune": "climb"}, "'tune' has no effect with the setting votes"),
     ({"tune": "all"}, "'tune' has no effect with the setting votes"),

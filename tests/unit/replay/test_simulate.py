@@ -254,7 +254,8 @@ def test_report(library):
         (
             {"policy": "dymoe", "settings": {"retention": 0.5}},
             MoeEdgeError,
-            "needs a second precision: give --low-tier q2_k, a precision of the recorded model",
+            "needs a second precision: add --low-tier q2_k (a lower precision of the recorded "
+            "model)",
         ),
         (
             {"settings": {"n_ahead": 1}},

@@ -133,7 +133,7 @@ def test_the_bound_is_the_slower_of_computing_and_misses(cap, store, bound, by):
     compare(rows, [[], runs], [speeds], [1e9])
     assert (rows[1].get("bound_tpot_ms"), rows[1].get("bound_by")) == (bound, by)
     assert rows[1].get("of_bound") == (bound and bound / 8.0)
-    assert cap is None or "OVER its cap of 4" in made.notes(rows[1:])[0]
+    assert cap is None or "OVER the memory cap of 4" in made.notes(rows[1:])[0]
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def test_our_climb_finds_the_smallest_loss_of_a_bowl():
     losses = bowl(40 * OUR_STEPS, 3, 1)
     assert climbed(losses) == (3, 1)
     ratios = {each.way: each.ratio for each in searches(losses)}
-    compared = ratios["all numbers of experts per prediction (K) and predicting layers (P)"]
+    compared = ratios["all combinations of K (experts per prediction) and P (predicting layers)"]
     assert ratios["our climb"] == compared == 1.0
     assert min(ratios.values()) == 1.0 and len(ratios) == 6
 
