@@ -592,8 +592,8 @@ def figure_10(on: Measured) -> Made:
             f"TTFT, ms, mean (P99), by prompt length in tokens: {name}",
             "TTFT grows quickly with the prompt length up to a few hundred tokens, then slowly. "
             "TTFT is lowest with all experts in low precision. For the longest prompts on "
-            "Qwen3-30B, TTFT is about 10 s with ExpertFlow, which offloads experts (P99: 15 to 20 "
-            "s), and about 5 s with DynaExq",
+            "Qwen3-30B, ExpertFlow (which offloads experts) has a mean TTFT of about 10 s and a P99 "
+            'in the "high teens" of seconds. DynaExq has a mean TTFT in the "mid-single digits"',
             ", ".join(
                 f"{row['n']}: {row['ttft']:.1f} ({row['ttft_p99']:.1f})"
                 for row in rows
