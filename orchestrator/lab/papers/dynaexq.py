@@ -592,8 +592,9 @@ def figure_10(on: Measured) -> Made:
             f"TTFT, ms, mean (P99), by prompt length in tokens: {name}",
             "TTFT grows quickly with the prompt length up to a few hundred tokens, then slowly. "
             "TTFT is lowest with all experts in low precision. For the longest prompts on "
-            "Qwen3-30B, ExpertFlow (which offloads experts) has a mean TTFT of about 10 s and a P99 "
-            'in the "high teens" of seconds. DynaExq has a mean TTFT in the "mid-single digits"',
+            "Qwen3-30B, ExpertFlow (which offloads experts) has a mean TTFT of about 10 s and a "
+            'P99 in the "high teens" of seconds. DynaExq has a mean TTFT in the "mid-single '
+            'digits"',
             ", ".join(
                 f"{row['n']}: {row['ttft']:.1f} ({row['ttft_p99']:.1f})"
                 for row in rows
