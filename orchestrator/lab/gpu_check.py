@@ -53,20 +53,22 @@ PARTS: dict[str, tuple[float, str]] = {
 # pytest.
 COMMANDS_ONLY = ("table3",)
 
+_SHAPES = "bench gpu --runs 1 "
+_TABLE3 = "bench gpu --table3 "
 # Commands to run, as (part, title, arguments of `moe-edge`), small models first. The models have
 # random weights, and experts of the original shapes. Finished cases are saved, so that an
 # interrupted benchmark continues with the next case.
 COMMANDS: tuple[tuple[str, str, str], ...] = (
     ("device", "the machine", f"plan {shlex.quote(str(DEMO_MODEL))}"),
-    ("bench", "a tiny model", "bench gpu --quick --runs 1"),
-    ("bench", "Qwen3-30B-A3B, skewed", "bench gpu --shape qwen3-30b --runs 1"),
-    ("bench", "Qwen3-30B-A3B, uniform", "bench gpu --shape qwen3-30b --runs 1 --routing uniform"),
-    ("bench", "Mixtral, skewed", "bench gpu --shape mixtral --runs 1"),
-    ("bench", "Mixtral, uniform", "bench gpu --shape mixtral --runs 1 --routing uniform"),
-    ("table3", "a tiny model", "bench gpu --table3 --quick --link 12GB/s"),
-    ("table3", "PCIe 3.0, a quarter", "bench gpu --table3 --link 12GB/s --caps 25"),
-    ("table3", "own link, a quarter", "bench gpu --table3 --caps 25"),
-    ("table3", "PCIe 3.0, more", "bench gpu --table3 --link 12GB/s --caps 50,75"),
+    ("bench", "a tiny model", _SHAPES + "--quick"),
+    ("bench", "Qwen3-30B-A3B, skewed", _SHAPES + "--shape qwen3-30b"),
+    ("bench", "Qwen3-30B-A3B, uniform", _SHAPES + "--shape qwen3-30b --routing uniform"),
+    ("bench", "Mixtral, skewed", _SHAPES + "--shape mixtral"),
+    ("bench", "Mixtral, uniform", _SHAPES + "--shape mixtral --routing uniform"),
+    ("table3", "a tiny model", _TABLE3 + "--quick --link 12GB/s"),
+    ("table3", "PCIe 3.0, a quarter", _TABLE3 + "--link 12GB/s --caps 25"),
+    ("table3", "own link, a quarter", _TABLE3 + "--caps 25"),
+    ("table3", "PCIe 3.0, more", _TABLE3 + "--link 12GB/s --caps 50,75"),
 )
 
 
