@@ -166,7 +166,7 @@ class Sampling(Settings):
     )
     dry_allowed_length: int | None = setting(
         None,
-        "Length of phrases that DRY does not penalize, in tokens.",
+        "Length of the longest repeated phrase without a DRY penalty, in tokens.",
         metavar="N",
         within=(0, 16777216),
         shown="llama.cpp's",
@@ -489,7 +489,7 @@ class Config(Settings):
     use_extra_bufts: bool | None = setting(
         None,
         "Change the layout of weights outside the experts so that this CPU computes faster.",
-        shown="true if experts are repacked for this CPU, or with --policy plain",
+        shown="true with --policy plain, otherwise only if experts are repacked for this CPU",
         option=False,
     )
     layout: str = setting(

@@ -39,9 +39,9 @@ class PlacementSettings(Settings):
     )
     near_weights: str = setting(
         IMPORTANCE,
-        "How precisions below the best are chosen within the bits per weight of --near-bits. "
-        "importance: least quality loss, weighted with expert usage. plain, as in the paper: least "
-        "unweighted quality loss.",
+        "Quality loss that the choice of lower precisions minimizes, within the limit of "
+        "--near-bits. importance: losses of experts weighted with their usage. plain: unweighted "
+        "losses.",
         choices=(IMPORTANCE, PLAIN),
     )
     importance_mix: float = setting(
@@ -232,9 +232,9 @@ def prefix_split(
     possible = (rest >= 0) & (reach <= n) & (begin <= end)
     if not possible.any():
         raise PolicyError(
-            f"--near-bits is too small: the {n} experts below the best precision may have "
-            f"{budget_bits / n:.2f} bits per weight on average, but need more with precisions of "
-            f"{', '.join(map(str, bits))} bits per weight. Increase --near-bits"
+            f"--near-bits is too small: it limits the {n} experts below the best precision to "
+            f"{budget_bits / n:.2f} bits per weight on average. Their smallest possible average is "
+            f"larger (precisions: {', '.join(map(str, bits))} bits). Increase --near-bits"
         )
     i, j = np.nonzero(possible)
     reach, n_first = reach[i, j], i

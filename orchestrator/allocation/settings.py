@@ -46,8 +46,8 @@ class Shared(Settings):
     )
     losses: Path | None = setting(
         None,
-        "Loss table made by moe-edge calibrate, for choosing the precisions of experts. --policy "
-        "context uses the table only with --near-slots shared.",
+        "File of moe-edge calibrate with the quality loss of each expert and precision, for "
+        "choosing precisions. Together with --policy context, it needs --near-slots shared.",
         shown="FILE.calib.json",
         recorded=False,
     )

@@ -136,7 +136,8 @@ class Chat:
                 "/read": ("FILE", "put a text file at the start of your next message", self._read),
                 "/image": (
                     "FILE",
-                    "send a PNG or JPEG with your next message (- for none); or drop a file here",
+                    "add a PNG or JPEG to your next message (- removes all); or drop the file on "
+                    "the terminal",
                     self._image,
                 ),
                 "/system": (
@@ -306,7 +307,7 @@ class Chat:
             for heading, group in self._groups.items()
         }
         rows["Keys"] = [
-            (QUOTES, "type these before and after a message of several lines"),
+            (QUOTES, "starts and ends a message of several lines"),
             ("Ctrl-C", "stop the answer, keep the session"),
         ]
         self.console.explain(rows)

@@ -16,6 +16,8 @@ from orchestrator.cli.options import given, make_config
 from orchestrator.cost.outlook import FITS, NO_ROOM, NOT, STREAMS, WELL
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from gguf_tools.hub import Listing
     from orchestrator.runtime.quantizations import Quantization, Quantizations
 
@@ -57,6 +59,11 @@ def machine_text(
     )
 
 
+def legend_lines(texts: Iterable[str]) -> list[str]:
+    """Wrap the explanations of a table's columns. Each explanation begins on a new line."""
+    return [line for text in texts for line in wrap(text, COLUMNS, subsequent_indent="  ")]
+
+
 def compare_here(listing: Listing, options: dict[str, Any]) -> Quantizations:
     """Return how the models of a repository would run on this machine. Show the progress.
 
@@ -75,16 +82,17 @@ def render_compared(found: Quantizations) -> str:
     """Format the table of a repository's quantizations as text."""
     rows = [_HEAD, *(_row(found, each) for each in found.rows)]
     legend = (
-        f"The model marked * suits this machine best: the most precise one with at least {WELL:g} "
-        "tokens per second, or else the fastest one. The column 'bits' has the mean bits per "
-        f"weight. The column 'here' is '{FITS}' if the model fits in memory, and '{STREAMS}' if "
-        f"its experts are read from disk as needed. It is '{NOT}' if even that way needs more "
-        f"memory than there is, and '{NO_ROOM}' if the download is larger than the free disk "
-        "space. The column 'time goes to' divides the time per token into reading from disk and "
-        "computing. The column 'first' has the seconds until the answer to a first prompt of "
-        f"{found.first_tokens} tokens starts. Speeds are those of the CPU alone. Speeds of models "
-        "that stream assume uniform expert usage, the slowest case; the upper end of a range "
-        "assumes that few experts get most of the tokens."
+        "The model marked * suits this machine best. It is the most precise model with at least "
+        f"{WELL:g} tokens per second, or else the fastest model.",
+        "bits: mean bits per weight.",
+        f"here: '{FITS}' if the model fits in memory; '{STREAMS}' if experts are read from disk as "
+        f"needed; '{NOT}' if memory is too small even for reading experts as needed; '{NO_ROOM}' "
+        "if the download is larger than the free disk space.",
+        "tok/s: tokens per second of the CPU alone. Speeds of models that stream assume uniform "
+        "expert usage, the slowest case; the upper end of a range assumes that few experts get "
+        "most of the tokens.",
+        "time goes to: shares of the time per token for reading from disk and for computing.",
+        f"first: seconds until the answer to a first prompt of {found.first_tokens} tokens starts.",
     )
     problems = [f"{each.file}: {each.why}" for each in found.rows if each.why]
     left_out = f"{found.left_out} smaller models were not examined." if found.left_out else ""
@@ -104,7 +112,7 @@ def render_compared(found: Quantizations) -> str:
             *problems,
             *([left_out] if left_out else []),
             *([""] if problems or left_out else []),
-            *wrap(legend, COLUMNS),
+            *legend_lines(legend),
             f"For more exact predictions for one model: `moe-edge plan hf:{found.repo}/FILE`",
             f"Only headers were downloaded: {format_size(found.header_bytes)}.",
             *wrap(found.disturbed, COLUMNS),

@@ -108,7 +108,7 @@ def plan_line(runs: ResolvedPlan) -> str:
     loss = runs.loses.text
     where = f"on {plan.device.name}" if plan.device else "in main memory"
     size = format_size(plan.total_bytes)
-    return f"{reason}{loss}; needs {size} {where}; context {plan.n_ctx} tokens"
+    return f"{reason}{loss}; the model needs {size} {where}; context {plan.n_ctx} tokens"
 
 
 def _planner(
@@ -154,7 +154,8 @@ def render(found: dict[str, Any]) -> str:
     disk, gpu, copies = found["disk"], found["gpu"], found["copies"]
     lines = [
         f"CPU       {found['threads']} threads; {found['system']}",
-        f"Memory    {size} free, {usable} usable; read at {_speed(found['memory_bytes_per_s'])}",
+        f"Memory    {size} free, {usable} usable; "
+        f"memory bandwidth {_speed(found['memory_bytes_per_s'])}",
         f"Disk      reads experts at {_speed(disk['bytes_per_s'])}",
     ]
     if gpu is None:
@@ -185,18 +186,16 @@ def misses_line(copies: Bandwidths, expert_bytes: int) -> str:
     waits_s = 2 * copies.round_trip_us / 1e6  # seconds: for gate and up together, and for down
     ways = {"copied to the GPU": copies.pinned, "computed on the CPU": copies.compute}
     took = {way: expert_bytes / speed for way, speed in ways.items() if speed}
-    times = ", or ".join(
-        f"{seconds * 1e3:.2f} ms if the expert is {way}" for way, seconds in took.items()
-    )
+    times = ", or ".join(f"{way} in {seconds * 1e3:.2f} ms" for way, seconds in took.items())
     here = took.pop("computed on the CPU", float("inf")) + waits_s
     first = (
         "computed on the CPU" if here < min(took.values()) else min(took, key=lambda way: took[way])
     )
     return (
-        f"an expert of {format_size(expert_bytes)} that is not in GPU memory takes {times}. "
-        f"Computing on the CPU adds {waits_s * 1000.0:.2f} ms per layer, for round trips between "
-        f"GPU and CPU. With --misses auto, the first missing expert of a layer is {first}. "
-        f"Further missing experts are divided between copying to the GPU and computing on the CPU"
+        f"an expert of {format_size(expert_bytes)} that is not in GPU memory is {times}. Computing "
+        f"on the CPU adds {waits_s * 1000.0:.2f} ms per layer for round trips. With --misses auto, "
+        f"the first missing expert of a layer is {first}. Further missing experts are divided "
+        "between GPU and CPU"
     )
 
 

@@ -63,7 +63,7 @@ GROUPS = {
     },
     "Research": {
         "bench": Where("measure", "bench", "Compare the speed of llama.cpp and of all policies."),
-        "paper": Where("paper", "paper", "Measure the tables and figures of a paper."),
+        "paper": Where("paper", "paper", "Repeat the measurements of a research paper."),
         "eval": Where("measure", "evaluate", "Measure quality: perplexity, KL, choices."),
         "trace": Where("replay", "trace", "Record the routing of a run, for `moe-edge replay`."),
         "replay": Where(

@@ -126,8 +126,8 @@ for _name, _place in BENCHMARKS.items():
 @option("--kl", "Also measure the KL divergence from the best precision of the file.")
 @option(
     "--kl-from TIER",
-    "Precision that --kl compares with, instead of the best precision of the file. With the "
-    "precision of --high-tier, --kl measures only the loss caused by lower precisions.",
+    "Reference precision for --kl, instead of the best in the file. If it equals --high-tier, "
+    "--kl measures only the loss of experts in lower precisions.",
     group=MORE,
 )
 @option("--max-tokens tokens N", "Use at most N tokens of the text.")
@@ -296,8 +296,8 @@ def make_table(
         if out is not None:
             raise
         raise ConfigError(
-            f"{target}: {error.strerror}: the loss table belongs next to the model. Write it to "
-            "another place with --out FILE, and name it with --losses FILE when you run the model"
+            f"{target}: {error.strerror}: the loss table cannot be written next to the model. "
+            "Choose another file with --out FILE, and add --losses FILE when you run the model"
         ) from error
     with console.bars():
         show = partial(console.bar, "Calibrating")

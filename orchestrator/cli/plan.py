@@ -18,6 +18,7 @@ from orchestrator.chat.console import Console, strip_controls
 from orchestrator.cli.compared import (
     COLUMNS,
     compare_here,
+    legend_lines,
     machine_text,
     number,
     render_compared,
@@ -119,14 +120,14 @@ def render_known(known: Known) -> str:
         known.processor, known.threads, known.ram_bytes, known.disk_bytes_per_s, known.free_bytes
     )
     legend = (
-        f"Each model is shown in the best precision with at least {WELL:g} tokens per second, or "
-        f"else in the fastest one; --json lists all. The column 'here' is '{FITS}' if the model "
-        f"fits in memory, and '{STREAMS}' if its experts are read from disk as needed. It is "
-        f"'{NO_ROOM}' if the model is larger than the free disk space. The column 'at 8k' has the "
-        f"tokens per second after {LONG} tokens. The column 'first' has the seconds until the "
-        f"answer to a first prompt of {known.first_tokens} tokens starts. Speeds of models that "
-        "stream assume uniform expert usage, the slowest case; the upper end of a range assumes "
-        "that few experts get most of the tokens."
+        f"precision: the best precision with at least {WELL:g} tokens per second, or else the "
+        "fastest precision. --json lists all precisions.",
+        f"here: '{FITS}' if the model fits in memory; '{STREAMS}' if experts are read from disk as "
+        f"needed; '{NO_ROOM}' if the model is larger than the free disk space.",
+        "tok/s: tokens per second. Speeds of models that stream assume uniform expert usage, the "
+        "slowest case; the upper end of a range assumes that few experts get most of the tokens.",
+        f"at 8k: tokens per second after {LONG} tokens.",
+        f"first: seconds until the answer to a first prompt of {known.first_tokens} tokens starts.",
     )
     return "\n".join(
         [
@@ -134,7 +135,7 @@ def render_known(known: Known) -> str:
             "",
             *aligned(rows),
             "",
-            *wrap(legend, COLUMNS),
+            *legend_lines(legend),
             "`moe-edge plan hf:OWNER/NAME` compares the models of a repository before a download.",
             *wrap(known.disturbed, COLUMNS),
         ]

@@ -236,7 +236,8 @@ class LossTable:
         """
         lines = [
             "Squared error of the experts' outputs, relative to the mean square of the outputs. "
-            "Columns: the mean over all tokens, and the lowest and highest mean of an expert.",
+            'The column "mean" is the mean over all tokens. "lowest" and "highest" are the means '
+            "of the best and the worst expert.",
         ]
         rows: list[tuple[str, ...]] = [
             ("precision", "source", "bits per weight", "mean", "lowest", "highest")

@@ -181,9 +181,9 @@ class Frontier:
                 if may_switch and first.token_ms < taken.token_ms:
                     gain = _gain(first, taken)
                     reason = (
-                        f"{reason}. The plan {first.label} is predicted to be {gain} faster. A "
-                        f"plan replaces the default plan {taken.label} only if the plan is at "
-                        f"least {CLEARLY_FASTER - 1:.0%} faster"
+                        f"{reason}. The plan {first.label} is predicted to be {gain} faster than "
+                        f"the default plan {taken.label}. Only a plan that is at least "
+                        f"{CLEARLY_FASTER - 1:.0%} faster replaces the default plan"
                     )
         guess = "estimated " if taken.kl else ""
         kl = "" if taken.kl is None else f", {guess}{taken.kl:.2g} nats"

@@ -49,7 +49,7 @@ def with_images(
             ]
     if images:
         if not made or made[-1].get("role") != "user":
-            raise ConfigError("images belong to a message of the user, which must be the last one")
+            raise ConfigError('cannot add images: the last message must have the role "user"')
         content = made[-1].get("content") or []
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
         shown = [_shown(each, limits, f"images[{at}]") for at, each in enumerate(images)]

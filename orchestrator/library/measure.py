@@ -211,7 +211,7 @@ def record(
     given. Raises MoeEdgeError if the model cannot run.
     """
     if (text is None) == (prompt is None):
-        raise ConfigError("the function record needs either a text or a prompt")
+        raise ConfigError("record() needs exactly one of the arguments text and prompt")
     check_process(settings.get("ram"))
     stops = Stops()
 

@@ -348,10 +348,9 @@ class Policy:
             setattr(cls, each.name, getattr(about, each.name))
         if not about.wants.asked_in and cls.decide is not Policy.decide:
             raise TypeError(
-                f"the policy class {cls.__name__} defines the method decide, but declares no phase "
-                "in which the runtime calls decide: in the class attribute about, set "
-                "wants=PolicyRequirements(asked_in=PHASES), where PHASES has Phase.PREFILL, "
-                "Phase.DECODE or both"
+                f"the policy class {cls.__name__} defines the method decide, but the runtime never "
+                f"calls decide: name the phases in the class attribute about, for example with "
+                f"wants=PolicyRequirements(asked_in=(Phase.DECODE,))"
             )
 
     @classmethod
@@ -491,8 +490,8 @@ def place(
     if precisions.keeps is not None and (too_few or rules.skip):
         raise TiersError(
             f"the policy {policy.name} needs experts in {precisions.keeps} and cannot skip experts",
-            "give --low FILE, or a file packed with several precisions, and leave out --low-tier "
-            "skip",
+            "leave out --low-tier skip, and give either --low FILE or a file packed with several "
+            "precisions",
         )
     if too_few:
         raise TiersError(

@@ -392,12 +392,14 @@ class ContextPlacement(Placement):
         counts = zip(self.near_counts, names, strict=True)
         lower = [f"{n} in {name}" for n, name in counts if n]
         if self.shares_slots:
-            most, either = self.settings.near_bits, " or ".join(names)
+            most, precisions = self.settings.near_bits, " or ".join(names)
             n_lower = sum(self.near_counts)
-            lower = [f"{n_lower} in {either} (on average at most {most:g} bits per weight)"]
+            size = f"at most {most:g} bits per weight on average"
+            lower = [f"{n_lower} other experts in {precisions} ({size})"]
         best = f"{self.n_hot} of {self.shape.n_expert} experts per layer in {self.shape.tiers[0]}"
-        computed_by = ["lower precisions computed by the CPU"] if self.on_host else []
-        return ", ".join(["context", best, *lower, *computed_by])
+        if self.on_host:
+            lower.append("experts in lower precisions are computed by the CPU")
+        return ", ".join(["context", best, *lower])
 
 
 class ContextAware(Policy):
@@ -415,9 +417,9 @@ class ContextAware(Policy):
     about = About(
         name="context",
         summary=(
-            "Every expert is resident: those that the conversation used most in the best "
-            "precision, the others in lower ones. The precisions are chosen once per prompt and "
-            "changed in the background, and no token waits for that."
+            "Every expert is resident. The experts that the conversation used most have the best "
+            "precision, the others lower ones. After each prompt, precisions are chosen again and "
+            "changed in the background, without making tokens wait."
         ),
         Settings=ContextSettings,
         reason="chooses the precision of every expert by the prompt",
@@ -459,9 +461,9 @@ class ContextAware(Policy):
         places = _places_to_try(shape, settings, shares_slots)
         if shares_slots and not (shape.shares_slots or places[-1]):
             raise PolicyError(
-                f"--near-slots {SHARED} needs memory slots that hold any of several precisions, "
-                f"but a slot in the GPU's memory holds only one: leave --near-slots out, or give "
-                f"--near-place {HOST} to store experts in lower precisions in host memory"
+                f"--near-slots {SHARED} does not work in the GPU's memory, where an expert slot "
+                f"can hold only one precision: leave --near-slots out, or store experts in lower "
+                f"precisions in host memory with --near-place {HOST}"
             )
         n, asked = shape.n_expert, settings.hot_experts
         most = n if asked is None else min(n, asked)

@@ -187,7 +187,7 @@ class DyMoESettings(LookAhead):
         "in the high precision.",
         metavar="R",
         within=(0.0, 1.0),
-        shown=f"{_USUAL_RETENTION}, or 1 if all experts have one precision",
+        shown=f"a share of {_USUAL_RETENTION}, or 1 if all experts have one precision",
         live=True,
     )
     schedule: str = setting(
@@ -198,16 +198,16 @@ class DyMoESettings(LookAhead):
     )
     lower_which: str = setting(
         GATES,
-        "Which experts of an answer get the low precision or are skipped. gates, as in the DyMoE "
-        "paper: those with the lowest routing weights. missing: only experts that are not in "
-        "memory, at most as many as with gates.",
+        "Which experts of an answer get the low precision or are skipped. gates (DyMoE paper): "
+        "those with the lowest routing weights. missing: up to the same number, but only experts "
+        "that are not in memory.",
         metavar="WHICH",
         choices=(GATES, MISSING),
     )
     heavy_hitters: float = setting(
         0.4,
         "Share of a prompt's tokens that count as important: those that receive the most "
-        "attention. The experts that these tokens use most are critical.",
+        "attention. The experts that these tokens use most are computed in the high precision.",
         metavar="R",
         within=(0.0, 1.0),
     )
@@ -312,7 +312,10 @@ class DyMoEPlacement(Placement):
         achieved = f"realised {depth.realised:.3f}"
         if depth.retention < depth.least:
             schedule = self.settings.schedule
-            achieved += f" is the smallest share of critical experts with --schedule {schedule}"
+            achieved = (
+                f"realised {depth.realised:.3f}: the smallest share of a token's experts that "
+                f"--schedule {schedule} computes in {high}"
+            )
             if schedule != FLAT:
                 achieved = f"{achieved}; --schedule {FLAT} allows less"
         return f"dymoe {high}/{low} retention={depth.retention:g} ({achieved})"

@@ -193,8 +193,8 @@ class DynaExqSettings(Intervals):
 
     rank_slack: int = setting(
         0,
-        "Experts of each layer are ranked by usage. If N of them have the high precision, an "
-        "expert keeps it down to rank N plus this number.",
+        "Avoids frequent changes: an expert loses the high precision only if it falls more than "
+        "this many ranks below the most used experts of its layer.",
         within=(0, 65535),
     )
     hot_experts: int | None = inherit(Shared, "hot_experts")
@@ -312,12 +312,13 @@ class DynaExqPlacement(Placement):
         if not self.caching:
             return f"dynaexq {high}/{low}, {n_high} of {n} experts per layer in {high}"
         least = resident_pools(self.shape, fewest_high(self.shape)).plan().total_bytes
-        why = f"because all experts in {low} would need {format_size(least)} of memory"
-        if not self.capacity.any():
-            return f"dynaexq {low}, a cache for {n_low} of {n} experts per layer, {why}"
+        tiers, cached = low, f"{n_low} of {n} experts per layer in {low}"
+        if self.capacity.any():
+            tiers = f"{high}/{low}"
+            cached = f"{n_high} of {n} experts per layer in {high} and {cached}"
         return (
-            f"dynaexq {high}/{low}, a cache for {n_high} of {n} experts per layer in {high} and "
-            f"{n_low} in {low}, {why}"
+            f"dynaexq {tiers}, a cache for {cached}, because all experts in {low} would need "
+            f"{format_size(least)} of memory"
         )
 
 

@@ -519,18 +519,16 @@ class FIRMSettings(LookAhead):
     )
     agree: str = setting(
         RANK,
-        "Which experts are prefetched (K and P: see --votes). rank: the previous layer's K most "
-        "likely predictions. mol, as in the FIRM-MoE paper: experts among the K most likely "
-        "predictions of each of P earlier layers. margin: predictions with a score above a "
-        "threshold; the smaller K, the higher the threshold.",
+        "Which experts of a layer are prefetched (K,P: see --votes). rank: the K that the previous "
+        "layer predicts. mol, as in the FIRM-MoE paper: those that all P earlier layers predict. "
+        "margin: those with a score above a threshold, which is higher for a smaller K.",
         metavar="HOW",
         choices=AGREE_WAYS,
     )
     votes: str | None = setting(
         None,
-        "K, the number of experts in each prediction, and P, the number of earlier layers that "
-        "must predict an expert. P above 1 needs --agree mol. Example for shallow, middle and deep "
-        "layers: 4,1/8,3/8,3.",
+        "Each of the P layers before a layer predicts K of its experts. P above 1 needs --agree "
+        "mol. For shallow, middle and deep layers, give three pairs K,P such as 4,1/8,3/8,3.",
         metavar="K,P",
         shown="tuned",
     )
@@ -545,13 +543,13 @@ class FIRMSettings(LookAhead):
     )
     tune_steps: int = setting(
         32,
-        "Number of decode steps after which --tune chooses K and P of --votes again.",
+        "Number of decode steps after which --tune chooses --votes again.",
         within=(1, 2**24),
     )
     tune_patience: int = setting(
         2,
-        "With --tune climb: after this number of pairs K,P without improvement, the search "
-        "reverses its direction, for example from larger to smaller K.",
+        "With --tune climb: after this number of tries without improvement, the search for --votes "
+        "changes its direction, for example from fewer to more experts.",
         within=(1, 2**16),
     )
     tune_tokens: int = setting(
@@ -561,14 +559,14 @@ class FIRMSettings(LookAhead):
     )
     waste_weight: float = setting(
         0.5,
-        "Penalty for an expert that is prefetched but not used. --tune chooses K and P with the "
-        "smallest sum of penalties.",
+        "Penalty for an expert that is prefetched but not used. --tune chooses the --votes with "
+        "the smallest sum of penalties.",
         within=(0.0, 1e6),
     )
     miss_weight: float = setting(
         0.5,
-        "Penalty for an expert that was not predicted and must be read on demand. --tune chooses K "
-        "and P with the smallest sum of penalties.",
+        "Penalty for an expert that must be read on demand because it was not predicted. --tune "
+        "chooses the --votes with the smallest sum of penalties.",
         within=(0.0, 1e6),
     )
 
@@ -586,48 +584,46 @@ class FIRMSettings(LookAhead):
         except ValueError:
             deepest = -1
         complaint = (
-            "must be a pair K,P such as 4,1, or three pairs such as 4,1/8,3/8,3 for shallow, "
-            f"middle and deep layers, not '{votes}'. K is the number of experts in each "
-            "prediction, and P the number of earlier layers that must predict an expert"
+            f"cannot be '{votes}': give a pair K,P such as 4,1, or three pairs such as "
+            "4,1/8,3/8,3 for shallow, middle and deep layers. Each of P earlier layers predicts K "
+            "experts"
         )
         refuse(deepest < 0, "votes", complaint)
         cause, off = ("prefetch", OFF) if self.prefetch == OFF else ("n_ahead", 0)
         for name, value in (("votes", votes), ("tune", self.tune)):
             useless = (self.prefetch == OFF or n_ahead == 0) and value not in (None, OFF)
             complaint = (
-                f"has no effect with the setting {cause} {off}, because no experts are prefetched: "
-                f"leave {name} or {cause} out"
+                f"has no effect, because the setting {cause} {off} turns prefetching off: leave "
+                f"{name} or {cause} out"
             )
             refuse(useless, name, complaint)
         if self.agree != MOL:
             refuse(
                 deepest > 1,
                 "votes",
-                f"must have P = 1 (one predicting layer) in each pair K,P, not P = {deepest} "
-                f"('{votes}'). With the setting agree {self.agree}, only the previous layer "
-                f"predicts experts: give votes with P = 1, or set agree to {MOL}",
+                f"cannot be '{votes}' (K,P), because the setting agree {self.agree} uses the "
+                f"predictions of one layer: set P to 1, not {deepest}, or set agree to {MOL}",
             )
             refuse(
                 (n_ahead or 0) > 1,
                 "n_ahead",
-                f"must be at most 1 layer, not {n_ahead}. With the setting agree {self.agree}, "
-                f"only the previous layer predicts experts: leave n_ahead out, or set agree to "
-                f"{MOL}",
+                f"must be at most 1, not {n_ahead}. With the setting agree {self.agree}, only the "
+                f"previous layer predicts experts. To predict from more layers, set agree to {MOL}",
             )
         if votes is not None and most is not None:
             complaint = (
-                f"must have P of at most {most[1]:g} in each pair K,P, not P = {deepest} "
-                f"('{votes}'). P is the number of earlier layers that must predict an expert"
+                f"cannot be '{votes}' (K,P), because at most {most[1]:g} earlier layers can "
+                f"predict experts: set P to at most {most[1]:g}, not {deepest}"
             )
             refuse(deepest > most[1], "votes", complaint)
             complaint = (
-                f"must be {deepest}, not {n_ahead}. The setting votes '{votes}' has pairs K,P, and "
-                f"its largest P (number of predicting layers) is {deepest}: leave n_ahead out"
+                f"must be {deepest}, not {n_ahead}, to fit the setting votes '{votes}': leave "
+                "n_ahead out"
             )
             refuse(n_ahead not in (None, deepest), "n_ahead", complaint)
             complaint = (
-                "has no effect with the setting votes, which fixes the numbers K and P that the "
-                "setting tune would choose: leave tune or votes out"
+                "has no effect, because the setting votes fixes the numbers that would be tuned: "
+                "leave tune or votes out"
             )
             refuse(self.tune not in (None, OFF), "tune", complaint)
 
@@ -686,9 +682,9 @@ class FIRMSettings(LookAhead):
             return super().limited(depth, asked)
         if "votes" in asked:
             raise ConfigError(
-                f"--votes {self.votes} needs predictions by {self.deepest} earlier layers, but the "
-                f"trace has predictions by only {depth}: record the trace again with --agree {MOL} "
-                f"--n-ahead {self.deepest}"
+                f"--votes {self.votes} needs predictions for {self.deepest} layers ahead, but the "
+                f"trace has them for {depth}: record the trace again with --agree {MOL} --n-ahead "
+                f"{self.deepest}"
             )
         return replace(self, votes=None, n_ahead=None).limited(depth, asked)
 
@@ -795,10 +791,9 @@ class FIRM(Policy):
     about = About(
         name="firm",
         summary=(
-            "One precision, lossless. Prefetches the experts that a layer predicts for the next "
-            "layer, and tunes their number at run time. With --agree mol --prefetch-kinds 1, as in "
-            "the FIRM-MoE paper, several layers must predict an expert, and only its gate matrix "
-            "is prefetched."
+            "All experts have one precision, so the policy is lossless. It prefetches the experts "
+            "that a layer predicts for the next layer, and tunes their number at run time. For the "
+            "method of the FIRM-MoE paper, add --agree mol --prefetch-kinds 1."
         ),
         Settings=FIRMSettings,
         reason="runs one precision",

@@ -413,10 +413,9 @@ class Floor(Policy):
     about = About(
         name="floor",
         summary=(
-            "The user sets the allowed quality loss. Within this loss, experts that are not in "
-            "memory are skipped or computed in the low precision: first those with the least "
-            "estimated loss per saved byte of reading. Experts in memory are skipped last, to save "
-            "compute time."
+            "To save reading, skips experts that are not in memory, or computes them in the low "
+            "precision. The user sets the allowed quality loss. If the loss stays below this "
+            "limit, experts in memory are skipped too, to save compute time."
         ),
         Settings=FloorSettings,
         reason="skips experts that are not in memory, within an allowed quality loss",

@@ -485,7 +485,7 @@ def _markers(data: bytes, name: str) -> Iterator[tuple[int, int, int]]:
         length = int.from_bytes(data[at : at + 2], "big") if at + 2 <= len(data) else 0
         if at + max(length, 2) > len(data):
             part = "pixels" if marker == _SOS else "header"
-            _cut(name, what, f"the file ends in its {part}")
+            _cut(name, what, f"the file ends within the {part}")
         if length < 2:
             _damaged(name, what, "a JPEG segment has an invalid length")
         yield marker, at + 2, at + length
@@ -582,7 +582,7 @@ def _frame(
     most_x, most_y = (max(factors) for factors in zip(*sampling, strict=True))
     for x, y in sampling:
         if not (0 < x <= 4 and 0 < y <= 4) or most_x % x or most_y % y:
-            _damaged(name, what, "its header has wrong colour sampling factors")
+            _damaged(name, what, "the JPEG header has wrong colour sampling factors")
     if any(each > 3 for each in header[8::3]):
         _damaged(name, what, "its header has unknown values")
     blocks = -(-width // (8 * most_x)) * -(-height // (8 * most_y))

@@ -54,7 +54,7 @@ class OllamaRequest:
         self.has_prompt = bool(data.get("messages" if self._is_chat else "prompt"))
         images = [] if self._is_chat else data.get("images", [])
         if images and self.route == COMPLETIONS:
-            raise Refusal(400, "images need the chat template: leave out raw")
+            raise Refusal(400, "images need the chat template: leave out the field raw")
         self.data = {"model": self._model, "stream": data.get("stream", True)}
         for name in ("tools", "moe_edge"):
             if name in data:

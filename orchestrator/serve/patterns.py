@@ -94,8 +94,8 @@ def _branches(words: list[str], at: int, depth: int) -> str:
     """
     if depth > _MOST_DEPTH:
         raise PatternError(
-            f"the regular expression for the words of an enum would have more than {_MOST_DEPTH} "
-            "levels of groups"
+            "too many words have the same beginnings: their regular expression would have more "
+            f"than {_MOST_DEPTH} nested groups"
         )
     if len(words) == 1:
         return _literal(words[0][at:])
@@ -387,8 +387,8 @@ def _written_one(node: One) -> str:
     safe = _complement([*_complement(node.ranges), *_UNSAFE])
     if not safe:
         raise PatternError(
-            "this server cannot enforce a regular expression with a character class in which "
-            "every character needs an escape in JSON"
+            "this server cannot enforce a character class such as [\\n\\t]: add a character that "
+            "JSON does not escape"
         )
     parts = [
         _code(first) if first == last else f"{_code(first)}-{_code(last)}" for first, last in safe

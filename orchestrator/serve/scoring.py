@@ -101,7 +101,7 @@ def wants_scores(route: str, data: dict[str, Any]) -> bool:
     for name in SEVERAL:
         if data.get(name, 1) != 1:
             raise Refusal(
-                400, f"the field echo supports one answer for each prompt: leave out {name}"
+                400, f"with the field echo, a prompt has only one answer: leave out {name}"
             )
     if data["max_tokens"] and data.get("temperature") != 0:
         raise Refusal(

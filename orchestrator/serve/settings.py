@@ -77,8 +77,8 @@ class ServeSettings(Settings):
     )
     trusted_proxy: str | None = setting(
         None,
-        "Addresses of proxies whose X-Forwarded-For header is trusted, separated by commas. "
-        "The header's address identifies clients without an API key, so that clients take turns.",
+        "Addresses of proxies, separated by commas, whose X-Forwarded-For header is trusted to "
+        "identify clients without an API key.",
         metavar="ADDRESSES",
         group=MORE,
     )
@@ -98,7 +98,7 @@ class ServeSettings(Settings):
         None,
         "Maximum size of a request.",
         unit=SIZE,
-        shown="for text 16 bytes per token of --ctx, at least 128KiB; for images 16MiB more",
+        shown="16 bytes per token of --ctx, at least 128KiB; with images 16MiB more",
         group=MORE,
     )
     allow_model_change: bool = setting(
@@ -111,7 +111,7 @@ class ServeSettings(Settings):
         "Treatment of a conversation that outgrows the context: drop (its oldest exchanges leave "
         "the prompt) or refuse (status 400).",
         choices=(DROP, REFUSE),
-        shown="as the request asks, otherwise refuse (for the web page and Ollama's API: drop)",
+        shown="the request's field overflow, otherwise refuse; Ollama's API: drop",
         group=MORE,
     )
     patience: int = setting(

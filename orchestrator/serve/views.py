@@ -185,8 +185,12 @@ def _samples(state: State, served: Served) -> Iterator[tuple[str, str, str, Labe
     if stats is None:
         return
     by_phase = (
-        ("expert_requests_total", "Experts that the router selected.", stats.requests),
-        ("expert_hits_total", "Selected experts that were in memory.", stats.hits),
+        ("expert_requests_total", "Number of experts that the router selected.", stats.requests),
+        (
+            "expert_hits_total",
+            "Number of experts that the router selected and that were in memory.",
+            stats.hits,
+        ),
         ("demand_bytes_total", "Bytes read while a token waited for them.", stats.demand_bytes),
         ("prefetch_bytes_total", "Bytes prefetched.", stats.prefetch_bytes),
         (

@@ -343,10 +343,10 @@ def predict(on: Any, note: Note) -> Report:
         "holds every expert.",
         'The column "as H200" is the column "p50" plus a correction for each of the '
         f"{layers} layers. A correction is the measured time of a layer minus its simulated time.",
-        f"These corrections of the simulated times, in ms per token and layer, are: {notes}. They "
-        f"come from a measurement on an H200 with {MEASURED_LAYERS} layers and a link of "
-        f"{MEASURED_LINK / 1e9:g} GB/s, which read low-precision experts from the disk. We do "
-        "not know why measured and simulated times differ.",
+        f"Corrections of the simulated times, in ms per token and layer: {notes}. The measured "
+        f"model had {MEASURED_LAYERS} layers, on an H200 with a link of {MEASURED_LINK / 1e9:g} "
+        "GB/s. Its low-precision experts were read from the disk. We do not know why measured and "
+        "simulated times differ.",
     ]
     note_of_upstream = (
         "The tables have no row for upstream llama.cpp, because llama.cpp computes experts on the "

@@ -227,10 +227,11 @@ def row_notes(rows: Sequence[Result]) -> list[str]:
         over = limit is not None and row["peak_bytes"] > limit
         if not over and "budget_bytes" not in row:
             continue
-        parts = [f"peak memory {row['peak_bytes'] / MIB:.0f} MiB"]
+        memory = f"peak memory {row['peak_bytes'] / MIB:.0f} MiB"
         if limit is not None:
             state, cap_mib = "OVER" if over else "within", limit / MIB
-            parts.append(f"{state} the memory cap of {cap_mib:.0f} MiB")
+            memory = f"{memory}, {state} the memory cap of {cap_mib:.0f} MiB"
+        parts = [memory]
         if "budget_bytes" in row:
             parts.append(f"expert slots {row['budget_bytes'] / MIB:.0f} MiB")
         if row.get("callback_us_p50") is not None:

@@ -68,10 +68,11 @@ def intro(short: int, long: int) -> list[str]:
     return [
         f'The columns "{short}" and "{long}" are the times to read a prompt of {short} and of '
         f"{long} tokens.",
-        f'The column "x TPOT" is the speed-up of decoding over "{ON_DEMAND}". The column '
-        f'"x TTFT" is the speed-up over the same row when the prompt of {short} tokens is read.',
-        'Each column "paper" has two speed-ups that the DyMoE paper reports for the column before: '
-        "with 16 and with 24 GB of GPU memory (Mixtral-8x7B, RTX 3090, PCIe 3.0).",
+        f'The column "x TPOT" is the speed-up of decoding relative to "{ON_DEMAND}". The column '
+        f'"x TTFT" is the speed-up of reading a prompt of {short} tokens relative to '
+        f'"{ON_DEMAND}".',
+        'The column "paper" after each of these columns has the same speed-up in the DyMoE paper, '
+        "for 16 and for 24 GB of GPU memory (Mixtral-8x7B, RTX 3090, PCIe 3.0).",
         "All layers of the measured model have the same random experts.",
     ]
 

@@ -460,9 +460,9 @@ def describe_difference(found: Result, layer: tuple[int, float | None] | None) -
     )
     if layer is None:
         return (
-            f"{text}. The layer that causes the difference is not known. To find the layer, the "
-            f"tokens up to the first difference were computed again in one batch. In the batch, "
-            f"the experts of all layers give the same results as in llama.cpp"
+            f"{text}. The layer that causes the difference is unknown: when the tokens up to the "
+            f"first difference were computed again in one batch, the experts of every layer gave "
+            f"the same results as in llama.cpp"
         )
     number, error = layer[0], amount(layer[1])
     return (

@@ -326,7 +326,9 @@ def render(result: dict[str, Any]) -> str:
             f"the windows of the text have at most {result['window']} tokens",
         ]
         if prompt := result["prompt_tokens"]:
-            notes.append(f"each window begins with a prompt of at least {prompt} tokens")
+            notes.append(
+                f"each window of the text begins with a prompt of at least {prompt} tokens"
+            )
         add("perplexity", with_error(text["perplexity"]), "; ".join(notes))
         for name, value in text["domains"].items():
             add(f"  {name}", with_error(value))

@@ -210,19 +210,19 @@ def figure_3(on: Measured) -> Made:
             "share of a decode step's experts that the next step also uses",
             "In the first of the paper's two texts, adjacent decode steps do not use similar "
             "experts. In the second text, expert usage is more regular. The paper does not state "
-            "the share",
-            f"The next step also uses {kept} of a decode step's experts. If steps chose experts "
-            f"independently, this share would be {by_use}. If independent steps also used all "
-            f"experts equally often, the share would be {by_chance}",
+            "what share of their experts adjacent steps have in common",
+            f"The next step also uses {kept} of a decode step's experts. If each step used random "
+            f"experts, this share would be {by_chance}. If the random choice favoured popular "
+            f"experts as much as our model does, this share would be {by_use}",
             "Our model differs from the paper's. The paper shows two texts, and we average over "
             "all passages of our text",
         ),
         Compared(
             "cosine similarity of the expert usage of different texts",
-            "Expert usage differs between the paper's two texts. The paper does not state the "
+            "Expert usage differs between the paper's two texts. The paper does not state a cosine "
             "similarity",
-            f"Between two passages of our text, the similarity is {np.mean(similarities):.2f} on "
-            f"average and {min(similarities):.2f} at least"
+            f"Between two passages of our text, the cosine similarity of the expert usage is "
+            f"{np.mean(similarities):.2f} on average and {min(similarities):.2f} at least"
             if similarities
             else "not measured, because our text is too short to compare two passages",
             "the same",
@@ -253,8 +253,8 @@ def figure_4(on: Measured) -> Made:
             f"The expert usage of a prompt and of its answer have a similarity of {counted:.2f}. "
             f"For comparison, a prompt that used all experts equally often would have a similarity "
             f"of {guessed:.2f}",
-            "Our model and text differ from the paper's. The paper does not state the similarity "
-            "for a prompt that uses all experts equally often",
+            "Our model and text differ from the paper's. The paper does not compare the expert "
+            "usage of an answer with equal usage of all experts",
         ),
         Compared(
             "whether an answer uses the experts that its prompt uses most",
@@ -296,13 +296,13 @@ def near_data(on: Measured) -> list[dict[str, Any]]:
 
 GENERATED = "random routing"
 # The compared systems of Figures 5 and 6.
-_NEAR = "a system with all experts in near-data memory with 16 bits per weight"
-_MONDE = "MoNDE (number of experts copied to the GPU: fitted to the paper's speed-ups)"
+_NEAR = "a system that holds and computes all experts in near-data memory, with 16 bits per weight"
+_MONDE = "MoNDE, which copies some experts to the GPU"
 # The reasons why a speed-up over _NEAR, or over MoNDE, differs from the paper's.
 _FREE = (
     "No constant is fitted to the paper's speed-ups. The paper does not state the bandwidths of "
     "the GPU's memory and of the link, so we chose them. We also assume that near-data memory "
-    "multiplies weights of b bits 16 / b times as fast as weights of 16 bits"
+    "multiplies faster with fewer bits per weight: 8 times as fast with 2 bits as with 16"
 )
 
 
@@ -340,8 +340,9 @@ def figure_5(on: Measured) -> Made:
             "per weight, relative to 16 bits per weight",
             "about 5 and about 8",
             _near_times(results),
-            f"{_FREE}. If near-data memory multiplied weights of all widths equally fast, the "
-            f"speed-up would be 4.0 with 3 bits and with 2 bits",
+            f"{_FREE}. If near-data memory multiplied equally fast with any number of bits, the "
+            f"multiplications would limit the speed with 3 and with 2 bits to 4.0 times the speed "
+            f"with 16 bits",
         )
     ]
     paper = {
@@ -378,9 +379,9 @@ def figure_5(on: Measured) -> Made:
     prompt, answer = LENGTHS[1]
     panel = Panel(
         "",
-        "speed relative to all experts in near-data memory",
+        "speed relative to computing all experts in near-data memory",
         [Line("", range(len(ratios)), exact(ratios))],
-        f"{prompt} prompt tokens and {answer} answer tokens, with {GENERATED}",
+        f"random routing, {prompt} prompt tokens and {answer} answer tokens",
         bars=True,
         ticks=ticks,
     )
@@ -469,7 +470,7 @@ def figure_6(on: Measured) -> Made:
         mine = [row for row in steps if row["shape"] == shape and row["bits"] == bits]
         first = [row["tokens_per_s"] for row in mine if row["routing"] == GENERATED]
         drawn = [Line("", range(len(names)), exact(first))]
-        title = f"{shape}, near-data memory with {bits:g} bits per weight, {GENERATED}"
+        title = f"{shape} with random routing and {bits:g} bits per weight in near-data memory"
         panels.append(Panel("", "decoded tokens/s", drawn, title, bars=True, ticks=names))
     table = Table("Decoding on the paper's machine", columns, steps)
     return Made(compared, [table], panels, len(SHAPES))

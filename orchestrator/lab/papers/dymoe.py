@@ -87,7 +87,7 @@ def table_1(on: Measured) -> Made:
 def _times(rows: Sequence[Row]) -> str:
     worst, better = rows[0], rows[min(1, len(rows) - 1)]
     if not better["kl"][0]:
-        return "not measured, because the model file has only one lower precision"
+        return "not measured: the model file needs two precisions below its best precision"
     ratio = worst["kl"][0] / better["kl"][0]
     return (
         f"{worst['configuration']} has {ratio:.0f} times the KL divergence of "
@@ -203,11 +203,11 @@ def figure_4(on: Measured) -> Made:
             "correlation",
             f"Correlation with the expert usage by all tokens, mean over layers: "
             f"{mean['correlation']:.2f} for heavy hitters, {mean['random']:.2f} for random tokens. "
-            f"The quarter of the experts that heavy hitters use most contains {share(mean['hot'])} "
-            f"of the quarter that all tokens use most",
+            f"Of the quarter of a layer's experts that all tokens use most, {share(mean['hot'])} "
+            f"are also in the quarter that heavy hitters use most",
             f"We read one prompt of {PROMPT} tokens. Our heavy hitters are the {share(HEAVY)} of "
             f"its tokens that receive the most attention from its last 32 tokens. The paper does "
-            f"not state how many tokens are heavy hitters, nor the correlation for random tokens",
+            f"not state how many tokens are heavy hitters. It has no comparison with random tokens",
         ),
         Compared(
             "whether different texts have the same most used experts",
@@ -471,8 +471,8 @@ def table_3(on: Measured) -> Made:
     times, timed = simulated(on), live(on)
     names = _names(times)
     said = [
-        f"speed relative to '{ON_DEMAND}' with a GPU of 16 GB, 24 GB: decoding {tpot[0]:.2f}, "
-        f"{tpot[1]:.2f}; first token {ttft[0]:.2f}, {ttft[1]:.2f}"
+        f"speed relative to '{ON_DEMAND}' with a GPU of 16 GB: decoding {tpot[0]:.2f}, first token "
+        f"{ttft[0]:.2f}. With a GPU of 24 GB: decoding {tpot[1]:.2f}, first token {ttft[1]:.2f}"
         for tpot, ttft in PAPER_RATIOS.values()
     ]
     compared = [

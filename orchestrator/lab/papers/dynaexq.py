@@ -63,11 +63,13 @@ def _by_batch(values: dict[int, float], unit: str = " %") -> str:
     return ", ".join(f"{batch}: {100 * value:.1f}{unit}" for batch, value in values.items())
 
 
-def _activated(on: Measured, rows: list[Row], said: str, what: str) -> Made:
+def _activated(on: Measured, rows: list[Row], said: str, phase: str) -> Made:
     """Make a table and a picture of the share of experts in use by batch size.
 
-    said: the values in the paper's text. what: the title.
+    said: the values in the paper's text. phase: "decode" or "prefill".
     """
+    title = f"activated experts in {phase}"
+    label = f"{title}, % of a layer's experts, by batch size"
     columns = (
         Column("batch", "batch"),
         Column("prompt", "length"),
@@ -84,8 +86,7 @@ def _activated(on: Measured, rows: list[Row], said: str, what: str) -> Made:
     ]
     compared = [
         Compared(
-            f"{what}, % of a layer's experts by batch size"
-            + ("" if length is None else f", with prompts of {length} tokens"),
+            label if length is None else f"{label} (prompts of {length} tokens)",
             said,
             _by_batch({row["batch"]: row["active"] for row in rows if row["length"] == length}),
             _other(on),
@@ -96,11 +97,11 @@ def _activated(on: Measured, rows: list[Row], said: str, what: str) -> Made:
         "sequences",
         "share of a layer's experts that a step uses, %",
         drawn,
-        what,
+        title,
         percent=True,
         ticks=BATCHES,
     )
-    return Made(compared, [Table(what, columns, rows)], [panel])
+    return Made(compared, [Table(title, columns, rows)], [panel])
 
 
 def table_1(on: Measured) -> Made:
@@ -118,7 +119,7 @@ def table_1(on: Measured) -> Made:
         "Qwen3-30B-A3B uses 6.3, 11.6, 20.1, 31.9, 46.5 and 62.0 % of a layer's experts with "
         "batches of 1, 2, 4, 8, 16 and 32 sequences"
     )
-    return _activated(on, rows, said, "activated experts in decode")
+    return _activated(on, rows, said, "decode")
 
 
 def table_2(on: Measured) -> Made:
@@ -138,7 +139,7 @@ def table_2(on: Measured) -> Made:
         "batches of 1, 2, 4, 8, 16 and 32 prompts. The paper's text does not state the prompt "
         "length"
     )
-    return _activated(on, rows, said, "activated experts in prefill")
+    return _activated(on, rows, said, "prefill")
 
 
 def table_4(on: Measured) -> Made:
@@ -162,9 +163,9 @@ def table_4(on: Measured) -> Made:
             "of this loss. On Qwen3-80B, it recovers 89 % of the loss from Int4 to Int2. The paper "
             "does not state how many experts have high precision",
             "; ".join(
-                f"a hot set of {share(row['high'])} of the experts recovers "
-                f"{share(row['won_back'][0])} of the difference in KL divergence between low and "
-                f"high precision"
+                f"with the most used {share(row['high'])} of the experts in high precision, "
+                f"{share(row['won_back'][0])} of the quality loss (KL divergence) of low precision "
+                f"disappears"
                 for row in rows
                 if row["won_back"]
             ),
@@ -172,15 +173,14 @@ def table_4(on: Measured) -> Made:
             "the paper's models were not available",
         ),
         Compared(
-            "A hot set recovers part of the quality loss from high to low precision. Ratio of the "
-            "recovered share of this loss to the hot set's share of the experts",
-            "The paper gives no ratio of the recovered loss to the number of hot experts. It "
-            "compares DynaExq neither with random hot sets nor with one precision for all experts "
-            "in the same memory",
-            f"The recovered share of the quality loss is {quarter['ratio']:.2f} times the hot "
-            f"set's share of the experts ({share(quarter['high'])})",
-            "We also measure random hot sets, and one precision for all experts that needs the "
-            "same memory",
+            "share of the quality loss of low precision that a hot set in high precision avoids, "
+            "divided by the hot set's share of the experts",
+            "The paper does not state the hot set's share of the experts. It does not compare "
+            "DynaExq with random hot sets, or with models of the same size that have one precision "
+            "for all experts",
+            f"{quarter['ratio']:.2f}, for a hot set of {share(quarter['high'])} of the experts",
+            "We also measure random hot sets, and models of the same size that have one precision "
+            "for all experts",
         ),
     ]
     # The first panel is that of all domains. The best tier has no KL from itself but rounding.
@@ -228,9 +228,9 @@ def figure_1(on: Measured) -> Made:
                 if row["name"] == prefetching.name and row["reads"] == reads
             ),
             f"Our times are simulated, with cache slots for {HELD:.0%} of the experts. ExpertFlow "
-            f"is not available, so we use our policy firm instead. On a CPU, a longer prompt takes "
-            f"more time to compute. Experts are read during this time, so a longer prompt need not "
-            f"wait longer for experts",
+            f"is not available, so we measure another policy that prefetches experts (--policy "
+            f"firm). Experts are read while the CPU computes the prompt. A longer prompt takes "
+            f"longer to compute, so it need not wait longer for experts",
         )
         for reads in READS
     ]
@@ -529,9 +529,10 @@ def figure_7(on: Measured) -> Made:
     `on` is the model and the text. Returns a table, a plot, and the comparison with the paper.
     """
     said = (
-        "TPOT with DynaExq is close to TPOT with all experts in low precision. With ExpertFlow, "
-        "which offloads experts, TPOT is higher, and P99 differs more from the mean. The paper's "
-        "text does not give the times"
+        "The time per output token (TPOT) with DynaExq is close to TPOT with all experts in low "
+        "precision. With ExpertFlow, which offloads experts, TPOT is higher, and the 99th "
+        "percentile of TPOT (P99) is farther from the mean. The paper's text does not state TPOT "
+        "in ms"
     )
     return _batches(on, "TPOT, ms, mean (P99)", said, "tpot", "tpot_p99", "{:.2f}".format)
 
@@ -647,11 +648,11 @@ PAPER = Paper(
         Figure("Figure 7", "time per output token by batch size", figure_7),
         Figure(
             "Figure 8",
-            "unknown subject: the paper's text does not mention Figure 8",
+            "subject not known, because the paper's text does not mention Figure 8",
             paper=NOT_IN_TEXT,
             why=(
-                "The paper's text does not mention a Figure 8. It discusses throughput without "
-                "naming the figure. We compare throughput under Figure 9"
+                "The paper's text discusses throughput without naming a figure. We compare "
+                "throughput under Figure 9"
             ),
         ),
         Figure("Figure 9", "end-to-end latency and throughput by batch size", figure_9),

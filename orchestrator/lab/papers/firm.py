@@ -80,19 +80,20 @@ def table_1(on: Measured) -> Made:
     mol = (
         "prefetch of only the experts that several earlier layers predict (Meeting of Layers, MoL)"
     )
+    both = (
+        "prefetch of only the gate matrix (FG) of the experts that several earlier layers predict "
+        "(Meeting of Layers, MoL)"
+    )
+    tuned = (
+        "prefetch of only the gate matrix (FG) of the experts that several earlier layers predict "
+        "(Meeting of Layers, MoL), with tuned numbers of predicting layers and predicted experts"
+    )
     # Each row of the study, with a description and the paper's ratios by number of cached experts.
     paper = {
         "+ FG: gates alone": (fg, (1.32, 1.31, 1.24, 1.41)),
         "+ MoL": (mol, (1.21, 1.22, 1.21, 1.27)),
-        "+ FG + MoL": (
-            "gate-only prefetch (FG) and Meeting of Layers (MoL) together",
-            (1.43, 1.43, 1.19, 1.43),
-        ),
-        "all: tuned": (
-            "gate-only prefetch (FG), Meeting of Layers (MoL), and tuned numbers of predicted "
-            "experts and predicting layers",
-            (1.65, 1.62, 1.29, 1.54),
-        ),
+        "+ FG + MoL": (both, (1.43, 1.43, 1.19, 1.43)),
+        "all: tuned": (tuned, (1.65, 1.62, 1.29, 1.54)),
     }
     compared = []
     for name, (technique, ratios) in paper.items():
@@ -104,8 +105,8 @@ def table_1(on: Measured) -> Made:
             Compared(
                 f"speed with {technique}, divided by the speed of the paper's baseline",
                 f"relative speed by number of cached experts: {by_cached}",
-                f"relative speed by share of the experts that have cache slots: {slow_disk}. With "
-                f"a simulated disk that is {SLOW / FAST:g} times as fast: {fast_disk}",
+                f"relative speed for each share of cached experts: {slow_disk}. Relative speed "
+                f"with a simulated disk that is {SLOW / FAST:g} times as fast: {fast_disk}",
                 _MACHINE,
             )
         )
@@ -203,10 +204,10 @@ def figure_4(on: Measured) -> Made:
             "prefetches the experts that several earlier layers predict",
             "On Qwen1.5-MoE with 128 cached experts, FIRM-MoE is up to 1.8 times as fast as the "
             "paper's baseline. With 768 cached experts, it is 1.6 times as fast",
-            f"speed with Meeting of Layers (MoL), divided by the speed without prefetch, by share "
-            f"of the experts that have cache slots: {speedups}",
-            f"In our measurement, Meeting of Layers (MoL) prefetches one matrix per expert. Table "
-            f"1 compares MoL with the paper's baseline. {_MACHINE}",
+            f"speed with Meeting of Layers (MoL) relative to the speed without prefetch, for each "
+            f"share of cached experts: {speedups}",
+            f"Our baseline has no prefetch. Table 1 compares with the paper's baseline. With "
+            f"Meeting of Layers (MoL), we prefetch one matrix per expert. {_MACHINE}",
         ),
         Compared(
             "slowdown of decoding with a small expert cache",
@@ -225,8 +226,8 @@ def _slowdown(rows: Sequence[Row]) -> str:
     first, last = mine[0], mine[-1]
     ratio = first["tpot_ms_mean"] / last["tpot_ms_mean"]
     return (
-        f"decoding takes {ratio:.2f} times as long with cache slots for {slots(first['held'])} of "
-        f"the experts as with slots for {slots(last['held'])}"
+        f"with {slots(first['held'])} of the experts cached, decoding takes {ratio:.2f} times as "
+        f"long as with {slots(last['held'])} cached"
     )
 
 
@@ -347,7 +348,7 @@ def figure_6(on: Measured) -> Made:
         panels.append(
             Panel(
                 "experts per prediction, K",
-                "prediction loss per layer and token",
+                "prediction loss (weighted errors) per layer and token",
                 drawn,
                 f"{name} layers",
             )
@@ -359,9 +360,9 @@ def figure_6(on: Measured) -> Made:
         Column("x smallest loss", "ratio", fixed(3)),
     )
     title = (
-        f"K and P that each search method chooses to minimize the prediction loss. Each of the P "
-        f"layers before a layer predicts K of its experts, and {CACHED:.0%} of the experts have "
-        f"cache slots: {subject.basis}"
+        f"Choice of P (number of earlier layers that predict a layer's experts) and K (number of "
+        f"experts that each predicts) by methods that search for the smallest prediction loss. "
+        f"{CACHED:.0%} of the experts are cached: {subject.basis}"
     )
     tables = [Table(title, columns, rows)]
     run = recording(on)
@@ -371,8 +372,8 @@ def figure_6(on: Measured) -> Made:
     ours = [row["ratio"] for row in rows if row["way"] == "our climb"]
     compared = [
         Compared(
-            "K and P with the smallest prediction loss, if each of the P layers before a layer "
-            "predicts K of its experts",
+            "number of earlier layers that predict a layer's experts (P), and number of experts "
+            "that each predicts (K), with the smallest prediction loss",
             "On OLMoE with 256 cached experts, the paper chooses P = 3: the three layers before a "
             "layer predict its experts. Each predicts 4 experts of a shallow layer (K = 4), and 8 "
             "experts of a middle or deep layer (K = 8)",
@@ -387,8 +388,8 @@ def figure_6(on: Measured) -> Made:
             "Do predictions improve if each layer predicts more experts than a token uses?",
             "The paper does not test more predicted experts than a token uses: a layer predicts "
             "at most 8 experts, and a token uses 8",
-            f"K is the number of experts that each layer predicts. Smallest prediction loss with K "
-            f"up to {k}, divided by the smallest prediction loss with K up to {losses.most}: "
+            f"Smallest prediction loss if each layer predicts at most {k} experts, divided by the "
+            f"smallest loss with at most {losses.most} experts (1.000: no improvement): "
             + ", ".join(f"{name} layers {ratio:.3f}" for name, (_, _, ratio) in best.items()),
             f"A token of our model uses {k} experts. During a run, a layer predicts at most {k}. "
             f"Here we compute further predictions from the router's logits",
@@ -397,15 +398,13 @@ def figure_6(on: Measured) -> Made:
             "How close does Algorithm 1 of the FIRM-MoE paper come to the smallest prediction "
             "loss? The algorithm searches for the number of predicting layers (P) and the number "
             "of experts that each layer predicts (K)",
-            "The paper does not compare the prediction loss that Algorithm 1 finds with the "
-            "smallest possible loss",
-            f"prediction loss, divided by the smallest possible loss: {min(printed):.2f} to "
-            f"{max(printed):.2f} with the paper's Algorithm 1, and {min(ours):.2f} to "
-            f"{max(ours):.2f} with our hill climbing. Algorithm 1 begins by increasing or "
-            f"decreasing K or P, at random. We ran all four cases",
-            "Algorithm 1, as printed in the paper, never clears its list of losses. So the mean "
-            "loss that it computes for a pair of K and P includes the losses of the pairs that it "
-            "tried before",
+            "The paper does not state how close Algorithm 1 comes to the smallest possible loss",
+            f"prediction loss relative to the smallest possible loss: {min(printed):.2f} to "
+            f"{max(printed):.2f} with Algorithm 1, and {min(ours):.2f} to {max(ours):.2f} with our "
+            f"hill climbing. The first change of Algorithm 1 is random: P or K, up or down. We ran "
+            f"Algorithm 1 with each of these four first changes",
+            "Algorithm 1, as printed in the paper, never clears its list of losses. So its mean "
+            "loss for one choice of P and K also includes the losses of all earlier choices",
         ),
     ]
     return Made(compared, tables, panels)
@@ -433,16 +432,15 @@ def figure_7(on: Measured) -> Made:
             "predicts",
         ),
         f"top {k}": (
-            f"nearest earlier layer alone: the {k} experts that the layer directly before a layer "
-            f"predicts",
+            f"nearest earlier layer alone: each layer predicts {k} experts of the next layer",
             "78.8 % of the predicted experts are used (utilisation)",
         ),
         "weighted >= 3.0": (
             "weighted voting: the 3 nearest earlier layers vote for experts with the weights 1.5, "
             "1.0 and 0.5. An expert is predicted if the weights of its votes sum to at least 3.0",
             "Weighted voting has the same utilisation and accuracy as Meeting of Layers (MoL). "
-            "Both predict the same experts, because the weights sum to 3.0 only if all three "
-            "layers vote",
+            "Both predict an expert only if all three layers do: only then do the weights sum to "
+            "3.0",
         ),
     }
     compared = [
@@ -462,21 +460,21 @@ def figure_7(on: Measured) -> Made:
     ]
     if above:
         here = (
-            f"utilisation with Meeting of Layers (MoL), minus utilisation with the nearest earlier "
-            f"layer alone: {100 * min(above):+.1f} to {100 * max(above):+.1f} percentage points"
+            f"If several layers predict instead of one, the share of the predicted experts that "
+            f"are used changes by {100 * min(above):+.1f} to {100 * max(above):+.1f} percentage "
+            f"points"
         )
         if more:
             here = (
-                f"{here} ({100 * min(more):+.1f} to {100 * max(more):+.1f} if each layer predicts "
-                f"more experts than a token uses)"
+                f"{here}. If each layer predicts more experts than a token uses, this share "
+                f"changes by {100 * min(more):+.1f} to {100 * max(more):+.1f} percentage points"
             )
         compared.append(
             Compared(
-                "utilisation (share of the predicted experts that are used) with Meeting of Layers "
-                "(MoL) compared with the nearest earlier layer alone, if both predict the same "
-                "number of experts",
-                "The paper compares different numbers of predicted experts per layer: 2.64 with "
-                "Meeting of Layers (MoL), and 4 with the nearest earlier layer alone",
+                "Are more of the predicted experts used if several earlier layers predict (Meeting "
+                "of Layers, MoL) instead of one? The number of predicted experts is the same",
+                "The paper compares different numbers of predicted experts per layer: 2.64 if "
+                "several earlier layers predict (MoL), and 4 if only the nearest one predicts",
                 here,
                 "A layer's routing depends mostly on the layer directly before it",
             )
@@ -493,8 +491,8 @@ def _of_strategy(row: Row) -> str:
     )
     if row.get("cut"):
         text = (
-            f"{text}. If the nearest earlier layer alone predicts as many experts per layer, "
-            f"{100 * row['cut']:.1f} % of its predicted experts are used"
+            f"{text}. If the nearest earlier layer alone predicts {row['size']:.2f} experts per "
+            f"layer, {100 * row['cut']:.1f} % of them are used"
         )
     return text
 
@@ -509,8 +507,8 @@ PAPER = Paper(
         Figure("Figure 5", "tokens per second by prompt and answer length", figure_5),
         Figure(
             "Figure 6",
-            "prediction loss (weighted count of wrong and missing predictions), if each of the P "
-            "layers before a layer predicts K of its experts",
+            "prediction loss (weighted count of wrong and missing predictions) by the number of "
+            "predicting layers (P) and of experts that each predicts (K)",
             figure_6,
         ),
         Figure(

@@ -251,9 +251,9 @@ def _check(trace: Trace) -> None:
     n_restored = a["restored"][:, 2].sum(dtype=np.int64)
     if n_restored != len(a["restored_use"]):
         raise _Wrong(
-            f"the file is damaged: its array 'restored_use' has {len(a['restored_use'])} bytes. "
-            f"The sizes in its array 'restored' add up to {n_restored} bytes, but must add up to "
-            f"the same number. The arrays describe policy states saved with cached prompts"
+            f"the file is damaged: its array 'restored_use' (saved policy states) has "
+            f"{len(a['restored_use'])} bytes, but must have {n_restored}, the sum of the sizes in "
+            f"its array 'restored'"
         )
 
 
@@ -335,8 +335,8 @@ def _check_events(trace: Trace) -> None:
         raise _Wrong("an event of the trace predicts experts beyond the last layer")
     if (a["event_tokens"] > a["step_tokens"][step]).any():
         raise _Wrong(
-            "the file is damaged: in its array 'event_tokens', a layer computes more tokens than "
-            "its array 'step_tokens' has for the whole step (one pass through all layers)"
+            "the file is damaged: a layer computes more tokens (array 'event_tokens') than the "
+            "whole pass through all layers (array 'step_tokens')"
         )
     if (a["phases"] < np.repeat(a["step_phase"][step], a["event_tokens"])).any():
         raise _Wrong(

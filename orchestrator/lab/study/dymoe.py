@@ -264,8 +264,8 @@ AHEAD, OFTEN = "next layer's router", "most used"
 WAYS = {
     OUTPUT: "hidden states after the layers",
     FFN_INPUT: "hidden states before the experts",
-    AHEAD: "predicted by applying the layer's router one layer before",
-    OFTEN: "predicted for every token: the layer's most used experts",
+    AHEAD: "prediction: the layer's router, applied to the router input of the layer before",
+    OFTEN: "prediction: the layer's most used experts, for every token",
 }
 
 
@@ -342,7 +342,7 @@ class Similarity(Study):
             [
                 Panel(
                     "layer",
-                    "cosine similarity with the hidden states of the layer before",
+                    "cosine similarity of a layer's hidden states to those of the layer before",
                     left,
                     on.basis,
                     ends=(0, 1.02),

@@ -313,10 +313,11 @@ class HotMemory(ScoredStudy):
             f"Memory: memory that the experts take, including the padding of their slots, relative "
             f"to all experts in {on.high}. Files with one quantization type have no padding. "
             f"{_uses_in(on.high)}",
-            f"Recovered: share of the KL difference between all experts in {on.low} and all "
-            f"experts in {on.high} that the row's policy recovers. Ratio: the recovered share, "
+            f"Recovered: how far the row's policy reduces the KL from that of all experts in "
+            f"{on.low} (0 %) to that of all experts in {on.high} (100 %). Ratio: recovered share, "
             f"divided by the share of experts in {on.high}.",
-            "Rows with --policy context are measured only on texts with prompts (--prompt-tokens).",
+            "--policy context is measured only if the text has prompts, for example with the "
+            "option --prompt-tokens.",
         ]
         return shown
 
@@ -357,13 +358,13 @@ def _panel(on: Subject, part: Part, hot: list[Scored], rows: list[Row]) -> Panel
     )
     drawn += [
         Line(
-            f"for comparison: recovered share equal to the share of experts in {on.high}",
+            f"for comparison: x % of the experts in {on.high} recover x % of the quality loss",
             [0, 100],
             exact([0, 1]),
             True,
         ),
         Line(
-            f"goal: recovered share {GOAL:g} times as large as the share of experts in {on.high}",
+            f"goal: x % of the experts in {on.high} recover {GOAL:g} times x % of the quality loss",
             [0, 100 / GOAL],
             exact([0, 1]),
             True,
@@ -371,7 +372,7 @@ def _panel(on: Subject, part: Part, hot: list[Scored], rows: list[Row]) -> Panel
     ]
     return Panel(
         f"experts in {on.high}, %",
-        f"share of the KL difference between {on.low} and {on.high} that the policy recovers, %",
+        f"recovered share of the quality loss from {on.high} to {on.low}, %",
         drawn,
         f"{part.name}, {scored.n_tokens} tokens",
         percent=True,
@@ -424,9 +425,8 @@ class EqualMemory(ScoredStudy):
             f"Dynaexq: the most used experts are in {on.high} at the start, all others in "
             f"{on.low}. Usage is counted on {on.n_tokens - scored.n_tokens} tokens of the same "
             f"text, on which quality is not measured.",
-            f"KL minus dynaexq's KL: KL divergence from {on.best}, minus that of dynaexq, "
-            f"mean over the same tokens. A value below 0 means that the row's quantization type is "
-            f"better than dynaexq.",
+            f"KL minus dynaexq's KL: the row's KL divergence minus that of --policy dynaexq, both "
+            f"from {on.best} and on the same tokens. A value below 0 means that the row is better.",
             "The memory of dynaexq includes the padding of expert slots. A model with one "
             "quantization type for all experts has no padding.",
         ]

@@ -40,12 +40,11 @@ _NEVER = 2**24
 _BASIS = (
     "Each of the P layers before a layer predicts K of its experts. The prediction loss of a layer "
     "counts wrong and missing predictions of experts that are not in memory.",
-    'Columns: "best K, P" has the K and P with the smallest prediction loss. "all: K, P" and '
-    '"climb: K, P" have those that --tune all and --tune climb choose. "x best" is the prediction '
-    "loss with the chosen K and P, divided by the smallest prediction loss.",
-    "Losses are estimates (off-policy): one replay compares all K (predicted experts per layer) "
-    "and all P (earlier layers that predict them), but prefetches only with the best K and P so "
-    "far. With another K and P, other experts would be in memory.",
+    "Best K, P: the pair with the smallest loss. All: K, P: the pair that --tune all chooses. "
+    "Climb: K, P: the pair that --tune climb chooses. X best: the loss of the chosen pair, divided "
+    "by the smallest loss.",
+    "Losses are estimates (off-policy): the replay compares all pairs K, P, but prefetches with "
+    "one pair at a time. With another pair, other experts would be in memory.",
     "Losses are in-sample: K (predicted experts per layer) and P (earlier layers that predict "
     "them) are chosen and compared on the same tokens.",
 )
@@ -245,8 +244,8 @@ _NOTES = (
     "Slots: share of the experts that have cache slots. n: number of matrices of each expert that "
     "are prefetched. FG: only the gate matrix is prefetched.",
     "Rank: the nearest earlier layer predicts which experts to prefetch. MoL: an expert is "
-    "prefetched if P earlier layers all predict it, and each layer predicts K experts. The column "
-    "K,P has these numbers at the end of the run, for shallow, middle and deep layers.",
+    "prefetched if all of the P nearest earlier layers predict it. Each layer predicts K experts.",
+    "K,P: values of K and P at the end of the run, for shallow, middle and deep layers.",
     f"Times are simulated, without the first {WARM_UP} decode steps. TPOT: median time per output "
     f"token. Answer tok/s: output tokens per second, including the time of the prompt.",
     "x base: speed relative to '{base}'. Bytes x base: bytes read per token, relative to '{base}'. "
@@ -316,9 +315,8 @@ def measure_votes(on: Played) -> Findings:
     tuned = {way: _tuner(on, {**asked, "tune": way})[0] for way in (ALL, CLIMB)}
     tokens = min(min(each.tokens, each.until) for each in tuned.values())
     title = (
-        f"Wrong and missing predictions of experts per layer and token (the loss of eq. 11, Figure "
-        f"6 of FIRM-MoE): {on.trace.header.model}, cache slots for {100 * held:.0f} % of the "
-        f"experts, {tokens} tokens"
+        f"Wrong and missing predictions of experts per layer and token (Figure 6 of FIRM-MoE): "
+        f"{on.trace.header.model}, {100 * held:.0f} % of the experts in memory, {tokens} tokens"
     )
     rows, panels = [], []
     for group, grid in losses.items():
@@ -352,7 +350,7 @@ def measure_votes(on: Played) -> Findings:
         panels.append(
             Panel(
                 "experts that each layer predicts (K)",
-                "prediction loss per layer and token",
+                "prediction loss (wrong and missing experts) per layer and token",
                 drawn,
                 f"{group} layers",
             )

@@ -187,8 +187,8 @@ def searches(losses: np.ndarray) -> list[SearchResult]:
 
     printed = [
         found(
-            f"Algorithm 1 as printed in the FIRM-MoE paper, its search starting with {delta:+d} "
-            f"{('expert per prediction (K)', 'predicting layer (P)')[axis]}",
+            f"Algorithm 1 as printed in the FIRM-MoE paper; its first step changes "
+            f"{('K (experts per prediction)', 'P (predicting layers)')[axis]} by {delta:+d}",
             as_printed(losses, axis, delta),
         )
         for axis, delta in FIRST_STEPS

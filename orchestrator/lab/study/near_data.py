@@ -78,9 +78,9 @@ _BASIC = (
 )
 _METHODS = (
     *_BASIC,
-    f"Other domains: usage in texts of other domains. Prompt + {USUAL_PRIOR} of others: usage in "
-    f"the prompt plus usage in other texts of the domain. The other texts together count as much "
-    f"as {USUAL_PRIOR} prompt tokens. Answer: the answer's actual usage.",
+    "Other domains: usage in texts of other domains. Answer: the answer's actual usage.",
+    f"Prompt + {USUAL_PRIOR} of others, or of other domains: usage in the prompt, as if the prompt "
+    f"had {USUAL_PRIOR} more tokens with the mean usage of those other texts.",
 )
 
 # Scores [n_layers, n_expert] of a window's experts by prediction method; None if the method has no
@@ -189,8 +189,8 @@ class PromptContext(Study):
         basis = f"{len(usages)} prompts and answers; {on.basis}"
         tables = [
             Table(
-                f"How well an answer's experts are predicted before the answer begins (Figure 4): "
-                f"{basis}",
+                f"How well an answer's experts are predicted before the answer begins (Figure 4 of "
+                f"the near-data paper): {basis}",
                 (
                     Column("text", "domain", left=True),
                     Column("predicted from", "by", left=True),
@@ -205,8 +205,8 @@ class PromptContext(Study):
                 ],
             ),
             Table(
-                f"Expert usage of each layer, and how well it is predicted (part of Figure 2): "
-                f"{basis}",
+                f"Expert usage of each layer, and how well the usage is predicted (part of Figure "
+                f"2 of the near-data paper): {basis}",
                 (
                     Column("layer", "layer"),
                     Column("most used expert, share of uses", "most", share),
@@ -379,11 +379,17 @@ def layer_rows(
 
 BITS = (3.0, 2.0)
 HOT = (0.25, 0.5)  # fractions of a layer's experts; the paper uses one half
-PAPER = "hot experts by prompt, precisions of the others by quality losses (the paper)"
+PAPER = (
+    "hot experts chosen by the prompt, precisions of the others chosen by quality loss (near-data "
+    "paper)"
+)
 OURS = "prompt and usage profile"
 STATIC, RANDOM = "usage profile alone", "random"
-UNIFORM = "hot experts by prompt and usage profile, all others in one precision"
-FIXED = "prompt and usage profile, with a fixed number of experts in each precision"
+UNIFORM = "hot experts chosen by prompt and usage profile, all others in the same precision"
+FIXED = (
+    "precisions chosen by prompt and usage profile, with a fixed number of experts in each "
+    "precision"
+)
 JUDGED, ASKED = "judged", "asked"
 _SEED = 1
 
@@ -469,7 +475,7 @@ class NearBits(ScoredStudy):
             *head,
             Column("slots", "slots", format_size),
             *quality(on.best, on.best),
-            Column("KL minus KL with one precision for all but hot experts", "above", four_digits),
+            Column("KL difference from equal precisions", "above", four_digits),
         )
         notes = [
             f"The column Hot has the number of experts per layer in {on.best}. The column Bits has "
@@ -478,23 +484,23 @@ class NearBits(ScoredStudy):
             "The usage profile is the expert usage in the first half.",
             f"{STATIC.capitalize()} and {RANDOM}: precisions are chosen once, before the first "
             f"prompt. In all other rows, each prompt can change them.",
-            "Slots: memory for all experts. If experts can change between precisions, their slots "
-            "have the size of the largest precision.",
-            "KL minus KL with one precision for all but hot experts: mean difference from the row "
-            "in which all experts that are not hot have one precision. Both rows have the same "
-            "tokens and the same values in the columns Hot and Bits. A value below 0 means that "
-            "the row's choice of precisions has a smaller quality loss.",
+            "Slots: total size of the memory slots that hold the experts. A slot for several "
+            "precisions has the size of the largest.",
+            "KL difference from equal precisions: the row's KL, minus the KL if all experts that "
+            "are not hot have the same precision, with equal Hot and Bits. Below 0, the row has "
+            "the smaller quality loss.",
         ]
         tables = [
             Table(
-                f"Quality with few bits for the experts that are not hot (Table 3): {scored.basis}",
+                f"Quality with few bits for the experts that are not hot (Table 3 of the near-data "
+                f"paper): {scored.basis}",
                 columns,
                 rows,
                 notes,
             )
         ]
         if asked := found.of(ASKED):
-            title = f"Multiple choice (Table 3): {scored.basis}"
+            title = f"Multiple choice (Table 3 of the near-data paper): {scored.basis}"
             answers = found.rows(asked, asked[0][1])
             tables.append(Table(title, (*head[1:], *ANSWERS), answers))
         panels = []

@@ -243,7 +243,8 @@ class VotesStudy(Study):
         ]
         tables = [
             Table(
-                f"Predicting a layer's experts (Figure 7 of FIRM-MoE): {on.basis}",
+                f"How well earlier layers predict a layer's experts (Figure 7 of FIRM-MoE): "
+                f"{on.basis}",
                 (
                     Column("strategy", "strategy", left=True),
                     Column("utilisation", "utilisation", share_with_error),
@@ -256,27 +257,29 @@ class VotesStudy(Study):
                     "Utilisation: share of the predicted experts that are used (eq. 8 of "
                     "FIRM-MoE). Accuracy: share of the used experts that are predicted (eq. 7 of "
                     "FIRM-MoE). Mean size: mean number of predicted experts per token and layer.",
-                    "Utilisation, nearest layer alone: utilisation if only the nearest earlier "
-                    "layer predicts. This layer predicts as many experts as the row's strategy "
-                    "does on average.",
-                    f"Top n: the n best predictions of the layer before. Union: experts that any "
-                    f"of the P layers before predicts, {found.k} experts each. MoL: experts that "
-                    f"all of the P layers before predict, K experts each. A token uses {found.k} "
-                    f"experts.",
+                    "Utilisation, nearest layer alone: share of the predicted experts that are "
+                    "used, if the nearest earlier layer alone predicts as many experts on average.",
+                    "Top n: the n experts that the nearest earlier layer ranks highest.",
+                    f"Union P=n: all experts that at least one of the n nearest earlier layers "
+                    f"predicts. Each layer predicts {found.k} experts, as many as a token uses.",
+                    "MoL K=m P=n: all experts that each of the n nearest earlier layers predicts. "
+                    "Each layer predicts m experts.",
                     "Weighted >= n: the three nearest earlier layers vote with the weights 1.5, "
                     "1.0 and 0.5. An expert is predicted if the weights of its votes sum to at "
                     "least n.",
-                    f"Margin: an expert is predicted if its score is at least t * 2^(({found.k} - "
-                    f"K)/2). Here t is the lowest of the {found.k} highest scores in the "
-                    f"prediction of the layer before.",
+                    f"Margin, K=n: the nearest earlier layer predicts the experts with a score of "
+                    f"at least t * 2^(({found.k} - n)/2). Here t is the score at rank {found.k}. A "
+                    f"smaller n thus predicts fewer experts.",
                 ],
             ),
             Table(
-                f"Share of a layer's used experts that are among the {found.k} experts predicted "
-                f"by one earlier layer, by the distance between the two layers: {on.basis}",
+                f"Recall if one earlier layer predicts {found.k} experts: {on.basis}",
                 (Column("distance", "before"), Column("recall", "recall", share_with_error)),
                 recalls,
-                ["Recall: share of the used experts that are predicted."],
+                [
+                    "Recall: share of the used experts that are predicted. Distance 1: the nearest "
+                    "earlier layer predicts.",
+                ],
             ),
         ]
         drawn = []

@@ -124,9 +124,9 @@ def test_an_unwritable_table_next_to_a_model_suggests_out(tmp_path, monkeypatch)
     monkeypatch.setattr("orchestrator.cache.files.check_target", read_only)
     said = refused("calibrate", DEMO.with_name("other.gguf"), "--calib", __file__)
     assert said.endswith(
-        "other.gguf.calib.json: Read-only file system: the loss table belongs next to the model. "
-        "Write it to another place with --out FILE, and name it with --losses FILE when you run "
-        "the model"
+        "other.gguf.calib.json: Read-only file system: the loss table cannot be written next to "
+        "the model. Choose another file with --out FILE, and add --losses FILE when you run the "
+        "model"
     )
     named = refused("calibrate", DEMO, "--calib", __file__, "--out", tmp_path / "t.json")
     assert named == f"Error: {tmp_path / 't.json'}: Read-only file system"

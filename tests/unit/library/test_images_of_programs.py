@@ -91,7 +91,7 @@ def test_other_images_are_refused(images, says):
 
 def test_images_need_a_question_and_an_encoder():
     for messages in ([], [{"role": "assistant", "content": "a"}]):
-        with pytest.raises(ConfigError, match="images belong to a message of the user"):
+        with pytest.raises(ConfigError, match="the last message must have the role"):
             with_images(messages, [black()], LIMITS)
     with pytest.raises(ConfigError, match="--mmproj FILE"):
         with_images(QUESTION, [black()], None)

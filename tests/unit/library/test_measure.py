@@ -108,5 +108,5 @@ def test_an_interrupt_ends_a_recorded_answer(library, tmp_path):
 
 
 def test_record_wants_one_input(tmp_path):
-    with pytest.raises(ConfigError, match="either a text or a prompt"):
+    with pytest.raises(ConfigError, match="exactly one of the arguments text and prompt"):
         record(tmp_path / "t.npz", DEMO)

@@ -283,7 +283,7 @@ def test_the_bits_follow_the_losses_and_the_use():
 
 def test_shared_near_slots_are_refused_on_a_device():
     shape = replace(five_tiers(), shares_slots=False)
-    with pytest.raises(PolicyError, match="--near-slots shared needs memory slots"):
+    with pytest.raises(PolicyError, match="--near-slots shared does not work in the GPU's memory"):
         shared(shape)
     # one near tier has no other tier to share slots with
     shared(shape, near_tiers="q2_k", near_bits=2.0)

@@ -228,8 +228,8 @@ def test_a_retention_that_the_schedule_cannot_reach_is_described():
         (
             least - 0.05,
             "cosine",
-            "is the smallest share of critical experts with --schedule cosine; "
-            "--schedule flat allows less)",
+            ": the smallest share of a token's experts that --schedule cosine computes in "
+            f"{shape.tiers[0]}; --schedule flat allows less)",
         ),
         (least, "cosine", f"(realised {least:.3f})"),
         (0.75, "cosine", "(realised 0.750)"),
@@ -237,7 +237,8 @@ def test_a_retention_that_the_schedule_cannot_reach_is_described():
         (
             0.1,
             "flat",
-            "(realised 0.250 is the smallest share of critical experts with --schedule flat)",
+            "(realised 0.250: the smallest share of a token's experts that --schedule flat "
+            f"computes in {shape.tiers[0]})",
         ),
     ):
         policy = policy_of(DyMoE, shape, DyMoE.Settings(retention=retention, schedule=schedule))

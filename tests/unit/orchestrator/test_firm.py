@@ -243,28 +243,26 @@ def test_given_or_recalled_votes_are_not_saved():
     "settings, said",
     (
         {"agree": "rank", "votes": "4,3"},
-        "must have P = 1 .one predicting layer. in each pair K,P, not P = 3 .'4,3'.. With the "
-        "setting agree rank, only the previous layer predicts experts",
+        "'votes' cannot be '4,3' .K,P., because the setting agree rank uses the predictions of "
+        "one layer: set P to 1, not 3",
     ),
-    ({"agree": "margin", "votes": "4,1/4,2/4,1"}, "With the setting agree margin"),
+    ({"agree": "margin", "votes": "4,1/4,2/4,1"}, "because the setting agree margin uses"),
     ({"agree": "rank", "n_ahead": 3, "votes": None}, "only the previous layer predicts"),
-    ({"votes": "4,5"}, "must have P of at most 4 in each pair K,P, not P = 5"),
+    ({"votes": "4,5"}, "set P to at most 4, not 5"),
     (
         {"votes": "4,3", "n_ahead": 1},
-        "'n_ahead' must be 3, not 1. The setting votes '4,3' has pairs K,P, and its largest P "
-        ".number of predicting layers. is 3",
+        "'n_ahead' must be 3, not 1, to fit the setting votes '4,3'",
     ),
     (
         {"votes": "4,1", "n_ahead": 3},
-        "'n_ahead' must be 1, not 3. The setting votes '4,1' has pairs K,P, and its largest P "
-        ".number of predicting layers. is 1",
+        "'n_ahead' must be 1, not 3, to fit the setting votes '4,1'",
     ),
-    ({"tune": "climb"}, "'tune' has no effect with the setting votes"),
-    ({"tune": "all"}, "'tune' has no effect with the setting votes"),
-    ({"prefetch": "off"}, "'votes' has no effect with the setting prefetch off"),
+    ({"tune": "climb"}, "'tune' has no effect, because the setting votes"),
+    ({"tune": "all"}, "'tune' has no effect, because the setting votes"),
+    ({"prefetch": "off"}, "'votes' has no effect, because the setting prefetch off"),
     (
         {"votes": None, "n_ahead": 0, "tune": "climb"},
-        "'tune' has no effect with the setting n_ahead 0",
+        "'tune' has no effect, because the setting n_ahead 0",
     ),
     ({"votes": "5,1"}, "asks for 5 experts per prediction, but the maximum is 4"),
 )
@@ -304,7 +302,7 @@ def test_a_recorded_run_with_other_votes():
     assert Settings.changed(recorded, {"waste_weight": 2.0}).votes == "4,3"
     assert Settings.of(recorded).limited(0, ()).votes is None
     assert Settings.of(recorded).limited(3, ("votes",)).votes == "4,3"
-    with pytest.raises(ConfigError, match="--votes 4,3 needs predictions by 3 earlier layers"):
+    with pytest.raises(ConfigError, match="--votes 4,3 needs predictions for 3 layers ahead"):
         Settings.of(recorded).limited(1, ("votes",))
 
 
@@ -351,7 +349,7 @@ def test_votes_as_a_text():
     assert read_votes("4,1") == [(4, 1)] * 3
     assert read_votes("4,1/8,3/8,2") == [(4, 1), (8, 3), (8, 2)]
     for text in ("4", "4,1/3,1", "0,1", "a,b", "4,1,2", "4,1/8,3/8,"):
-        with pytest.raises(SettingError, match="must be a pair K,P such as 4,1"):
+        with pytest.raises(SettingError, match="give a pair K,P such as 4,1"):
             FIRM.Settings(votes=text)
 
 

@@ -246,7 +246,7 @@ HOSTILE = {
     "sampling 3 and 2": (framed(4, 3, (0x31, 0x21, 0x11)), "wrong colour sampling factors"),
     "length 0": (jpeg(segment(0xE0, b"", 0)), "a JPEG segment has an invalid length"),
     "length 1": (jpeg(segment(0xE0, b"", 1)), "a JPEG segment has an invalid length"),
-    "length beyond the file": (jpeg(segment(0xE0, b"", 65535)), "the file ends in its header"),
+    "length beyond the file": (jpeg(segment(0xE0, b"", 65535)), "the file ends within the header"),
     "restart interval of 3 bytes": (jpeg(segment(0xDD, b"abc")), "the JPEG tables are wrong"),
     "quantizers that are cut off": (jpeg(segment(0xDB, bytes(64))), "tables are wrong"),
     "quantizers of 16 bits, 64 bytes": (jpeg(segment(0xDB, bytes([16, *range(64)]))), "tables"),

@@ -394,7 +394,7 @@ AS_ASKED = "a lossless plan, because no option allows a quality loss"
 
 @cases(
     "dymoe_ms, lru_ms, may_switch, taken, why",
-    (157.8, 156.2, True, "dymoe", f"{AS_ASKED}. The plan lru is predicted to be 1.0% faster. A"),
+    (157.8, 156.2, True, "dymoe", f"{AS_ASKED}. The plan lru is predicted to be 1.0% faster than"),
     (150.0, 156.2, True, "dymoe", f"{AS_ASKED}."),
     (165.0, 156.2, True, "lru", "a lossless plan, predicted to be 5.6% faster than dymoe."),
     (165.0, 156.2, False, "dymoe", f"{AS_ASKED}."),

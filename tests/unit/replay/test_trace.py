@@ -230,12 +230,12 @@ WRONG = [
     (lambda a: a.update(restored=np.array([[-1, 0, 0]], np.int32)), "restored, column 0, has"),
     (
         lambda a: a.update(restored=np.array([[0, 0, 9]], np.int32)),
-        "sizes in its array 'restored' add up to",
+        "the sum of the sizes in its array 'restored'",
     ),
     (lambda a: a.update(restored=np.array([[0, 0, -1]], np.int32)), "restored, column 2, has"),
     (
         lambda a: a.update(restored_use=np.zeros(9, np.uint8)),
-        "sizes in its array 'restored' add up to",
+        "the sum of the sizes in its array 'restored'",
     ),
     (changed("costs", (0, 0, 0), -1.0), "costs has a value that is not 0 to"),
     (changed("start_hotness", (0, 0), np.nan), "start_hotness has a value that is not 0 to"),
@@ -256,7 +256,7 @@ WRONG = [
     (changed("event_step", 0, 5), "not sorted by step"),
     (changed("event_layer", 0, 3), "event_layer has a value"),
     (changed("event_layer", 1, 0), "not sorted by step and layer"),
-    (changed("step_tokens", 0, 2), "array 'event_tokens', a layer computes more tokens"),
+    (changed("step_tokens", 0, 2), "a layer computes more tokens (array 'event_tokens')"),
     (changed("phases", 0, 2), "phases has a value"),
     (changed("phases", -1, 0), "array 'phases', a decode step has a prefill token"),
     (changed("slices", (0, 3, 0, 0), -1), "a layer lacks a matrix"),

@@ -201,7 +201,7 @@ def test_the_model_is_described_as_ollama_does():
     ("/api/generate", {"prompt": "a", "suffix": "b"}, 400, "use /infill"),
     ("/api/generate", {"prompt": "a", "images": ["b"]}, 400, "this model reads text only"),
     ("/api/chat", {"messages": [{**SAID[0], "images": ["b"]}]}, 400, "--mmproj FILE"),
-    ("/api/generate", {"prompt": "a", "images": ["b"], "raw": True}, 400, "leave out raw"),
+    ("/api/generate", {"prompt": "a", "images": ["b"], "raw": True}, 400, "the field raw"),
     ("/api/chat", {"messages": [{**SAID[0], "images": [1]}]}, 400, "images[0] must be a text"),
     ("/api/chat", {"messages": SAID, "moe_edge": {"bad": 1}}, 400, "bad is no setting"),
     ("/api/embed", {"input": "a"}, 404, "/api/embed is not a path of this server"),

@@ -131,7 +131,7 @@ def near_bits(judged, asked):
     found = by(judged, "domain", "bits", "configuration")
     for name in {row["domain"] for row in judged}:
         assert found[name, None, f"all in {BEST}"]["kl"][0] == pytest.approx(0.0, abs=1e-6)
-        label = "hot experts by prompt and usage profile, all others in one precision"
+        label = "hot experts chosen by prompt and usage profile, all others in the same precision"
         uniform = found[name, 2, label]
         assert 0 < uniform["kl"][0] < found[name, 2, f"all in {LOW}"]["kl"][0]
         assert uniform["above"] is None and uniform["hot"] == 2
