@@ -29,6 +29,7 @@ import json
 import math
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -44,7 +45,7 @@ from orchestrator.cache.files import read_object, write_whole
 from orchestrator.cache.profile import identity
 from orchestrator.config import Config
 from orchestrator.cost.calibrating import CalibrationTime, format_duration
-from orchestrator.errors import ConfigError, LossTableError, NoLossTableError
+from orchestrator.errors import ConfigError, LossTableError, NativeError, NoLossTableError
 from orchestrator.events import SKIP, SKIP_TIER
 from orchestrator.plan.records import Plan
 from orchestrator.policy import ALLOWED_LOSS, POLICIES, policy_settings, spends_loss
@@ -647,11 +648,14 @@ class LossModel:
     def _remedy(self) -> str:
         """The advice to run the command that makes the loss table, with the time that it takes.
 
-        Predicting that time takes some milliseconds, because it tests the processor.
+        For the first prediction of this time, the processor's speed is measured, which takes a
+        second or two. Without enough memory for this, the advice has no time.
         """
         command = calibrate_command(self._model.path)
-        seconds = CalibrationTime.of(self._model, self._config).total_s
-        return f"run {command} (about {format_duration(seconds)}, once)"
+        with suppress(NativeError):
+            seconds = CalibrationTime.of(self._model, self._config).total_s
+            return f"run {command} (about {format_duration(seconds)}, once)"
+        return f"run {command} (once)"
 
     @cached_property
     def of_file(self) -> tuple[KlEstimate | None, str]:
