@@ -26,8 +26,8 @@ LOGITS_BYTES = 1 << 30
 # relative error to a few percent. The mean square of the output is measured on all tokens.
 MAX_ROWS = 64
 
-# A pass takes longer than the shortest timings of its operations: 1.15 to 1.4 times, for three models
-# (2026-11-29).
+# A pass takes longer than the shortest timings of its operations: 1.15 to 1.4 times as long, for
+# three models (2026-11-29).
 _PASS_FACTOR = 1.2
 # Seconds of one thread: per logit of a pass, per number of an expert's output in the first pass,
 # and per weight that is read from the file and converted to float32.
