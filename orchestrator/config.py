@@ -79,8 +79,8 @@ class Sampling(Settings):
     )
     seed: int | None = setting(
         None,
-        "Seed for sampling. A repeated command gives the same answer if --ram, --ctx and --ubatch "
-        "are also given. With experts in several precisions, the answer may still differ.",
+        "Seed for sampling. The same command repeats its answer only if --ram, --ctx and --ubatch "
+        "are also given, and all experts have one precision.",
         within=(0, 2**32 - 1),
         group=ANSWER,
     )
@@ -312,8 +312,8 @@ class Config(Settings):
     )
     misses: str | None = setting(
         None,
-        "How experts that are missing on the GPU are served: copy (copy them to the GPU), compute "
-        "(compute them on the CPU), or auto (the faster way for each expert).",
+        "How an expert that is not in GPU memory is computed: copy (copied to the GPU first), "
+        "compute (on the CPU), or auto (the faster way for each expert).",
         metavar="HOW",
         choices=MISSES,
         shown="auto",
@@ -387,9 +387,9 @@ class Config(Settings):
     )
     exact: bool = setting(
         False,
-        "Compute exactly the same bits as llama.cpp. Every expert is in the high precision, no "
-        "weights are repacked, and the number of threads is fixed. Answers that a server decodes "
-        "together may still differ, because their sums are added in another order.",
+        "Compute exactly the same bits as llama.cpp: in the high precision, without repacked "
+        "weights, and with a fixed number of threads. Answers that a server decodes together may "
+        "still differ.",
         group=PRECISION,
     )
     max_tokens: int | None = setting(
@@ -456,9 +456,8 @@ class Config(Settings):
     )
     keep_messages: bool = setting(
         True,
-        "Save the messages of chats on a terminal, for --resume. The user cache keeps the last 20 "
-        "chats, and only their owner can read them. A single answer (-p, stdin) is never saved "
-        "there.",
+        "Save chats on a terminal, for --resume. The user cache keeps the last 20 chats, readable "
+        "only by you. Single answers (-p, stdin) are not saved.",
         answer=True,
         group=MORE,
     )
@@ -470,9 +469,9 @@ class Config(Settings):
     )
     importance: str = setting(
         "window",
-        "How the importance of each prompt token is computed. window: from the attention of the "
-        "prompt's last queries. exact: from the attention of all queries, without flash "
-        "attention. load: all tokens are equally important.",
+        "How the importance of prompt tokens is computed. window: from the attention of the "
+        "prompt's last tokens. exact: from the attention of all tokens, without flash attention. "
+        "load: all tokens are equally important.",
         choices=("window", "exact", "load"),
         option=False,
     )
@@ -494,9 +493,8 @@ class Config(Settings):
     )
     layout: str = setting(
         "auto",
-        "Layout of experts in memory. file: as in the file. cpu: repacked for this CPU, which "
-        "computes faster, but each read takes longer. auto: cpu if nearly all experts stay in "
-        "memory.",
+        "Layout of experts in memory. file: as in the file. cpu: repacked for this CPU (faster to "
+        "compute, slower to read). auto: cpu if nearly all experts stay in memory.",
         choices=("auto", "file", "cpu"),
         group=MORE,
     )
@@ -525,8 +523,8 @@ class Config(Settings):
     )
     exact_tiers: bool = setting(
         False,
-        "Compute an expert in the low precision if the policy requests that, even if memory "
-        "has a copy in the high precision. This serves to measure quality.",
+        "Compute each expert in the precision that the policy requests, even if memory has a "
+        "better copy. For measuring quality.",
         option=False,
     )
     io_threads: int = setting(4, "Threads that read experts.", within=(1, 64), option=False)

@@ -33,8 +33,8 @@ class PlacementSettings(Settings):
 
     near_bits: float = setting(
         3.0,
-        "Experts of a layer that are not in the best precision have at most this many bits per "
-        "weight on average, such as 2.5. q4_k counts as 4 bits.",
+        "Maximum mean bits per weight of a layer's experts below the best precision, such as 2.5. "
+        "q4_k counts as 4 bits.",
         within=(1.0, 32.0),
     )
     near_weights: str = setting(
@@ -52,8 +52,8 @@ class PlacementSettings(Settings):
     )
     prior_tokens: float = setting(
         64.0,
-        "Weight of earlier runs in the importance of experts, as a number of prompt tokens. 0 "
-        "ignores earlier runs, as in the paper.",
+        "Earlier runs count as much as this many prompt tokens in the importance of an expert. 0 "
+        "ignores earlier runs.",
         within=(0.0, 1e6),
     )
 
@@ -165,8 +165,8 @@ def near_tiers(tiers: Sequence[str], asked: str | None) -> list[int]:
     unknown = [each for each in chosen if each not in names]
     if unknown:
         raise PolicyError(
-            f"--near-tiers: the file has no precision {unknown[0]} below {tiers[0]}. The "
-            f"precisions below {tiers[0]} are {', '.join(names)}"
+            f"--near-tiers: the file has no precision {unknown[0]} below {tiers[0]}. Choose from "
+            f"{', '.join(names)}"
         )
     found = best_of_each_width([each for each in names if each in chosen])
     if len(found) > MAX_WIDTHS:
@@ -232,9 +232,9 @@ def prefix_split(
     possible = (rest >= 0) & (reach <= n) & (begin <= end)
     if not possible.any():
         raise PolicyError(
-            f"--near-bits is too small: it limits the {n} experts below the best precision to "
-            f"{budget_bits / n:.2f} bits per weight on average. Their smallest possible average is "
-            f"larger (precisions: {', '.join(map(str, bits))} bits). Increase --near-bits"
+            f"--near-bits is too small: the {n} experts below the best precision need more than "
+            f"{budget_bits / n:.2f} bits per weight on average (their precisions have "
+            f"{', '.join(map(str, bits))} bits). Increase --near-bits"
         )
     i, j = np.nonzero(possible)
     reach, n_first = reach[i, j], i

@@ -241,7 +241,7 @@ class Chat:
         tiers = " ".join(tier.name for tier in model.tiers)
         self.console.note(
             f"{model.name or model.hparams.arch}: {model.n_layers} layers of {model.n_expert} "
-            f"experts, {model.n_expert_used} used per token, in {tiers}"
+            f"experts, {model.n_expert_used} used per token; precisions: {tiers}"
         )
         self.console.note(self.session.runtime.mode)
 

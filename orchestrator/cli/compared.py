@@ -51,11 +51,11 @@ def machine_text(
     processor: str, threads: int, ram_bytes: int, disk_bytes_per_s: float, free_bytes: int
 ) -> str:
     """Return a line about this machine: processor, memory for a model, and disk."""
-    slow = "" if disk_bytes_per_s >= SLOW_DISK else ", which is slow"
+    slow = "" if disk_bytes_per_s >= SLOW_DISK else " (slow)"
     return (
-        f"{processor}, {threads} threads; {format_size(ram_bytes)} of memory for a model; disk "
-        f"reads {disk_bytes_per_s / 1e9:.2f} GB/s{slow}; {format_size(free_bytes)} of disk space "
-        "free"
+        f"CPU: {processor}, {threads} threads; memory for a model: {format_size(ram_bytes)}; disk "
+        f"speed: {disk_bytes_per_s / 1e9:.2f} GB/s{slow}; free disk space: "
+        f"{format_size(free_bytes)}"
     )
 
 
@@ -85,12 +85,13 @@ def render_compared(found: Quantizations) -> str:
         "The model marked * suits this machine best. It is the most precise model with at least "
         f"{WELL:g} tokens per second, or else the fastest model.",
         "bits: mean bits per weight.",
-        f"here: '{FITS}' if the model fits in memory; '{STREAMS}' if experts are read from disk as "
-        f"needed; '{NOT}' if memory is too small even for reading experts as needed; '{NO_ROOM}' "
-        "if the download is larger than the free disk space.",
-        "tok/s: tokens per second of the CPU alone. Speeds of models that stream assume uniform "
-        "expert usage, the slowest case; the upper end of a range assumes that few experts get "
-        "most of the tokens.",
+        f"here = {FITS}: the model fits in memory.",
+        f"here = {STREAMS}: experts are read from disk as needed.",
+        f"here = {NOT}: memory is too small even for reading experts as needed.",
+        f"here = {NO_ROOM}: the download is larger than the free disk space.",
+        "tok/s: tokens per second on the CPU alone.",
+        "tok/s as a range: the lower speed assumes that all experts are used equally, the upper "
+        "speed that few experts get most of the tokens.",
         "time goes to: shares of the time per token for reading from disk and for computing.",
         f"first: seconds until the answer to a first prompt of {found.first_tokens} tokens starts.",
     )

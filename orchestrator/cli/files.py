@@ -105,14 +105,14 @@ def verify(
         more = f" and {len(report.files) - 1} more" if len(report.files) > 1 else ""
         experts = f"experts in {', '.join(report.tiers)}" if report.tiers else "no experts"
         say(
-            f"{report.files[0]}{more}: good: {report.n_tensors} tensors,"
+            f"{report.files[0]}{more}: no problems found; {report.n_tensors} tensors,"
             f" {format_size(report.nbytes)}, {experts}"
         )
         if report.unchecked:
             note(
-                f"Note: {report.unchecked[0]}: the file has no checksums, so damaged weights are "
-                "found only if they are infinite or NaN. Files written by `moe-edge pack` or "
-                "downloaded by `moe-edge pull` have checksums."
+                f"Note: {report.unchecked[0]} has no checksums. A damaged weight is found only if "
+                "the weight is infinite or NaN. Files from `moe-edge pack` and `moe-edge pull` "
+                "have checksums."
             )
         if found is not None and found.reason:
             note(f"Note: {file}: {found.sentence}")
@@ -213,7 +213,7 @@ def _refuse_several(
         command = f"moe-edge pull {shlex.quote(f'{repo}/{found.best}')}{more}"
         best = f"To download the model that suits this machine best, run `{command}`"
     raise HubError(
-        f"{repo} contains {len(found.rows) + found.left_out} models: choose one as {repo}/FILE, or "
+        f"{repo} contains {len(found.rows) + found.left_out} models. Name one as {repo}/FILE, or "
         f"several with --include PATTERN. {best}"
     )
 

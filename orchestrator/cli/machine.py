@@ -154,8 +154,8 @@ def render(found: dict[str, Any]) -> str:
     disk, gpu, copies = found["disk"], found["gpu"], found["copies"]
     lines = [
         f"CPU       {found['threads']} threads; {found['system']}",
-        f"Memory    {size} free, {usable} usable; "
-        f"memory bandwidth {_speed(found['memory_bytes_per_s'])}",
+        f"Memory    {size} free, of which moe-edge may use {usable}; "
+        f"bandwidth {_speed(found['memory_bytes_per_s'])}",
         f"Disk      reads experts at {_speed(disk['bytes_per_s'])}",
     ]
     if gpu is None:
@@ -163,8 +163,8 @@ def render(found: dict[str, Any]) -> str:
     else:
         pinned = _speed(copies["pinned"]) if copies["pinned"] else "refused"
         lines += [
-            f"GPU       {gpu['name']}: {gpu['description']}, {format_size(gpu['memory_bytes'])} of "
-            f"{format_size(gpu['total_bytes'])} free",
+            f"GPU       {gpu['name']} ({gpu['description']}): {format_size(gpu['memory_bytes'])} "
+            f"of {format_size(gpu['total_bytes'])} memory free",
             f"Copies    to the GPU: {pinned} from pinned memory, {_speed(copies['pageable'])} "
             f"from pageable memory; a round trip takes {copies['round_trip_us']:.0f} us",
             *([f"          {found['gpu_note']}"] if found["gpu_note"] else []),
@@ -192,10 +192,9 @@ def misses_line(copies: Bandwidths, expert_bytes: int) -> str:
         "computed on the CPU" if here < min(took.values()) else min(took, key=lambda way: took[way])
     )
     return (
-        f"an expert of {format_size(expert_bytes)} that is not in GPU memory is {times}. Computing "
-        f"on the CPU adds {waits_s * 1000.0:.2f} ms per layer for round trips. With --misses auto, "
-        f"the first missing expert of a layer is {first}. Further missing experts are divided "
-        "between GPU and CPU"
+        f"an expert of {format_size(expert_bytes)} that is not in GPU memory is {times}. The CPU "
+        f"adds {waits_s * 1000.0:.2f} ms per layer for round trips. With --misses auto, the first "
+        f"missing expert of a layer is {first}"
     )
 
 

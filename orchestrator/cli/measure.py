@@ -141,22 +141,22 @@ for _name, _place in BENCHMARKS.items():
 )
 @option(
     "--prompt-tokens N",
-    "Read the first N tokens of each window (see --window) as a prompt, which is not scored. The "
-    "text in the field context of a .jsonl record is part of its prompt.",
+    "Read the first N tokens of each window (see --window) as a prompt, without scoring them. The "
+    "field context of a .jsonl record is never scored.",
     type=AT_LEAST_0,
     group=MORE,
 )
 @option("--prefill", "Score the text in prefill, instead of token by token.", group=MORE)
 @option(
     "--reuse",
-    "Compute an expert in a better precision than the policy requests if memory has such a copy, "
-    "as `moe-edge chat` does. Results then depend on the contents of memory.",
+    "Use the best copy of an expert in memory, even if the policy requests a lower precision. "
+    "`moe-edge chat` does so. Results then depend on the contents of memory.",
     group=MORE,
 )
 @option(
     "--bandwidth SIZE",
-    "Bytes per second that the simulated disk reads, such as 2GB. The command eval simulates a "
-    "disk for policies whose decisions depend on the experts in memory.  [default: measured]",
+    "Speed of the simulated disk in bytes per second, such as 2GB. Only policies whose decisions "
+    "depend on the experts in memory have a simulated disk.  [default: measured]",
     group=MORE,
 )
 @option(
@@ -296,8 +296,8 @@ def make_table(
         if out is not None:
             raise
         raise ConfigError(
-            f"{target}: {error.strerror}: the loss table cannot be written next to the model. "
-            "Choose another file with --out FILE, and add --losses FILE when you run the model"
+            f"the loss table {target} cannot be written: {error.strerror}. Choose another file "
+            "with --out FILE, and run the model with --losses FILE"
         ) from error
     with console.bars():
         show = partial(console.bar, "Calibrating")

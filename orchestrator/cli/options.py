@@ -313,9 +313,9 @@ RAM = option_of(
 method_options = together(
     option(
         "--method NAME",
-        "Quantization method: rtn (round to nearest), imatrix (weighted by an importance matrix of "
-        "a text), gptq (later columns compensate the errors of earlier ones; needs torch).  "
-        "[default: rtn]",
+        "Quantization method. rtn: round to nearest. imatrix: errors are weighted by an importance "
+        "matrix of a text. gptq: later columns compensate the errors of earlier ones (needs "
+        "torch).  [default: rtn]",
     ),
     option(
         "--calib TEXT",

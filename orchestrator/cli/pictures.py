@@ -181,8 +181,8 @@ def _title(facts: dict[str, Any]) -> str:
     name = _short(facts["name"], 40)
     return (
         f"{name}: {facts['moe_layers']} layers of {facts['experts']} experts,"
-        f" top-{facts['experts_used']}, {format_size(facts['file_bytes'])}\n"
-        f"outside of the layers: {format_size(facts['outside_layers_bytes'])}"
+        f" top-{facts['experts_used']}, file of {format_size(facts['file_bytes'])}\n"
+        f"weights outside the layers: {format_size(facts['outside_layers_bytes'])}"
     )
 
 

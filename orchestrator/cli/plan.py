@@ -56,14 +56,14 @@ _HEAD = (
     *("first prompt", "prompt", "loss, nats"),
 )
 _UNKNOWN = (
-    "This model has no usage history on this machine. The lower speed assumes uniform expert "
-    "usage, the slowest case; the higher one assumes that few experts get most of the tokens."
+    "This model has no usage history on this machine. Lower speeds assume that all experts are "
+    "used equally, higher speeds that few experts get most of the tokens."
 )
 
 # The numbers of docs/policies.md, "Choosing one".
 _USUAL = (
-    "For comparison: the demo model with all experts in Q4_K has a loss of 0.012 nats per token "
-    "relative to Q8_0. With all experts in Q2_K, its loss is 0.14."
+    "For comparison, losses of the demo model relative to Q8_0: 0.012 nats per token with all "
+    "experts in Q4_K, and 0.14 with all experts in Q2_K."
 )
 
 
@@ -94,9 +94,11 @@ def render(found: Frontier, best: str) -> str:
     return "\n".join(
         [
             *aligned([_HEAD, *rows]),
-            f"Prompts have {PROMPT_TOKENS} tokens. The loss is the mean KL from {best} per token; "
-            "0 is lossless. The plan marked * is chosen. A plan is marked + if no other plan is "
-            "both faster and less lossy.",
+            "The plan marked * is chosen. A plan is marked + if no other plan is both faster and "
+            "less lossy.",
+            f"first prompt: seconds until the answer to a first prompt of {PROMPT_TOKENS} tokens "
+            "starts. prompt: the same for later prompts.",
+            f"loss: mean KL divergence from {best} per token. 0 is lossless.",
             _USUAL,
             *([_UNKNOWN] if any(each.token_ms_skewed for each in found.candidates) else []),
             f"`chat` and `serve` use {found.why}",
@@ -122,10 +124,12 @@ def render_known(known: Known) -> str:
     legend = (
         f"precision: the best precision with at least {WELL:g} tokens per second, or else the "
         "fastest precision. --json lists all precisions.",
-        f"here: '{FITS}' if the model fits in memory; '{STREAMS}' if experts are read from disk as "
-        f"needed; '{NO_ROOM}' if the model is larger than the free disk space.",
-        "tok/s: tokens per second. Speeds of models that stream assume uniform expert usage, the "
-        "slowest case; the upper end of a range assumes that few experts get most of the tokens.",
+        f"here = {FITS}: the model fits in memory.",
+        f"here = {STREAMS}: experts are read from disk as needed.",
+        f"here = {NO_ROOM}: the model is larger than the free disk space.",
+        "tok/s: tokens per second.",
+        "tok/s as a range: the lower speed assumes that all experts are used equally, the upper "
+        "speed that few experts get most of the tokens.",
         f"at 8k: tokens per second after {LONG} tokens.",
         f"first: seconds until the answer to a first prompt of {known.first_tokens} tokens starts.",
     )
@@ -262,8 +266,8 @@ def _print_plans(asked: str, as_json: bool, picture: Path | None, options: dict[
         if headers:
             read = format_size(headers.read_bytes)
             note(
-                f"{asked} has {format_size(headers.nbytes)}. Only its header ({read}) was "
-                f"downloaded."
+                f"The size of {asked} is {format_size(headers.nbytes)}. Only the header ({read}) "
+                "was downloaded."
             )
         for sentence in found["notes"]:
             note(sentence)

@@ -94,7 +94,8 @@ def trace(
             recorded = record_answer(runtime, prompt or "", tokens)
     write_trace(out, recorded)
     steps, nbytes = len(recorded.arrays["step_phase"]), out.stat().st_size
-    click.echo(f"{out}: a trace of {steps} steps of {recorded.header.model}, {format_size(nbytes)}")
+    model = recorded.header.model
+    click.echo(f"{out}: trace of {model} with {steps} steps, {format_size(nbytes)}")
 
 
 @click.command(cls=Command)

@@ -449,8 +449,7 @@ def slow_disk(model: ExpertModel, config: Config) -> str | None:
         speed = kept_bandwidth(model, config).at_first.bytes_per_s
         if kind != _SPINNING or speed < _SPINS_BELOW:
             return (
-                f"The model is on {kind}, which reads {speed / 1000000.0:.0f} MB/s. This slows "
-                f"down loading the model and reading each expert that is not in memory. Copy the "
-                f"model to an internal SSD."
+                f"The model is on {kind} (read speed {speed / 1000000.0:.0f} MB/s). Loading the "
+                "model and reading experts take long. Copy the model to an internal SSD."
             )
     return None

@@ -236,9 +236,9 @@ class LossTable:
         expert.
         """
         lines = [
-            "Squared error of the experts' outputs, relative to the mean square of the outputs. "
-            'The column "mean" is the mean over all tokens. "lowest" and "highest" are the means '
-            "of the best and the worst expert.",
+            "mean: mean squared error of the experts' outputs over all tokens, relative to the "
+            "mean square of the outputs.",
+            "lowest, highest: the same error of the best and of the worst expert.",
         ]
         rows: list[tuple[str, ...]] = [
             ("precision", "source", "bits per weight", "mean", "lowest", "highest")
@@ -258,16 +258,19 @@ class LossTable:
             low, high = (math.exp(side * 1.96 * self.fit.error) for side in (-1, 1))
             basis = self.fit.text.split(", sha")[0]
             lines.append(
-                f"The KL divergence is estimated from the squared errors of the experts' outputs. "
-                f"The estimate was fitted to {basis}: the true mean KL is {low:.2f} to {high:.2f} "
-                f"times the estimated mean (95 % confidence)"
+                f"The KL divergence is estimated from the squared errors of the experts' outputs, "
+                f"by a fit to {basis}"
+            )
+            lines.append(
+                f"The true mean KL is {low:.2f} to {high:.2f} times the estimated mean KL (95 % "
+                "confidence)"
             )
             low, high = self.fit.spread
             lines.append(
-                f"In most windows (pieces) of this text, the measured KL is {low:.2f} to "
-                f"{high:.2f} times the estimated KL (10th to 90th percentile). To be safe, "
-                f"moe-edge multiplies the estimated KL by {high:.2f}"
+                f"The measured KL of most windows (pieces of text) is {low:.2f} to {high:.2f} "
+                "times the estimated KL of the window (10th to 90th percentile)"
             )
+            lines.append(f"To be safe, moe-edge multiplies the estimated KL by {high:.2f}")
         if not seen.all():
             n_unseen = np.count_nonzero(~seen)
             lines.append(

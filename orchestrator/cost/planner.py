@@ -421,8 +421,8 @@ class Planner:
         """
         if self.gpu:
             raise ConfigError(
-                "no policy can be chosen by its predicted speed, because speeds are predicted "
-                "only for the CPU, not for a GPU: name a --policy, or give --device cpu"
+                "no policy can be chosen by predicted speed, because speeds are predicted only "
+                "for the CPU. Add --policy NAME or --device cpu"
             )
         config, model = self.request.config, self._model
         disk = self._disk or kept_bandwidth(model, config, measures)

@@ -181,9 +181,9 @@ class Frontier:
                 if may_switch and first.token_ms < taken.token_ms:
                     gain = _gain(first, taken)
                     reason = (
-                        f"{reason}. The plan {first.label} is predicted to be {gain} faster than "
-                        f"the default plan {taken.label}. Only a plan that is at least "
-                        f"{CLEARLY_FASTER - 1:.0%} faster replaces the default plan"
+                        f"{reason}. The default plan {taken.label} is kept, because the plan "
+                        f"{first.label} is less than {CLEARLY_FASTER - 1:.0%} faster (predicted: "
+                        f"{gain})"
                     )
         guess = "estimated " if taken.kl else ""
         kl = "" if taken.kl is None else f", {guess}{taken.kl:.2g} nats"

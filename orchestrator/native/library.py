@@ -205,8 +205,9 @@ def measure_device(library: Library, device: DeviceInfo, threads: int) -> Bandwi
     found = CBandwidths()
     if library.device_measure(device.handle, _COPY_BYTES, threads, ctypes.byref(found)) != 0:
         raise ConfigError(
-            f"--device {device.name}: the speed of copies cannot be measured: the device's memory "
-            "is full, or the device does not respond. End other programs that use the device"
+            f"--device {device.name}: the speed of copies to the device cannot be measured. The "
+            "memory of the device is full, or the device does not respond: end other programs that "
+            "use the device"
         )
     return Bandwidths(*(getattr(found, name) for name, *_ in CBandwidths._fields_))
 

@@ -421,8 +421,8 @@ class Store(Closing):
         admitted = self.library.transition(self.handle, items, len(wanted))
         if admitted < 0:
             raise NativeError(
-                "the policy asked to change the precision of experts, but the model does not have "
-                "one of these experts or precisions: this is a bug in the policy"
+                "the policy asked for an expert or a precision that the model does not have. This "
+                "is a bug in the policy"
             )
         return int(admitted)
 

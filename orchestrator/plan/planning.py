@@ -642,9 +642,9 @@ class _Layout:
             if not fits and config.policy == PLAIN and asked:
                 limit = self._given(draft)
                 return Refusal(
-                    f"{limit} is too little for the policy plain, which keeps "
-                    f"everything in memory: it needs at least {format_least(needed)} with a "
-                    f"context of {draft.n_ctx} tokens; the other policies keep experts on disk",
+                    f"{limit} is too little: the policy plain keeps everything in memory and needs "
+                    f"at least {format_least(needed)} with a context of {draft.n_ctx} tokens. The "
+                    f"other policies keep experts on disk",
                     needed,
                     self._option,
                 )
@@ -766,7 +766,7 @@ class _Layout:
         name = plan.placement.name if plan.placement else found.policy.name
         fixed, experts = plan.fixed_bytes, plan.total_bytes - plan.fixed_bytes
         memory = (
-            f"{format_size(fixed)} is for dense weights, KV cache and compute buffers, and "
+            f"{format_size(fixed)} for dense weights, KV cache and compute buffers, "
             f"{format_size(experts)} for experts"
         )
         hints = [] if plan.shared else ["Try a smaller --ctx, which needs less memory"]
@@ -777,7 +777,7 @@ class _Layout:
                 hints.append(_enough(option, other.cap_bytes))
         text = (
             f"{self._given(self.room())} is too little: the smallest {option} that works with the "
-            f"policy {name} and a context of {plan.n_ctx} tokens is {least}. Of this, {memory}"
+            f"policy {name} and a context of {plan.n_ctx} tokens is {least} ({memory})"
         )
         return Refusal(". ".join([text, *hints]), plan.cap_bytes, option)
 
@@ -820,8 +820,7 @@ def _check_images(request: PlanRequest) -> None:
     if ubatch and ubatch < tokens:
         raise ConfigError(
             f"--ubatch {ubatch} is too small for images: this model computes all tokens of an "
-            f"image at once, up to {tokens}; leave --ubatch out, or set --image-max-tokens {ubatch}"
-            " or --mmproj none"
+            f"image at once, up to {tokens}. Leave --ubatch out, or set --image-max-tokens {ubatch}"
         )
 
 

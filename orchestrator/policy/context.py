@@ -176,16 +176,15 @@ class ContextSettings(PlacementSettings, Background):
     )
     near_slots: str = setting(
         OWN,
-        "Memory slots for experts in lower precisions. own: a slot holds only one precision. "
-        "shared: a slot holds any of them, and the policy chooses the number of experts in each "
-        "precision again after each prompt.",
+        "How memory is divided among the lower precisions. own: each has a fixed number of "
+        "experts. shared: after each prompt, the policy chooses the number of experts in each.",
         choices=(OWN, SHARED),
     )
     near_place: str = setting(
         AUTO,
         "Where a system with a GPU stores experts in lower precisions. device: in the GPU's "
-        "memory. host: in host memory, where the CPU computes them. auto: in host memory only if "
-        "the GPU's memory cannot hold all of them.",
+        "memory. host: in host memory, and the CPU computes them. auto: in the GPU's memory if "
+        "they all fit, otherwise in host memory.",
         choices=(AUTO, DEVICE, HOST),
     )
     losses: Path | None = inherit(Shared, "losses")
@@ -266,9 +265,9 @@ def uniform_counts(n_cold: int, near: NearTiers, settings: ContextSettings) -> t
     bits = near.bits
     if settings.near_bits < bits[-1]:
         raise PolicyError(
-            f"--near-bits {settings.near_bits:g}, the average bits per weight of experts in lower "
-            f"precisions, is too small: the lowest precision {near.names[-1]} has {bits[-1]} bits. "
-            f"Give {bits[-1]} or more, or name a lower precision with --near-tiers"
+            f"--near-bits {settings.near_bits:g} is too small: the lowest precision "
+            f"{near.names[-1]} has {bits[-1]} bits per weight. Give at least {bits[-1]}, or name "
+            "a lower precision with --near-tiers"
         )
     losses = nominal_losses(bits, 1, n_cold)[0]
     # The importance of the experts is assumed to fall as 1/rank, or to be uniform. With two near
@@ -394,8 +393,10 @@ class ContextPlacement(Placement):
         if self.shares_slots:
             most, precisions = self.settings.near_bits, " or ".join(names)
             n_lower = sum(self.near_counts)
-            size = f"at most {most:g} bits per weight on average"
-            lower = [f"{n_lower} other experts in {precisions} ({size})"]
+            lower = [
+                f"{n_lower} experts per layer in {precisions} (on average at most {most:g} bits "
+                "per weight)"
+            ]
         best = f"{self.n_hot} of {self.shape.n_expert} experts per layer in {self.shape.tiers[0]}"
         if self.on_host:
             lower.append("experts in lower precisions are computed by the CPU")
@@ -417,9 +418,9 @@ class ContextAware(Policy):
     about = About(
         name="context",
         summary=(
-            "Every expert is resident. The experts that the conversation used most have the best "
-            "precision, the others lower ones. After each prompt, precisions are chosen again and "
-            "changed in the background, without making tokens wait."
+            "Keeps every expert in memory. The experts that the conversation used most get the "
+            "best precision, the others lower ones. Precisions change in the background after each "
+            "prompt."
         ),
         Settings=ContextSettings,
         reason="chooses the precision of every expert by the prompt",
@@ -461,9 +462,8 @@ class ContextAware(Policy):
         places = _places_to_try(shape, settings, shares_slots)
         if shares_slots and not (shape.shares_slots or places[-1]):
             raise PolicyError(
-                f"--near-slots {SHARED} does not work in the GPU's memory, where an expert slot "
-                f"can hold only one precision: leave --near-slots out, or store experts in lower "
-                f"precisions in host memory with --near-place {HOST}"
+                f"--near-slots {SHARED} does not work in the GPU's memory: leave --near-slots "
+                f"out, or add --near-place {HOST}"
             )
         n, asked = shape.n_expert, settings.hot_experts
         most = n if asked is None else min(n, asked)

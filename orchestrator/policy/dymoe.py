@@ -199,15 +199,15 @@ class DyMoESettings(LookAhead):
     lower_which: str = setting(
         GATES,
         "Which experts of an answer get the low precision or are skipped. gates (DyMoE paper): "
-        "those with the lowest routing weights. missing: up to the same number, but only experts "
-        "that are not in memory.",
+        "those with the lowest routing weights. missing: at most as many, and only experts that "
+        "are not in memory.",
         metavar="WHICH",
         choices=(GATES, MISSING),
     )
     heavy_hitters: float = setting(
         0.4,
-        "Share of a prompt's tokens that count as important: those that receive the most "
-        "attention. The experts that these tokens use most are computed in the high precision.",
+        "Share of a prompt's tokens that decide which experts get the high precision: the tokens "
+        "that receive the most attention.",
         metavar="R",
         within=(0.0, 1.0),
     )
@@ -339,9 +339,8 @@ class DyMoE(Policy):
         name="dymoe",
         summary=(
             "The default if not every expert fits in memory. The most important experts of a token "
-            "(critical experts) are computed in the high tier, the others in the low tier or "
-            "skipped. Early layers have more critical experts than late ones. Experts of the next "
-            "layer are prefetched while that makes decoding faster."
+            "(critical experts) are computed in the high precision, the others in the low "
+            "precision or not at all. Experts of the next layer are prefetched."
         ),
         Settings=DyMoESettings,
         reason="chooses the precisions of experts token by token",

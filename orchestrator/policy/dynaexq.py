@@ -193,8 +193,8 @@ class DynaExqSettings(Intervals):
 
     rank_slack: int = setting(
         0,
-        "Avoids frequent changes: an expert loses the high precision only if it falls more than "
-        "this many ranks below the most used experts of its layer.",
+        "Makes changes of precision rarer: with N experts per layer in the high precision, an "
+        "expert keeps it while its usage rank is at most N plus this number.",
         within=(0, 65535),
     )
     hot_experts: int | None = inherit(Shared, "hot_experts")
@@ -338,9 +338,9 @@ class DynaExq(Learning):
     about = About(
         name="dynaexq",
         summary=(
-            "Every expert is resident in one of two precisions: the most used experts high, as "
-            "many as fit the budget, and the others low. Experts exchange their precisions in the "
-            "background, and no token waits for that."
+            "Keeps every expert in memory, in one of two precisions. In each layer, the most used "
+            "experts get the high precision, as many as fit the budget. Precisions change in the "
+            "background, and no token waits."
         ),
         Settings=DynaExqSettings,
         reason="keeps as many experts in the high precision as fit in memory",

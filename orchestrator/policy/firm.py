@@ -519,24 +519,23 @@ class FIRMSettings(LookAhead):
     )
     agree: str = setting(
         RANK,
-        "Which experts of a layer are prefetched (K,P: see --votes). rank: the K that the previous "
-        "layer predicts. mol, as in the FIRM-MoE paper: those that all P earlier layers predict. "
-        "margin: those with a score above a threshold, which is higher for a smaller K.",
+        "How the experts to prefetch are chosen. rank: the K best predictions of the previous "
+        "layer. mol (FIRM-MoE paper): experts that all of P earlier layers predict. margin: "
+        "predictions with a score above a threshold. --votes sets K and P.",
         metavar="HOW",
         choices=AGREE_WAYS,
     )
     votes: str | None = setting(
         None,
-        "Each of the P layers before a layer predicts K of its experts. P above 1 needs --agree "
-        "mol. For shallow, middle and deep layers, give three pairs K,P such as 4,1/8,3/8,3.",
+        "For each layer, P earlier layers predict K experts each. P above 1 needs --agree mol. "
+        "Three pairs, such as 4,1/8,3/8,3, are for shallow, middle and deep layers.",
         metavar="K,P",
         shown="tuned",
     )
     tune: str | None = setting(
         None,
-        "How --votes (K experts per prediction, P predicting layers) is tuned while running. "
-        "climb: by hill climbing, as in the FIRM-MoE paper. all: by comparing all pairs K,P on the "
-        "same tokens. off: not tuned.",
+        "How K and P of --votes are tuned at run time. climb: by hill climbing (FIRM-MoE paper). "
+        "all: by comparing all values on the same tokens. off: not tuned.",
         metavar="HOW",
         choices=TUNE_WAYS,
         shown=f"{OFF} with --votes, otherwise {ALL}",
@@ -584,36 +583,33 @@ class FIRMSettings(LookAhead):
         except ValueError:
             deepest = -1
         complaint = (
-            f"cannot be '{votes}': give a pair K,P such as 4,1, or three pairs such as "
-            "4,1/8,3/8,3 for shallow, middle and deep layers. Each of P earlier layers predicts K "
-            "experts"
+            f"cannot be '{votes}': give a pair K,P such as 4,1 (4 experts predicted by 1 earlier "
+            "layer), or three pairs for shallow, middle and deep layers, such as 4,1/8,3/8,3"
         )
         refuse(deepest < 0, "votes", complaint)
         cause, off = ("prefetch", OFF) if self.prefetch == OFF else ("n_ahead", 0)
         for name, value in (("votes", votes), ("tune", self.tune)):
             useless = (self.prefetch == OFF or n_ahead == 0) and value not in (None, OFF)
             complaint = (
-                f"has no effect, because the setting {cause} {off} turns prefetching off: leave "
-                f"{name} or {cause} out"
+                f"has no effect without prefetching ({cause} is {off}): leave {name} or {cause} out"
             )
             refuse(useless, name, complaint)
         if self.agree != MOL:
             refuse(
                 deepest > 1,
                 "votes",
-                f"cannot be '{votes}' (K,P), because the setting agree {self.agree} uses the "
-                f"predictions of one layer: set P to 1, not {deepest}, or set agree to {MOL}",
+                f"cannot be '{votes}': P, the second number of a pair, must be 1, not {deepest}, "
+                f"unless the setting agree is {MOL}",
             )
             refuse(
                 (n_ahead or 0) > 1,
                 "n_ahead",
-                f"must be at most 1, not {n_ahead}. With the setting agree {self.agree}, only the "
-                f"previous layer predicts experts. To predict from more layers, set agree to {MOL}",
+                f"must be at most 1, not {n_ahead}, unless the setting agree is {MOL}",
             )
         if votes is not None and most is not None:
             complaint = (
-                f"cannot be '{votes}' (K,P), because at most {most[1]:g} earlier layers can "
-                f"predict experts: set P to at most {most[1]:g}, not {deepest}"
+                f"cannot be '{votes}': P, the second number of a pair, must be at most "
+                f"{most[1]:g}, not {deepest}"
             )
             refuse(deepest > most[1], "votes", complaint)
             complaint = (
@@ -683,7 +679,7 @@ class FIRMSettings(LookAhead):
         if "votes" in asked:
             raise ConfigError(
                 f"--votes {self.votes} needs predictions for {self.deepest} layers ahead, but the "
-                f"trace has them for {depth}: record the trace again with --agree {MOL} --n-ahead "
+                f"trace was recorded for {depth}: record it again with --agree {MOL} --n-ahead "
                 f"{self.deepest}"
             )
         return replace(self, votes=None, n_ahead=None).limited(depth, asked)
@@ -791,9 +787,9 @@ class FIRM(Policy):
     about = About(
         name="firm",
         summary=(
-            "All experts have one precision, so the policy is lossless. It prefetches the experts "
-            "that a layer predicts for the next layer, and tunes their number at run time. For the "
-            "method of the FIRM-MoE paper, add --agree mol --prefetch-kinds 1."
+            "Lossless: all experts have one precision. Prefetches the experts that each layer "
+            "predicts for the next layer, and tunes their number at run time. For the method of "
+            "the FIRM-MoE paper, add --agree mol --prefetch-kinds 1."
         ),
         Settings=FIRMSettings,
         reason="runs one precision",
@@ -825,9 +821,8 @@ class FIRM(Policy):
         most = max(k for k, _ in read_votes(settings.votes or "1,1"))
         if most > shape.n_expert_used:
             raise PolicyError(
-                f"--votes {settings.votes} asks for {most} experts per prediction, but the maximum "
-                f"is {shape.n_expert_used}, the number of experts per token: give at most "
-                f"{shape.n_expert_used} as K in each pair K,P"
+                f"--votes {settings.votes}: K, the first number of a pair, must be at most "
+                f"{shape.n_expert_used} (the number of experts per token), not {most}"
             )
         counts = even_slots(shape, budget_bytes)
         tuned = history.tuned(cls.name)

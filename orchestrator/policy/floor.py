@@ -315,9 +315,8 @@ class FloorSettings(LookAhead):
 
     max_loss: float = setting(
         0.01,
-        "Allowed quality loss, in nats per token. The loss is the mean KL divergence from the best "
-        "precision (--high-tier), as estimated by moe-edge calibrate. Q4_K loses about 0.01. "
-        "Default with --policy floor: 0.01.",
+        "Allowed quality loss, in nats per token. Quality loss is the mean KL divergence from the "
+        "best precision (--high-tier): about 0.01 with Q4_K. Default with --policy floor: 0.01.",
         metavar="NATS",
         within=(0.0, 100.0),
         live=True,
@@ -343,15 +342,14 @@ class FloorSettings(LookAhead):
     )
     skip_present: float = setting(
         0.002,
-        "How readily experts in memory are skipped, relative to missing experts. With 1, both are "
-        "skipped equally readily. With 0, experts in memory are never skipped. Skipping them saves "
-        "compute time.",
+        "How readily experts in memory are skipped to save compute time: 0 for never, 1 as readily "
+        "as missing experts.",
         within=(0.0, 1.0),
     )
     read_behind: bool = setting(
         True,
-        "Read an expert in the background after it was skipped or computed in the low precision "
-        "twice within a few tokens. It is then in memory at its next use.",
+        "In the background, read experts that were skipped or computed in the low precision twice "
+        "within a few tokens.",
     )
     transition_rate: int | None = inherit(Background, "transition_rate")
     losses: Path | None = inherit(Shared, "losses")
@@ -413,9 +411,9 @@ class Floor(Policy):
     about = About(
         name="floor",
         summary=(
-            "To save reading, skips experts that are not in memory, or computes them in the low "
-            "precision. The user sets the allowed quality loss. If the loss stays below this "
-            "limit, experts in memory are skipped too, to save compute time."
+            "Skips experts that are not in memory, or computes them in the low precision, to read "
+            "less. --max-loss limits the quality loss. Within this limit, experts in memory may be "
+            "skipped too, to save compute time."
         ),
         Settings=FloorSettings,
         reason="skips experts that are not in memory, within an allowed quality loss",

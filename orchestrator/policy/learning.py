@@ -25,15 +25,14 @@ class Intervals(Background):
 
     update_steps: int = setting(
         32,
-        "Number of decode steps between two updates of the list of most used experts; 0 for "
-        "never. The list decides which experts get a better precision. Each prefill step also "
-        "updates the list.",
+        "Number of decode steps between two updates of the experts' usage, by which precisions "
+        "are chosen; 0 for never. Unless 0, each prefill step also updates the usage.",
         within=(0, 2**24),
     )
     update_ms: int | None = setting(
         None,
-        "Milliseconds of compute time between two updates of the list of most used experts; 0 for "
-        "never. Replaces --update-steps. The DynaExq paper also sets this interval as a time.",
+        "Milliseconds of compute time between two updates of the experts' usage, instead of "
+        "--update-steps; 0 for never.",
         within=(0, 2**31),
     )
     hotness_decay: float = setting(

@@ -214,9 +214,9 @@ class Mixed(Learning):
     about = About(
         name="mixed",
         summary=(
-            "Every expert is resident. Often used experts that lose much quality in low precision "
-            "get the better precisions. When the usage changes, the policy changes the precisions "
-            "in the background, without making tokens wait."
+            "Keeps every expert in memory. Experts that are used often and lose much quality in "
+            "low precision get the better precisions. Precisions change in the background when the "
+            "usage changes."
         ),
         Settings=MixedSettings,
         reason="keeps every expert in memory, in the best precisions that fit",

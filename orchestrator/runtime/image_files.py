@@ -90,7 +90,7 @@ _REFUSED_FRAMES = {
 # The end of compressed data: a marker other than a restart. FF 00 is a byte of data.
 _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
 _CONVERT = "convert it to PNG or JPEG"
-_SMALLER = "make it smaller"
+_SMALLER = "make the image smaller"
 _AGAIN = "save the image again as PNG or JPEG"
 
 
@@ -182,12 +182,12 @@ class ImageLimits:
             side = int(self.pixels**0.5)
             raise ConfigError(
                 f"{name}: the image has {width}x{height} pixels, and the limit is {self.pixels:,} "
-                f"(such as {side}x{side}): {_SMALLER}"
+                f"pixels (such as {side}x{side}): {_SMALLER}"
             )
         if max(width, height) > self.shape * min(width, height):
             raise ConfigError(
                 f"{name}: the image has {width}x{height} pixels, and one side may be at most "
-                f"{self.shape} times as long as the other: cut it into parts"
+                f"{self.shape} times as long as the other: cut the image into parts"
             )
 
     def check_memory(self, n_bytes: int, name: str) -> None:
@@ -198,7 +198,7 @@ class ImageLimits:
         if n_bytes > self.decode_bytes:
             raise ConfigError(
                 f"{name}: decoding would take {format_size(n_bytes)} of memory, and the limit is "
-                f"{format_size(self.decode_bytes)}: {_SMALLER}"
+                f"{format_size(self.decode_bytes)}: reduce the number of pixels"
             )
 
     def check_images(self, images: Sequence[Image], name: str) -> None:

@@ -247,9 +247,9 @@ def _check_cost(
     limit_kib = -(-cost // (served.body_factor * 1024))
     raise Refusal(
         400,
-        f"tokenizing the text of the request would take more than {format_size(most)} of memory, "
-        f"because the text has many tokens or a very long word. Send less text, or start the "
-        f"server with --body-limit {limit_kib}KiB",
+        f"the request has too much text: tokenizing the text would take more than "
+        f"{format_size(most)} of memory. Send less text, or start the server with --body-limit "
+        f"{limit_kib}KiB",
     )
 
 
@@ -826,21 +826,21 @@ def _bound(name: str, data: dict[str, Any], most_tokens: int) -> None:
         n_most = max(0, most - 1)
         raise Refusal(
             400,
-            f"{name} is {n_probs}, but this server has memory for at most {n_most} alternatives "
-            f"for each token of {answer}: lower {name}",
+            f"{name} is {n_probs}, and the limit is {n_most} alternatives for each token of "
+            f"{answer}: lower {name}",
         )
     limit = limit_of(data)
     if limit is None:
         if n_allowed < most_tokens:
             _limit(data, n_allowed)
     elif min(limit, most_tokens) > n_allowed:
-        ways = [f"request at most {n_allowed} tokens", f"lower the value of {name}"]
+        ways = [f"request at most {n_allowed} tokens", f"lower {name}"]
         if not data.get("stream"):
-            ways.append("set stream to true, because a stream needs less memory")
+            ways.append("set stream to true")
         raise Refusal(
             400,
-            f"there is not enough memory for {answer} of {limit} tokens, because {name} requests "
-            f"{n_probs} alternatives for each token: {', or '.join(ways)}",
+            f"there is not enough memory for {answer} of {limit} tokens with {name} {n_probs}: "
+            f"{', or '.join(ways)}",
         )
 
 

@@ -410,14 +410,14 @@ COSTS: dict[str, Schema] = {
     "prefill_hit_rate": SHARE_OR_NULL,
     "kl_estimate": {
         **SHARE_OR_NULL,
-        "description": "Upper estimate of the quality loss, in nats per token. The loss is the "
-        "mean KL divergence from the best precision (--high-tier). It depends on the text.",
+        "description": "Upper estimate of the quality loss, in nats per token: the mean KL "
+        "divergence from the best precision (--high-tier).",
     },
     "kl_low": {
         **SHARE_OR_NULL,
         "description": (
-            "Lower estimate of the quality loss, in nats per token: the loss for the kinds of text "
-            "that low precision affects least. kl_estimate is the upper estimate."
+            "Lower estimate of the quality loss, in nats per token: the loss for texts that low "
+            "precision affects least."
         ),
     },
     "limit_halved": flag(
@@ -549,9 +549,8 @@ SCHEMAS: dict[str, Schema] = {
         },
         streams_below={
             **COUNT,
-            "description": "A suggested value of --ram, in bytes, with which the server would have "
-            "an expert cache and read some experts from disk. Only present if the server has no "
-            "expert cache now (the field `layers` is 0).",
+            "description": "Suggested value of --ram, in bytes, for running with an expert cache. "
+            "Only present if the server has no expert cache (the field `layers` is 0).",
         },
         experts=COUNT,
         tiers=listed(STRING),

@@ -122,9 +122,8 @@ class Benchmark(ABC):
         made = f"{self.model.n_layers} layers, {runs_text}"
         if not on.trained:
             made = (
-                f"{made}, random weights. The variance that each layer adds to the residual stream "
-                f"is {RESIDUAL_POWER:.1f} times that of the embeddings. With more variance, "
-                f"experts are harder to predict"
+                f"{made}, random weights (each layer adds {RESIDUAL_POWER:.1f} times the variance "
+                f"of the embeddings to the residual stream)"
             )
         for same in caps_of(rows):
             cap, limit = same[0]["cap"], same[0]["limit_bytes"]
@@ -144,13 +143,13 @@ class Benchmark(ABC):
         io_kind = "direct" if all(each.direct for each in disks) else "buffered"
         all_speeds = ", ".join(f"{each:.2f}" for each in speeds)
         return [
-            f"{on.model_name}: {model.n_layers} layers of {model.n_expert} experts, top-"
-            f"{model.n_expert_used}, {format_size(self.file_bytes)} in {model.tiers[0].name}, "
-            f"{weights}",
+            f"model {on.model_name}: {model.n_layers} layers of {model.n_expert} experts, "
+            f"{model.n_expert_used} experts per token, {format_size(self.file_bytes)} in "
+            f"{model.tiers[0].name}, {weights}",
             f"{processor_name()}, {cores} cores, {threads_text}",
-            f"the disk reads {statistics.median(speeds):.2f} GB/s with {io_kind} reads of "
-            f"{disks[0].slice_bytes / 1e6:.2f} MB by {on.io_threads} threads ({all_speeds} "
-            f"in the single runs)",
+            f"disk speed: {statistics.median(speeds):.2f} GB/s, median of all runs ({all_speeds}), "
+            f"with {io_kind} reads of {disks[0].slice_bytes / 1e6:.2f} MB by {on.io_threads} "
+            f"threads",
             f"routing: {routing}",
         ]
 

@@ -259,31 +259,35 @@ class Caps(Benchmark):
 
     def intro(self) -> list[str]:
         options = self.on
-        rows = (
-            f"Each row of a table is one system: upstream llama.cpp, or moe-edge with one policy. "
+        rows = [
+            "Each row of a table is one system: upstream llama.cpp, or moe-edge with one policy.",
             f"All systems decode {options.tokens} steps after the same prompt of "
-            f"{options.prompt_tokens} tokens (kind of tokens: {options.words}). The systems take "
-            f"turns. Number of measurements of each system: {options.runs}. Speeds are those of "
-            f"the median step. On average, the policy dymoe keeps {options.retention:.1%} of the "
-            f"experts in the high precision (--retention)."
-        )
+            f"{options.prompt_tokens} tokens (kind of tokens: {options.words}).",
+            f"Number of measurements of each system: {options.runs}. The systems take turns.",
+            "Speeds are those of the median step.",
+            f"On average, the policy dymoe keeps {options.retention:.1%} of the experts in the "
+            f"high precision (--retention).",
+        ]
         if options.together > 1:
-            return [f"{rows} Each step decodes one token for each of {options.together} sequences."]
+            return [
+                *rows,
+                f"Each step decodes one token for each of {options.together} sequences.",
+            ]
         return [
-            rows,
+            *rows,
             'The column "x mmap" is the speed-up over the row "upstream mmap".',
             'The column "of bound" is the measured speed as a share of the highest possible speed. '
-            "At the highest possible speed, the time of a step is its compute time or its read "
+            "At the highest possible speed, a step takes as long as its compute time or its read "
             "time, whichever is longer.",
-            "The compute time of a step is that of upstream llama.cpp with everything in memory, "
-            "minus the time that skipped and low-precision experts save. The read time of a step "
-            "is the time to read its missing experts from disk. It assumes the highest disk speed "
-            "that was measured before, during or after the row.",
+            "Compute time of a step: the time of upstream llama.cpp with everything in memory, "
+            "minus the time that skipped and low-precision experts save.",
+            "Read time of a step: the time to read the step's missing experts at the highest disk "
+            "speed measured before, during or after the row.",
             f'The rows "fewer experts" use {self.fewer_experts[1]} instead of '
             f"{self.model.n_expert_used} experts per token.",
-            'The rows "all TYPE" are upstream llama.cpp with all experts in the quantization type '
-            "TYPE. Under a memory cap, TYPE is the largest type with which the whole model fits in "
-            "memory. Quality cannot be measured with random weights: see docs/quality.md",
+            'The rows "all TYPE" are upstream llama.cpp with all experts in one quantization type. '
+            "Under a memory cap, TYPE is the largest type with which the whole model fits.",
+            "Quality cannot be measured with random weights: see docs/quality.md",
         ]
 
     def notes(self, rows: Sequence[Result]) -> list[str]:

@@ -237,16 +237,17 @@ def count(retention: float, note: Note) -> Report:
     heading = [
         f"The model has {SHAPE.n_layer} layers with {SHAPE.n_expert} experts each. A token uses "
         f"{SHAPE.n_expert_used} experts of each layer. All matrices are 256 x 256.",
-        f"The table counts the GPU operations (such as kernel launches, waits and copies) of "
-        f"{STEPS} decode steps on the emulated GPU. Before these steps, the model processes "
-        f"{PROMPT_TOKENS + SETTLE_STEPS} other tokens. Each figure is the total count, divided by "
-        f"the number of decoded tokens and by the number of layers. The total includes the "
-        f"operations of the embedding and of the output.",
-        f"The rows 1 to 6 are those of Table 3 of the DyMoE paper. In them, {SHARE:.0%} of the "
-        f"experts are on the GPU. Missing experts are copied from host memory, which has all "
-        f"experts in {HIGH} and in {LOW} before the first step.",
-        '"4/2" in the name of a row means that experts have 4 or 2 bits per weight. "4/0" means '
-        "that experts have 4 bits per weight or are skipped.",
+        f"The table counts GPU operations (such as kernel launches, waits and copies) of {STEPS} "
+        f"decode steps on the emulated GPU, after a warm-up of {PROMPT_TOKENS + SETTLE_STEPS} "
+        f"tokens.",
+        "Each figure is a number of operations per layer and decoded token. Operations of the "
+        "embedding and of the output are included.",
+        f"Rows 1 to 6 are those of Table 3 of the DyMoE paper, with {SHARE:.0%} of the experts on "
+        f"the GPU.",
+        f"Rows 1 to 6 copy missing experts from host memory, which holds all experts in {HIGH} and "
+        f"in {LOW}.",
+        'Rows with "4/2" in their name: experts have 4 or 2 bits per weight.',
+        'Rows with "4/0" in their name: experts have 4 bits per weight or are skipped.',
         f"On average, the policy dymoe keeps {retention:.1%} of the experts in the high precision "
         f"(--retention).",
     ]

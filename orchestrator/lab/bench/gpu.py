@@ -104,7 +104,7 @@ class GpuOptions(BenchOptions):
     link: int | None = setting(
         None,
         "Imitate a slow link to the GPU, such as 12GB/s, by copying each expert several times. "
-        "Upstream llama.cpp is left out, because it copies each expert only once.",
+        "Upstream llama.cpp is not measured.",
         notation=BANDWIDTH,
         metavar="SPEED",
         shown="its own",
@@ -112,7 +112,7 @@ class GpuOptions(BenchOptions):
     table3: bool = setting(
         False,
         "Measure the rows of Table 3 of the DyMoE paper and the policies dynaexq and floor, with "
-        "all layers of qwen3-30b. Writes model files of 27 GB to memory.",
+        "all layers of qwen3-30b. Writes 27 GB of model files to memory.",
     )
     predict: bool = setting(
         False,
@@ -602,39 +602,41 @@ class Gpu(Benchmark):
             for name in ("pinned", "pageable", "compute")
         )
         lines = [
-            f"{gpu['name']}, {format_size(gpu['total_bytes'])}; copies to the GPU: {pinned} from "
-            f"pinned memory, {pageable} from pageable memory; experts computed by the CPU: "
-            f"{compute}",
-            f"Each row of a table is one system: upstream llama.cpp, or moe-edge with one policy. "
+            f"GPU: {gpu['name']}, {format_size(gpu['total_bytes'])} of memory",
+            f"speed of copies from pinned memory to the GPU: {pinned}",
+            f"speed of copies from pageable memory to the GPU: {pageable}",
+            f"speed of computing experts on the CPU, in bytes of their weights: {compute}",
+            "Each row of a table is one system: upstream llama.cpp, or moe-edge with one policy.",
             f"All systems decode {options.tokens} steps after the same prompt of "
-            f"{options.prompt_tokens} tokens (kind of tokens: {options.words}). The systems take "
-            f"turns. Number of measurements of each system: {options.runs}. On average, the policy "
-            f"dymoe keeps {options.retention:.1%} of the experts in the high precision "
-            f"(--retention).",
-            "The rows 1 to 6 are those of Table 3 of the DyMoE paper. They copy missing experts to "
-            'the GPU. "4/2" in the name of a row means that experts have 4 or 2 bits per weight. '
-            '"4/0" means that experts have 4 bits per weight or are skipped.',
+            f"{options.prompt_tokens} tokens (kind of tokens: {options.words}).",
+            f"Number of measurements of each system: {options.runs}. The systems take turns.",
+            f"On average, the policy dymoe keeps {options.retention:.1%} of the experts in the "
+            f"high precision (--retention).",
+            "Rows 1 to 6 are those of Table 3 of the DyMoE paper. Rows 1 to 6 copy missing experts "
+            "to the GPU.",
+            'Rows with "4/2" in their name: experts have 4 or 2 bits per weight.',
+            'Rows with "4/0" in their name: experts have 4 bits per weight or are skipped.',
         ]
         if self.times > 1:
             lines.insert(
                 0,
                 f"To imitate a slow link to the GPU (--link), each expert is copied {self.times} "
-                f"times. Copies therefore reach {link_speed(self.copies[0]) / 1e9:.1f} GB/s "
-                f"instead of {link_speed(gpu['copies']) / 1e9:.1f}. Nothing else is slower. "
-                "Upstream llama.cpp is left out, because it copies each expert only once.",
+                f"times. Copies reach {link_speed(self.copies[0]) / 1e9:.1f} GB/s instead of "
+                f"{link_speed(gpu['copies']) / 1e9:.1f} GB/s. Upstream llama.cpp is not measured.",
             )
         if options.table3:
             return [*lines, *table3.intro(options.prompt_tokens, options.n_ubatch)]
         return [
             *lines,
-            "TPOT is the time per output token, and TTFT is the time to the first token. The "
-            'columns "x TPOT" and "x TTFT" are speed-ups over the fastest row of upstream '
-            'llama.cpp in the same table. The column "x row 1" is the speed-up in TPOT over '
-            f'"{ON_DEMAND}".',
+            "TPOT is the time per output token, and TTFT is the time to the first token.",
+            'The columns "x TPOT" and "x TTFT" are speed-ups over the fastest row of upstream '
+            "llama.cpp in the same table.",
+            f'The column "x row 1" is the speed-up in TPOT over "{ON_DEMAND}".',
             'The column "of bound" is the measured speed as a share of the highest possible speed. '
-            "At the highest possible speed, the time of a token is its compute time or its load "
-            "time, whichever is longer. The compute time is that with all experts on the GPU. The "
-            "load time is the time to load the token's missing experts.",
+            "At the highest possible speed, a token takes as long as its compute time or its load "
+            "time, whichever is longer.",
+            "Compute time of a token: the time with all experts on the GPU.",
+            "Load time of a token: the time to load the token's missing experts.",
         ]
 
 

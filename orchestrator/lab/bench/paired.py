@@ -324,13 +324,13 @@ class Paired:
                 f"{rows[-1]['ratio']:.4f} times as long as the first (--ours)"
             )
         median, low, high = median_interval([row["ratio"] for row in rows])
-        footnote = (
-            f"ratio: time of the second configuration (--theirs) divided by the time of the first "
-            f"(--ours). Above 1, the first configuration is faster. The median ratio is "
-            f"{median:.4f}, with a 95 % confidence interval from {low:.4f} to {high:.4f}"
-        )
+        footnotes = [
+            "ratio: time of the second configuration (--theirs) divided by the time of the first "
+            "(--ours). Above 1, the first configuration is faster",
+            f"The median ratio is {median:.4f} (95 % confidence interval: {low:.4f} to {high:.4f})",
+        ]
         what = f"a prompt of {on.prompt} tokens" if on.prompt else "a decoded token"
-        table = Table(f"{what}, medians of each start", COLUMNS, rows, [footnote])
+        table = Table(f"{what}, medians of each start", COLUMNS, rows, footnotes)
         compared = (
             f"settings of the first configuration (--ours): {', '.join(on.ours)}; of the second "
             f"configuration (--theirs): {', '.join(on.theirs)}"

@@ -332,21 +332,22 @@ def predict(on: Any, note: Note) -> Report:
         tables.append(Table(f"{cap:.0%} of the experts on the GPU", columns, same))
     notes = ", ".join(f"{name} {ms:.3f}" for name, ms in lacking.items())
     heading = [
-        "These speeds are simulated, not measured. The simulated model has the shape of "
-        f"{on.model_name} and {layers} layers. Each of its tokens uses randomly drawn experts. The "
-        f"simulated link to the GPU reaches {on.link / 1e9:g} GB/s and makes one copy at a time. "
+        "These speeds are simulated, not measured.",
+        f"Simulated model: the shape of {on.model_name} with {layers} layers. Each token uses "
+        "randomly drawn experts.",
+        f"Simulated link to the GPU: {on.link / 1e9:g} GB/s, one copy at a time, no latency. "
         "Missing experts are copied before prefetched experts.",
-        f"Assumptions: computing takes {DECODE_US:g} us per layer for a decoded token, and "
-        f"{PREFILL_US:g} us per layer for each token of a prompt. These are the times of an H200 "
-        "with every expert on the GPU. Half of this time is outside the experts. A copy has no "
-        "latency. Experts in the high and the low precision compute equally fast. Host memory "
-        "holds every expert.",
-        'The column "as H200" is the column "p50" plus a correction for each of the '
-        f"{layers} layers. A correction is the measured time of a layer minus its simulated time.",
-        f"Corrections of the simulated times, in ms per token and layer: {notes}. The measured "
-        f"model had {MEASURED_LAYERS} layers, on an H200 with a link of {MEASURED_LINK / 1e9:g} "
-        "GB/s. Its low-precision experts were read from the disk. We do not know why measured and "
-        "simulated times differ.",
+        f"Assumed compute time: {DECODE_US:g} us per layer for a decoded token, and "
+        f"{PREFILL_US:g} us per layer for a prompt token, as on an H200 with every expert on the "
+        "GPU. Half of the compute time is outside the experts.",
+        "Also assumed: high-precision and low-precision experts compute equally fast, and host "
+        "memory holds every expert.",
+        f'The column "as H200" is the column "p50" plus {layers} times the correction of the row. '
+        "A correction is the measured time of a layer minus its simulated time. We do not know why "
+        "these times differ.",
+        f"Corrections, in ms per token and layer: {notes}.",
+        f"The corrections were measured on an H200 with {MEASURED_LAYERS} layers and a link of "
+        f"{MEASURED_LINK / 1e9:g} GB/s. Low-precision experts were read from the disk.",
     ]
     note_of_upstream = (
         "The tables have no row for upstream llama.cpp, because llama.cpp computes experts on the "

@@ -228,29 +228,33 @@ def row_notes(rows: Sequence[Result]) -> list[str]:
         if not over and "budget_bytes" not in row:
             continue
         memory = f"peak memory {row['peak_bytes'] / MIB:.0f} MiB"
-        if limit is not None:
-            state, cap_mib = "OVER" if over else "within", limit / MIB
-            memory = f"{memory}, {state} the memory cap of {cap_mib:.0f} MiB"
+        if over:
+            memory = f"{memory} (OVER the memory cap of {limit / MIB:.0f} MiB)"
+        elif limit is not None:
+            memory = f"{memory} (memory cap {limit / MIB:.0f} MiB)"
         parts = [memory]
         if "budget_bytes" in row:
             parts.append(f"expert slots {row['budget_bytes'] / MIB:.0f} MiB")
         if row.get("callback_us_p50") is not None:
             parts.append(f"policy callback {row['callback_us_p50']:.0f} us")
         lines.append(f"{row['name']}: {', '.join(parts)}")
-    return lines + [_bound_note(row) for row in rows if "bound_tpot_ms" in row]
+    for row in rows:
+        if "bound_tpot_ms" in row:
+            lines += _bound_notes(row)
+    return lines
 
 
-def _bound_note(row: Result) -> str:
-    line = (
-        f"{row['name']}: at most {1e3 / row['bound_tpot_ms']:.1f} tok/s are possible, limited "
-        f"by {row['bound_by']} (per token, computing takes {row['bound_compute_ms']:.1f} ms and "
-        f"loading missing experts takes {row['bound_wait_ms']:.1f} ms)"
-    )
+def _bound_notes(row: Result) -> list[str]:
+    """Return footnotes with the highest possible speed of a row, and with its disk speeds."""
+    lines = [
+        f"{row['name']}: at most {1e3 / row['bound_tpot_ms']:.1f} tok/s are possible, limited by "
+        f"{row['bound_by']} (time per token: computing {row['bound_compute_ms']:.1f} ms, loading "
+        f"missing experts {row['bound_wait_ms']:.1f} ms)"
+    ]
     if "probe_bytes_per_s" in row:
         probes = row["probe_bytes_per_s"]
-        line = (
-            f"{line}. Decoding in the row {row['name']} read {row['read_bytes_per_s'] / 1e9:.2f} "
-            f"GB/s from the disk. Tests of the disk alone read {min(probes) / 1e9:.2f} to "
-            f"{max(probes) / 1e9:.2f} GB/s"
+        lines.append(
+            f"{row['name']}: disk speed {row['read_bytes_per_s'] / 1e9:.2f} GB/s during decoding, "
+            f"{min(probes) / 1e9:.2f} to {max(probes) / 1e9:.2f} GB/s in tests of the disk alone"
         )
-    return line
+    return lines

@@ -66,13 +66,13 @@ def intro(short: int, long: int) -> list[str]:
     `short` and `long` are the lengths of the two prompts, in tokens.
     """
     return [
-        f'The columns "{short}" and "{long}" are the times to read a prompt of {short} and of '
-        f"{long} tokens.",
-        f'The column "x TPOT" is the speed-up of decoding relative to "{ON_DEMAND}". The column '
-        f'"x TTFT" is the speed-up of reading a prompt of {short} tokens relative to '
+        f'The columns "{short}" and "{long}" are the times to read prompts of {short} and {long} '
+        f"tokens.",
+        f'The column "x TPOT" is the speed-up of decoding over "{ON_DEMAND}".',
+        f'The column "x TTFT" is the speed-up of reading a prompt of {short} tokens over '
         f'"{ON_DEMAND}".',
-        'The column "paper" after each of these columns has the same speed-up in the DyMoE paper, '
-        "for 16 and for 24 GB of GPU memory (Mixtral-8x7B, RTX 3090, PCIe 3.0).",
+        'Each column "paper" has the values of the DyMoE paper for the column to its left, with 16 '
+        "and 24 GB of GPU memory (Mixtral-8x7B, RTX 3090, PCIe 3.0).",
         "All layers of the measured model have the same random experts.",
     ]
 
@@ -227,14 +227,14 @@ def line(case: Case, row: Row, prompt_tokens: int) -> str:
     if "error" in row:
         return f"{case.key}: {row['error']}"
     found = (
-        f"{case.key}: {row['tpot_ms_p50']:.2f} ms per token (p99 {row['tpot_ms_p99']:.2f}), "
-        f"{row['ttft_ms']:.0f} ms for a prompt of {prompt_tokens} tokens, "
-        f"{row.get('long_ms', math.nan):.0f} ms for a prompt of {LONGER * prompt_tokens} tokens"
+        f"{case.key}: decoding {row['tpot_ms_p50']:.2f} ms per token (p99 "
+        f"{row['tpot_ms_p99']:.2f} ms), prompt of {prompt_tokens} tokens {row['ttft_ms']:.0f} ms, "
+        f"prompt of {LONGER * prompt_tokens} tokens {row.get('long_ms', math.nan):.0f} ms"
     )
     if row.get("hit_rate") is not None:
         found = (
-            f"{found}. Of the experts that decoding requested, {row['hit_rate']:.1%} were on the "
-            f"GPU. Per token, {row['copied_bytes_per_token'] / 1e6:.0f} MB were copied to the GPU. "
+            f"{found}. Requested experts that were on the GPU: {row['hit_rate']:.1%}. Copied to "
+            f"the GPU: {row['copied_bytes_per_token'] / 1e6:.0f} MB per token. "
             f"Time that decoding waited, in us per layer and token, by cause: {waits_text(row)}"
         )
     return found

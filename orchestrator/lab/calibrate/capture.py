@@ -326,9 +326,9 @@ class Capture(Closing):
             free = shutil.disk_usage(where).free
             if needed > free:
                 raise ConfigError(
-                    f"{where}: the activations of {n_tokens} tokens in {len(group)} layers need"
-                    f" {format_size(needed)}, but only {format_size(free)} are free: use fewer"
-                    " tokens, or set TMPDIR to another folder"
+                    f"{where} has too little free space for the activations of {n_tokens} tokens:"
+                    f" {format_size(needed)} needed, {format_size(free)} free. Use fewer tokens, or"
+                    " set TMPDIR to another folder"
                 )
 
             def report(share: float, number: int = number) -> None:

@@ -91,10 +91,9 @@ class Gptq:
             return None
         total = sum(len(counts) for counts, _ in self._seen)
         return (
-            f"{few} of {total} experts got too few tokens of the text, and {none} of them got no "
-            f"token. GPTQ needs at least as many tokens as the expert's matrices have columns. It "
-            f"therefore also used the tokens of other experts of the same layer. More text "
-            f"improves the result (--calib, --calib-tokens)."
+            f"{few} of {total} experts got too few tokens of the text for GPTQ, and {none} of them "
+            f"got no token. For these experts, GPTQ also used the tokens of other experts of the "
+            f"same layer. More text improves the result (--calib, --calib-tokens)."
         )
 
     def _at(self, layer: int) -> _Layer:

@@ -453,15 +453,14 @@ def describe_difference(found: Result, layer: tuple[int, float | None] | None) -
     where = "after the prompt" if row == 0 else f"after answer token {row}"
     first, most = amount(found["first_error"]), amount(found["most"])
     text = (
-        f"the logits differ from llama.cpp's. The first difference is {where}. The largest "
-        f"difference of a logit at this position is {first}. The largest difference at any "
-        f"position is {most}. The most likely token differs at {found['choices']} of "
-        f"{found['rows']} positions"
+        f"the logits differ from llama.cpp's. The first difference is {where}. Largest difference "
+        f"of a logit: {first} at the first different position, {most} at any position. The most "
+        f"likely token differs at {found['choices']} of {found['rows']} positions"
     )
     if layer is None:
         return (
-            f"{text}. The layer that causes the difference is unknown: when the tokens up to the "
-            f"first difference were computed again in one batch, the experts of every layer gave "
+            f"{text}. The layer that causes the difference is unknown: in a second run, with "
+            f"the tokens up to the first difference in one batch, the experts of every layer gave "
             f"the same results as in llama.cpp"
         )
     number, error = layer[0], amount(layer[1])

@@ -85,9 +85,9 @@ def _file(report: dict[str, Any]) -> list[str]:
         lines += [
             f"architecture: {facts['architecture']}, {managed}",
             f"layers: {facts['layers']}, {facts['moe_layers']} of them with {facts['experts']} "
-            f"experts, {facts['experts_used']} per token"
+            f"experts, {facts['experts_used']} experts per token"
             + (", plus shared experts" if facts["shared_experts"] else ""),
-            f"sizes: files {format_size(facts['file_bytes'])}, dense weights "
+            f"sizes: model files {format_size(facts['file_bytes'])}, dense weights "
             f"{format_size(facts['dense_bytes'])}, KV cache {format_size(facts['kv_bytes'])} for "
             f"{facts['kv_tokens']} tokens",
         ]

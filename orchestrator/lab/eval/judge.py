@@ -152,8 +152,9 @@ class Reference(Closing):
         known = 0 if path is None else path.stat().st_size
         if needed > free + known:
             raise ConfigError(
-                f"comparing {n_tokens} tokens with the best tier needs {format_size(needed)} in "
-                f"{folder}, which has {format_size(free)} free: use a smaller --max-tokens"
+                f"{folder} has too little free space to compare {n_tokens} tokens with the best "
+                f"precision: {format_size(needed)} needed, {format_size(free)} free. Use a smaller "
+                f"--max-tokens"
             )
         self._file = tempfile.TemporaryFile() if path is None else path.open("r+b")  # noqa: SIM115
         self._file.truncate(needed)

@@ -137,7 +137,7 @@ class EvalOptions:
             after = f" after prompts of {prompt} tokens" if prompt else ""
             remedy = "use more text, or a smaller --prompt-tokens" if prompt else "use more text"
             raise ConfigError(
-                f"{self.text}: {scored} tokens{after} are too few, the minimum is "
+                f"{self.text}: {scored} tokens{after} are too few. The minimum is "
                 f"{LEAST_TOKENS}: {remedy}"
             )
         return windows

@@ -70,7 +70,7 @@ def _opened(path: Path) -> Iterator[TextIO]:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
     except (UnicodeDecodeError, lzma.LZMAError, EOFError) as error:
-        kind = "an xz file" if path.suffix == ".xz" else "a text"
+        kind = "an xz file of text" if path.suffix == ".xz" else "a text"
         raise ConfigError(f"{path} is not {kind} in UTF-8: {error}") from error
 
 

@@ -58,8 +58,8 @@ def table_3(on: Measured) -> Made:
     averages = {3.0: ("69.71", "69.90"), 2.0: ("63.48", "66.68")}
     why = (
         "We use another model and measure KL divergence instead of accuracy, because the weights "
-        "of Mixtral-8x7B were not available. The paper's method chooses the bits of an expert by "
-        "the expert's quality loss alone. Our method also considers how often the expert is used"
+        "of Mixtral-8x7B were not available. Our method also considers how often an expert is "
+        "used, and the paper's method considers only the expert's quality loss"
     )
     names = {
         UNIFORM: "equal bits",
@@ -89,9 +89,8 @@ def table_3(on: Measured) -> Made:
         compared.append(
             Compared(
                 title,
-                f"Mean accuracy of Mixtral-8x7B on eight tasks: {without} % without the paper's "
-                f"method that chooses the bits, {chosen} % with this method, and 70.03 % with 16 "
-                f"bits per weight",
+                f"Mean accuracy of Mixtral-8x7B on eight tasks: {chosen} % with the paper's choice "
+                f"of bits, {without} % without this choice, and 70.03 % with 16 bits per weight",
                 here
                 if kl
                 else f"not measured, because the model file has no precision with at most "
@@ -146,9 +145,9 @@ def figure_2(on: Measured) -> Made:
             "how evenly a layer's experts are used",
             "Usage is far from uniform: a few experts are used often and some rarely. The paper's "
             "text does not state how often",
-            f"Mean over layers: the most used expert of a layer gets {share(by_rank[0])} of the "
-            f"layer's expert uses, and the least used expert gets {share(by_rank[-1])}. With "
-            f"uniform usage each expert would get {share(1 / n)}",
+            f"Share of a layer's expert uses, mean over layers: {share(by_rank[0])} for the most "
+            f"used expert, and {share(by_rank[-1])} for the least used expert. Uniform usage would "
+            f"be {share(1 / n)} for each expert",
             "Our model and text differ from the paper's, which are Mixtral-8x7B and WikiText-2",
         )
     ]
@@ -208,12 +207,12 @@ def figure_3(on: Measured) -> Made:
     compared = [
         Compared(
             "share of a decode step's experts that the next step also uses",
-            "In the first of the paper's two texts, adjacent decode steps do not use similar "
-            "experts. In the second text, expert usage is more regular. The paper does not state "
-            "what share of their experts adjacent steps have in common",
-            f"The next step also uses {kept} of a decode step's experts. If each step used random "
-            f"experts, this share would be {by_chance}. If the random choice favoured popular "
-            f"experts as much as our model does, this share would be {by_use}",
+            "The paper does not state this share. Adjacent decode steps do not use similar experts "
+            "in the first of the paper's two texts, and expert usage is more regular in the second "
+            "text",
+            f"The next step also uses {kept} of a decode step's experts. With random experts, the "
+            f"next step would also use {by_chance} if all experts were equally likely, and "
+            f"{by_use} if each expert were as likely as in our model",
             "Our model differs from the paper's. The paper shows two texts, and we average over "
             "all passages of our text",
         ),
@@ -250,18 +249,16 @@ def figure_4(on: Measured) -> Made:
         Compared(
             "cosine similarity of the expert usage of a prompt and of its answer",
             "0.89 (Mixtral-8x7B on TruthfulQA)",
-            f"The expert usage of a prompt and of its answer have a similarity of {counted:.2f}. "
-            f"For comparison, a prompt that used all experts equally often would have a similarity "
-            f"of {guessed:.2f}",
+            f"The answer's expert usage has a cosine similarity of {counted:.2f} with the prompt's "
+            f"expert usage, and of {guessed:.2f} with equal usage of all experts",
             "Our model and text differ from the paper's. The paper does not compare the expert "
             "usage of an answer with equal usage of all experts",
         ),
         Compared(
             "whether an answer uses the experts that its prompt uses most",
             NOT_IN_TEXT,
-            f"Of the experts chosen for the answer's tokens, {mass} are in the quarter of the "
-            f"experts that the prompt uses most. For a random quarter of the experts, the share "
-            f"would be {at_random}",
+            f"The quarter of the experts that the prompt uses most gets {mass} of the answer's "
+            f"expert uses. A random quarter of the experts would get {at_random}",
         ),
     ]
     return Made(compared, found.tables, found.panels)
@@ -296,13 +293,13 @@ def near_data(on: Measured) -> list[dict[str, Any]]:
 
 GENERATED = "random routing"
 # The compared systems of Figures 5 and 6.
-_NEAR = "a system that holds and computes all experts in near-data memory, with 16 bits per weight"
+_NEAR = "a system with all experts in near-data memory, with 16 bits per weight"
 _MONDE = "MoNDE, which copies some experts to the GPU"
 # The reasons why a speed-up over _NEAR, or over MoNDE, differs from the paper's.
 _FREE = (
-    "No constant is fitted to the paper's speed-ups. The paper does not state the bandwidths of "
-    "the GPU's memory and of the link, so we chose them. We also assume that near-data memory "
-    "multiplies faster with fewer bits per weight: 8 times as fast with 2 bits as with 16"
+    "No constant is fitted to the paper's speed-ups. We chose the bandwidths of the GPU's memory "
+    "and of the link, and assume that near-data memory multiplies 8 times as fast with 2 bits per "
+    "weight as with 16"
 )
 
 
@@ -315,11 +312,9 @@ def _method(bits: float) -> str:
 
 def _fitted(results: Sequence[dict[str, Any]]) -> str:
     return (
-        f"We simulate MoNDE as a system with all experts in near-data memory (memory that also "
-        f"computes experts). In this simulation, MoNDE copies "
-        f"{results[0]['fitted_migrations']:g} experts per token to the GPU. The paper does not "
-        f"state the number of copies. Our number is fitted to the paper's speed-ups, so our "
-        f"speed-ups over MoNDE do not confirm the paper's"
+        f"In our simulation, MoNDE copies {results[0]['fitted_migrations']:g} experts per token to "
+        f"the GPU. This number is fitted to the paper's speed-ups, so our speed-ups over MoNDE do "
+        f"not confirm the paper's"
     )
 
 
@@ -340,9 +335,8 @@ def figure_5(on: Measured) -> Made:
             "per weight, relative to 16 bits per weight",
             "about 5 and about 8",
             _near_times(results),
-            f"{_FREE}. If near-data memory multiplied equally fast with any number of bits, the "
-            f"multiplications would limit the speed with 3 and with 2 bits to 4.0 times the speed "
-            f"with 16 bits",
+            f"{_FREE}. If near-data memory multiplied equally fast with any number of bits, 3 and "
+            f"2 bits would be at most 4.0 times as fast as 16 bits",
         )
     ]
     paper = {
@@ -365,8 +359,8 @@ def figure_5(on: Measured) -> Made:
             )
             compared.append(
                 Compared(
-                    f"{shape}: end-to-end speed of {_method(bits)} relative to {what}, for "
-                    f"{lengths} tokens (prompt + answer)",
+                    f"{shape}, {lengths} tokens (prompt + answer): end-to-end speed of "
+                    f"{_method(bits)} relative to {what}",
                     stated,
                     here,
                     why,

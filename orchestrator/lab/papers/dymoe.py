@@ -90,8 +90,8 @@ def _times(rows: Sequence[Row]) -> str:
         return "not measured: the model file needs two precisions below its best precision"
     ratio = worst["kl"][0] / better["kl"][0]
     return (
-        f"{worst['configuration']} has {ratio:.0f} times the KL divergence of "
-        f"{better['configuration']}"
+        f"KL divergence is {ratio:.0f} times as large with '{worst['configuration']}' as with "
+        f"'{better['configuration']}'"
     )
 
 
@@ -149,9 +149,8 @@ def figure_3(on: Measured) -> Made:
         compared.append(
             Compared(
                 table.title.split(" (")[0],
-                "Accuracy on C-Eval hardly drops if the experts in high precision are those that "
-                "compute the most heavy hitters (important tokens). This holds for every share of "
-                "experts in high precision. The paper's text does not state the accuracy",
+                "Performance on C-Eval is maintained if the experts that process more critical "
+                "tokens (heavy hitters) are kept. The paper's text gives no values",
                 f"With 75 % instead of all experts in high precision, perplexity changes as "
                 f"follows, for each way to choose these experts: {here}",
                 WEIGHTS,
@@ -198,24 +197,22 @@ def figure_4(on: Measured) -> Made:
         Compared(
             "correlation of the expert usage by heavy hitters (the tokens that receive the most "
             "attention) with the expert usage by all tokens",
-            "The expert usage by heavy hitters (tokens that receive the most attention) correlates "
-            "strongly with the expert usage by all tokens. The paper's text does not state the "
-            "correlation",
-            f"Correlation with the expert usage by all tokens, mean over layers: "
-            f"{mean['correlation']:.2f} for heavy hitters, {mean['random']:.2f} for random tokens. "
-            f"Of the quarter of a layer's experts that all tokens use most, {share(mean['hot'])} "
-            f"are also in the quarter that heavy hitters use most",
-            f"We read one prompt of {PROMPT} tokens. Our heavy hitters are the {share(HEAVY)} of "
-            f"its tokens that receive the most attention from its last 32 tokens. The paper does "
-            f"not state how many tokens are heavy hitters. It has no comparison with random tokens",
+            "An expert's total number of tokens and its number of heavy hitters (the tokens that "
+            "receive the most attention) have a high correlation. The paper's text gives no value",
+            f"Correlation with the expert usage by all tokens, mean over layers: heavy hitters "
+            f"{mean['correlation']:.2f}, random tokens {mean['random']:.2f}. Of the most used "
+            f"quarter of the experts, {share(mean['hot'])} are the same for heavy hitters and all "
+            f"tokens",
+            f"Our heavy hitters are the {share(HEAVY)} of {PROMPT} prompt tokens that receive the "
+            f"most attention from the last 32 tokens. The paper states no number of heavy hitters",
         ),
         Compared(
             "whether different texts have the same most used experts",
             "The most used experts differ from text to text. The paper's text does not state how "
             "many of them differ",
             _shift(on),
-            "In each layer, we compare the quarter of the experts that a passage of our text uses "
-            "most with the quarter that the next passage uses most",
+            "Our most used experts are the quarter of a layer's experts that a passage uses most. "
+            "We compare each passage of our text with the next passage",
         ),
     ]
     title = (
@@ -266,18 +263,17 @@ def figure_5(on: Measured) -> Made:
             "Are shallow layers sensitive to low precision?",
             "Shallow layers are sensitive to low precision. The paper's text does not state the "
             "quality loss",
-            f"With only layer 0 in low precision, the KL divergence is {kl[0]:.4f} nats per token. "
-            f"Layer 0 has rank {first + 1} of {len(kl)} layers, from the largest KL divergence to "
-            f"the smallest",
+            f"KL divergence with only layer 0 in low precision: {kl[0]:.4f} nats per token, rank "
+            f"{first + 1} of {len(kl)} layers (rank 1 has the largest KL divergence)",
             WEIGHTS,
         ),
         Compared(
             "Are deep layers resilient to low precision?",
             "Deep layers are resilient to low precision. The paper's text does not state the "
             "quality loss",
-            f"One layer at a time has low precision. The KL divergence from {on.subject().best} is "
-            f"on average {deep:.4f} for layers in the deepest third, and {shallow:.4f} for layers "
-            f"in the first third. The KL divergence is smallest for layer {int(np.argmin(kl))}",
+            f"Mean KL divergence from {on.subject().best} with one layer in low precision: "
+            f"{deep:.4f} for layers of the deepest third, {shallow:.4f} for layers of the first "
+            f"third. Smallest KL divergence: layer {int(np.argmin(kl))}",
             f"Our model has {len(kl)} layers, and the paper's Mixtral-8x7B has 32",
         ),
     ]
@@ -408,9 +404,9 @@ def live(on: Measured) -> Times:
 
 
 _SIMULATED = (
-    f"Our times are simulated. Reading all experts of a token takes {READS:g} times as long as "
-    f"computing the token. Every prompt starts with an empty cache. The paper measures "
-    f"Mixtral-8x7B on an RTX 3090 with PCIe 3.0"
+    f"Our times are simulated: reading a token's experts takes {READS:g} times as long as "
+    f"computing the token. Each prompt starts with an empty cache. The paper measures "
+    f"Mixtral-8x7B on an RTX 3090 (PCIe 3.0)"
 )
 _LIVE = (
     "We measure a small model on a busy machine. The whole file is in the page cache, so reads "
@@ -424,12 +420,8 @@ def _names(times: Times) -> list[str]:
 
 def _ratios(times: Times, base: str, name: str, part: str) -> str:
     """Return how many times as fast as `base` a system is, for each cache size, as text."""
-    ratios = (times[base, cap, part] / times[name, cap, part] for cap in SHARES)
-    return ", ".join(f"{ratio:.2f}" for ratio in ratios)
-
-
-def _cache_sizes() -> str:
-    return ", ".join(share(cap) for cap in SHARES)
+    ratios = {cap: times[base, cap, part] / times[name, cap, part] for cap in SHARES}
+    return ", ".join(f"{ratio:.2f} ({share(cap)})" for cap, ratio in ratios.items())
 
 
 def _speedups(times: Times, base: str, name: str) -> str:
@@ -437,8 +429,7 @@ def _speedups(times: Times, base: str, name: str) -> str:
     tpot = _ratios(times, base, name, "decode")
     ttft = _ratios(times, base, name, f"prompt {LENGTHS[1]}")
     return (
-        f"speed relative to '{base}' with a cache for {_cache_sizes()} of the experts: decoding "
-        f"{tpot}; first token {ttft}"
+        f"speed relative to '{base}' (share of cached experts): decoding {tpot}; first token {ttft}"
     )
 
 
@@ -471,8 +462,8 @@ def table_3(on: Measured) -> Made:
     times, timed = simulated(on), live(on)
     names = _names(times)
     said = [
-        f"speed relative to '{ON_DEMAND}' with a GPU of 16 GB: decoding {tpot[0]:.2f}, first token "
-        f"{ttft[0]:.2f}. With a GPU of 24 GB: decoding {tpot[1]:.2f}, first token {ttft[1]:.2f}"
+        f"speed relative to '{ON_DEMAND}' (GPU memory): decoding {tpot[0]:.2f} (16 GB), "
+        f"{tpot[1]:.2f} (24 GB); first token {ttft[0]:.2f} (16 GB), {ttft[1]:.2f} (24 GB)"
         for tpot, ttft in PAPER_RATIOS.values()
     ]
     compared = [
@@ -508,8 +499,8 @@ def table_3(on: Measured) -> Made:
         for name in names
     ]
     title = (
-        f"Simulated times. In rows 4 to 6, only {share(RETENTION)} of the experts have high "
-        f"precision (4 bits). The others have low precision (2 bits), or are skipped in row 6"
+        f"Simulated times. In rows 4 to 6, {share(RETENTION)} of the experts have 4 bits per "
+        f"weight. All other experts have 2 bits in rows 4 and 5, and are skipped in row 6"
     )
     panel = Panel("cache size, % of the experts", "decode step, ms", drawn, title, scale="log")
     second = f"Times measured on this machine, medians of {ROUNDS} rounds"
@@ -529,15 +520,14 @@ def figure_10(on: Measured) -> Made:
     lru, best = names[0], names[-1]
     said = {
         "TTFT": (
-            "DyMoE's first token comes 7.2 to 8.3 times as fast as Accelerate's and 4.2 to 14.58 "
-            "times as fast as Mixtral-Offloading's. With a GPU of 24 GB, the first token comes "
-            "22.7 times as fast as Fiddler's. On Qwen3 with a GPU of 12 GB, the first token comes "
-            "3.44 times as fast as Accelerate's"
+            "Speedup of the first token with DyMoE. Mixtral-8x7B: 7.2 to 8.3 over Accelerate, 4.2 "
+            "to 14.58 over Mixtral-Offloading, 22.7 over Fiddler (24 GB). Qwen3: 3.44 over "
+            "Accelerate (12 GB)"
         ),
         "TPOT": (
-            "DyMoE decodes 8.31 times as fast as Accelerate and up to 2.27 times as fast as "
-            "Mixtral-Offloading. With a GPU of 16 GB, DyMoE decodes 14.58 times as fast as "
-            "Fiddler. On Qwen3, DyMoE decodes 2.86 times as fast as Accelerate"
+            "Speedup of decoding with DyMoE. Mixtral-8x7B: 8.31 over Accelerate, up to 2.27 over "
+            "Mixtral-Offloading, 14.58 over Fiddler (16 GB). Qwen3: 2.86 (12 GB, baseline not "
+            "named)"
         ),
     }
     parts = {f"TTFT, prompt of {n} tokens": f"prompt {n}" for n in LENGTHS} | {"TPOT": "decode"}
@@ -548,9 +538,9 @@ def figure_10(on: Measured) -> Made:
             Compared(
                 f"{what}: speed of DyMoE relative to other systems",
                 said[what[:4]],
-                f"With a cache for {_cache_sizes()} of the experts, DyMoE is {over_loading} times "
-                f"as fast as loading on demand, and {over_lru} times as fast as an LRU cache "
-                f"(policy lru). Our DyMoE skips less important experts",
+                f"Speed of DyMoE, which skips less important experts (share of cached experts). "
+                f"Relative to loading on demand: {over_loading}. Relative to an LRU cache (policy "
+                f"lru): {over_lru}",
                 f"{_SIMULATED}. We did not run Accelerate, Mixtral-Offloading, MoE-Infinity and "
                 f"Fiddler",
             )
@@ -584,8 +574,8 @@ def figure_11(on: Measured) -> Made:
     compared = [
         Compared(
             f"quality by the share r of the experts in high precision, {name}",
-            "Accuracy changes smoothly with the share r of the experts in high precision "
-            "(retention ratio). On GSM8K, accuracy drops at r = 0.75 and recovers near r = 0.9",
+            "A higher share r of the experts in high precision yields better accuracy. Accuracy on "
+            'GSM8K is "more sensitive" to r at 0.75 and "recovers rapidly" towards 0.9',
             ", ".join(
                 f"r = {row['retention']:g}: KL {row['kl'][0]:.4f}"
                 for row in rows

@@ -116,8 +116,8 @@ def table_1(on: Measured) -> Made:
         for batch in BATCHES
     ]
     said = (
-        "Qwen3-30B-A3B uses 6.3, 11.6, 20.1, 31.9, 46.5 and 62.0 % of a layer's experts with "
-        "batches of 1, 2, 4, 8, 16 and 32 sequences"
+        "Qwen3-30B-A3B, by batch size: 1: 6.3 %, 2: 11.6 %, 4: 20.1 %, 8: 31.9 %, 16: 46.5 %, "
+        "32: 62.0 %"
     )
     return _activated(on, rows, said, "decode")
 
@@ -135,9 +135,8 @@ def table_2(on: Measured) -> Made:
         for batch in BATCHES
     ]
     said = (
-        "Qwen3-30B-A3B uses 46.9, 60.0, 73.4, 84.4, 92.8 and 96.6 % of a layer's experts with "
-        "batches of 1, 2, 4, 8, 16 and 32 prompts. The paper's text does not state the prompt "
-        "length"
+        "Qwen3-30B-A3B, by batch size: 1: 46.9 %, 2: 60.0 %, 4: 73.4 %, 8: 84.4 %, 16: 92.8 %, "
+        "32: 96.6 %. The paper's text does not state the prompt length"
     )
     return _activated(on, rows, said, "prefill")
 
@@ -158,10 +157,9 @@ def table_4(on: Measured) -> Made:
         Compared(
             "How much of the quality loss of low precision does a hot set recover? The hot set "
             "(the most used experts) has high precision",
-            "Qwen3-30B has an accuracy of 65.29 in FP16, 63.98 in Int4 and 64.38 with DynaExq. "
-            "DynaExq recovers 31 % of the loss from FP16 to Int4. On Phi-3.5-MoE, it recovers 39 % "
-            "of this loss. On Qwen3-80B, it recovers 89 % of the loss from Int4 to Int2. The paper "
-            "does not state how many experts have high precision",
+            "Mean score of five tasks. Qwen3-30B: FP16 65.29, Int4 63.98, DynaExq 64.38. "
+            "Phi-3.5-MoE: FP16 58.06, Int4 56.31, DynaExq 57.00. Qwen3-80B: Int4 78.11, Int2 "
+            "73.09, DynaExq 77.57",
             "; ".join(
                 f"with the most used {share(row['high'])} of the experts in high precision, "
                 f"{share(row['won_back'][0])} of the quality loss (KL divergence) of low precision "
@@ -169,15 +167,14 @@ def table_4(on: Measured) -> Made:
                 for row in rows
                 if row["won_back"]
             ),
-            "We measure the KL divergence of our model instead of accuracy on five tasks, because "
-            "the paper's models were not available",
+            "Computed from the paper's scores, DynaExq recovers 31 % (Qwen3-30B), 39 % "
+            "(Phi-3.5-MoE) and 89 % (Qwen3-80B) of the loss. We measure KL divergence, because the "
+            "paper's models were not available",
         ),
         Compared(
             "share of the quality loss of low precision that a hot set in high precision avoids, "
             "divided by the hot set's share of the experts",
-            "The paper does not state the hot set's share of the experts. It does not compare "
-            "DynaExq with random hot sets, or with models of the same size that have one precision "
-            "for all experts",
+            "The paper does not state the hot set's share of the experts",
             f"{quarter['ratio']:.2f}, for a hot set of {share(quarter['high'])} of the experts",
             "We also measure random hot sets, and models of the same size that have one precision "
             "for all experts",
@@ -217,9 +214,9 @@ def figure_1(on: Measured) -> Made:
     )
     compared = [
         Compared(
-            f"time that a prompt waits for experts (and share of the prompt's time), by prompt "
-            f"length in tokens. The simulated disk takes {reads:g} times as long to read a token's "
-            f"experts as the CPU takes to compute the token",
+            f"time that a prompt waits for experts (share of the prompt's time), by prompt length "
+            f"in tokens. Reading a token's experts takes {reads:g} times as long as computing the "
+            f"token",
             "With ExpertFlow, which offloads experts, longer prompts wait longer for experts. The "
             "paper's text does not give the times",
             ", ".join(
@@ -227,10 +224,9 @@ def figure_1(on: Measured) -> Made:
                 for row in rows
                 if row["name"] == prefetching.name and row["reads"] == reads
             ),
-            f"Our times are simulated, with cache slots for {HELD:.0%} of the experts. ExpertFlow "
-            f"is not available, so we measure another policy that prefetches experts (--policy "
-            f"firm). Experts are read while the CPU computes the prompt. A longer prompt takes "
-            f"longer to compute, so it need not wait longer for experts",
+            f"Our times are simulated with --policy firm, because ExpertFlow is not available. "
+            f"{HELD:.0%} of the experts have cache slots. On a CPU, a longer prompt takes longer "
+            f"to compute, which hides more reads",
         )
         for reads in READS
     ]
@@ -281,28 +277,33 @@ def figure_2(on: Measured) -> Made:
     ]
     skew = {name: concentration(each, HOT_SHARE) for name, each in counts.items()}
     n_layers = counts["all"].shape[0]
+    if overlaps:
+        in_common = (
+            f"share of hot experts in common (number of the {n_layers} layers with no common hot "
+            f"expert): "
+        ) + "; ".join(
+            f"{row['one']} and {row['other']} {share(row['same'])} ({row['disjoint']})"
+            for row in overlaps
+        )
+    else:
+        in_common = (
+            "not measured, because the text has only one domain (kind of text): give --data a "
+            "folder with one file for each of several domains"
+        )
     compared = [
         Compared(
             "share of all expert uses that go to the hot set (the most used experts)",
             "A small hot set gets a large share of the uses. The paper's text does not give the "
             "share",
             f"The {n_hot} most used of a layer's {n_expert} experts get {share(skew['all'])} of "
-            f"the uses. With uniform usage they would get {share(n_hot / n_expert)}",
+            f"the uses (uniform usage: {share(n_hot / n_expert)})",
             _other(on),
         ),
         Compared(
             "hot experts (the most used of each layer) that two workloads have in common",
             "In some layers, text, math and code have no hot expert in common. The hot experts "
             "are the ten most used of a layer",
-            "; ".join(
-                f"{row['one']} and {row['other']}: {share(row['same'])} of the hot experts are "
-                f"the same, and {row['disjoint']} of {n_layers} layers have no hot expert in common"
-                for row in overlaps
-            )
-            or (
-                "not measured, because the text has only one domain (kind of text): give --data a "
-                "folder with one file for each of several domains"
-            ),
+            in_common,
             f"Our hot experts are the {n_hot} most used of each layer. {_other(on)}",
         ),
     ]
@@ -446,9 +447,8 @@ def timed_batches(on: Measured) -> list[Row]:
 
 
 _LIVE = (
-    "We measure on two CPU cores, and the paper measures on an A6000 GPU. ExpertFlow is not "
-    "available, so we use the policy dymoe for offloading. We process the prompts of a batch one "
-    "after another"
+    "We measure on two CPU cores instead of an A6000 GPU, with --policy dymoe instead of "
+    "ExpertFlow. We process the prompts of a batch one after another"
 )
 _COLUMNS = (
     Column("", "name", left=True),
@@ -462,12 +462,17 @@ _COLUMNS = (
 
 
 def _batches(
-    on: Measured, what: str, said: str, key: str, tail: str | None, show: Callable[[float], str]
+    on: Measured,
+    what: str,
+    said: tuple[str, str, str],
+    key: str,
+    tail: str | None,
+    show: Callable[[float], str],
 ) -> Made:
     """Make a table and a picture of one metric by batch size.
 
-    what: the metric's title. said: the values in the paper's text. key, tail: the names of the
-    metric and of its P99 in the rows. show: formats a value.
+    what: the metric's title. said: the statement in the paper's text about each of `systems`. key,
+    tail: the names of the metric and of its P99 in the rows. show: formats a value.
     """
     rows = timed_batches(on)
     names = list(dict.fromkeys(row["name"] for row in rows))
@@ -479,11 +484,11 @@ def _batches(
     compared = [
         Compared(
             f"{what}, by batch size: {name}",
-            said,
+            f"{each}. The paper's text gives no values",
             ", ".join(f"{batch}: {cell(at[name, batch])}" for batch in BATCHES),
             _LIVE,
         )
-        for name in names
+        for name, each in zip(names, said, strict=True)
     ]
     drawn = [
         Line(
@@ -516,9 +521,10 @@ def figure_6(on: Measured) -> Made:
     `on` is the model and the text. Returns a table, a plot, and the comparison with the paper.
     """
     said = (
-        "TTFT is lowest with all experts in low precision, and nearly as low with DynaExq. With "
-        "ExpertFlow, which offloads experts, TTFT grows sharply with the batch size. The paper's "
-        "text does not give the times"
+        "TTFT is lowest with all experts in low precision (static quantization)",
+        "TTFT of ExpertFlow (offloading) increases sharply with the batch size",
+        "TTFT of DynaExq is substantially below TTFT of ExpertFlow (offloading), and closer to "
+        "TTFT with all experts in low precision",
     )
     return _batches(on, "TTFT, ms, mean (P99)", said, "ttft", "ttft_p99", "{:.1f}".format)
 
@@ -529,10 +535,12 @@ def figure_7(on: Measured) -> Made:
     `on` is the model and the text. Returns a table, a plot, and the comparison with the paper.
     """
     said = (
-        "The time per output token (TPOT) with DynaExq is close to TPOT with all experts in low "
-        "precision. With ExpertFlow, which offloads experts, TPOT is higher, and the 99th "
-        "percentile of TPOT (P99) is farther from the mean. The paper's text does not state TPOT "
-        "in ms"
+        "TPOT (time per output token) with all experts in low precision is close to TPOT of "
+        "DynaExq",
+        "ExpertFlow (offloading) has a higher TPOT (time per output token). Its 99th percentile "
+        "moves away from the mean as the batch size grows",
+        "TPOT (time per output token) of DynaExq is close to TPOT with all experts in low "
+        "precision. Its mean and 99th percentile are closer together than with ExpertFlow",
     )
     return _batches(on, "TPOT, ms, mean (P99)", said, "tpot", "tpot_p99", "{:.2f}".format)
 
@@ -546,16 +554,20 @@ def figure_9(on: Measured) -> Made:
     `on` is the model and the text. Returns a table, plots, and the comparison with the paper.
     """
     said = (
-        "Requests take the least time with all experts in low precision. They take the most time "
-        "with ExpertFlow, which offloads experts. DynaExq is between them. The paper's text does "
-        "not give the times"
+        "Requests take the least time with all experts in low precision",
+        "Requests take the most time with ExpertFlow (offloading)",
+        "Requests take less time with DynaExq than with ExpertFlow (offloading), and more than "
+        "with all experts in low precision",
     )
     made = _batches(
         on, f"time of a prompt and {STEPS} decode steps, ms", said, "total", None, "{:.0f}".format
     )
     said = (
-        "DynaExq has a higher throughput than ExpertFlow, which offloads experts. The difference "
-        "grows with the batch size. The paper's text does not give the values"
+        "DynaExq stays near the throughput with all experts in low precision",
+        "ExpertFlow (offloading) has a lower throughput than DynaExq. The difference grows with "
+        "the batch size",
+        "DynaExq has a higher throughput than ExpertFlow (offloading). The difference grows with "
+        "the batch size",
     )
     speed = _batches(on, "throughput, tokens/s", said, "speed", None, "{:.0f}".format)
     return Made(made.compared + speed.compared, made.tables, made.panels + speed.panels)
@@ -588,14 +600,18 @@ def figure_10(on: Measured) -> Made:
         Column("P99", "ttft_p99", fixed(1), "ms"),
     )
     names = list(timed)
+    said = (
+        "TTFT is lowest with all experts in low precision, and changes only mildly with the prompt "
+        "length",
+        "TTFT of ExpertFlow (offloading) has the steepest growth. With the longest prompts on "
+        'Qwen3-30B, mean TTFT is "around 10 s" and P99 approaches "the high teens"',
+        "TTFT increases quickly up to a few hundred prompt tokens, then approaches a plateau. On "
+        'Qwen3-30B, TTFT of DynaExq stabilizes "near the mid-single digits" of seconds',
+    )
     compared = [
         Compared(
             f"TTFT, ms, mean (P99), by prompt length in tokens: {name}",
-            "TTFT grows quickly with the prompt length up to a few hundred tokens, then slowly. "
-            "TTFT is lowest with all experts in low precision. For the longest prompts on "
-            "Qwen3-30B, ExpertFlow (which offloads experts) has a mean TTFT of about 10 s and a "
-            'P99 in the "high teens" of seconds. DynaExq has a mean TTFT in the "mid-single '
-            'digits"',
+            each,
             ", ".join(
                 f"{row['n']}: {row['ttft']:.1f} ({row['ttft_p99']:.1f})"
                 for row in rows
@@ -604,7 +620,7 @@ def figure_10(on: Measured) -> Made:
             f"On a CPU, every token of the prompt adds compute time, so TTFT also keeps growing "
             f"for long prompts. {_LIVE}",
         )
-        for name in names
+        for name, each in zip(names, said, strict=True)
     ]
     drawn = [
         Line(name, LENGTHS, exact([each["ttft"] for each in rows if each["name"] == name]))

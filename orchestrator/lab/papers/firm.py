@@ -43,9 +43,9 @@ LOGITS, CACHED = 768, 0.5
 
 slots = percent(0, " %")
 _MACHINE = (
-    f"Our times are simulated: reading all experts of a token takes {SLOW:g} times as long as "
-    f"computing the token. Every layer has the same number of cache slots. The paper measures on "
-    f"an RTX 3090 with PCIe 4.0 and has one LRU cache for all layers"
+    f"Our times are simulated: reading a token's experts takes {SLOW:g} times as long as "
+    f"computing the token. Our cache has the same number of slots for each layer. The paper has "
+    f"one LRU cache for all layers, on an RTX 3090 (PCIe 4.0)"
 )
 
 
@@ -85,8 +85,8 @@ def table_1(on: Measured) -> Made:
         "(Meeting of Layers, MoL)"
     )
     tuned = (
-        "prefetch of only the gate matrix (FG) of the experts that several earlier layers predict "
-        "(Meeting of Layers, MoL), with tuned numbers of predicting layers and predicted experts"
+        "all techniques: only gate matrices (FG), several predicting layers (MoL), and tuned "
+        "numbers of predicting layers and predicted experts"
     )
     # Each row of the study, with a description and the paper's ratios by number of cached experts.
     paper = {
@@ -103,7 +103,7 @@ def table_1(on: Measured) -> Made:
         )
         compared.append(
             Compared(
-                f"speed with {technique}, divided by the speed of the paper's baseline",
+                f"speed relative to the paper's baseline, with {technique}",
                 f"relative speed by number of cached experts: {by_cached}",
                 f"relative speed for each share of cached experts: {slow_disk}. Relative speed "
                 f"with a simulated disk that is {SLOW / FAST:g} times as fast: {fast_disk}",
@@ -160,10 +160,9 @@ def table_2(on: Measured) -> Made:
             Compared(
                 f"number n of prefetched matrices per expert that gives the most tokens/s. Order "
                 f"of the disk reads: {order}",
-                "On OLMoE with 256 cached experts, the prefetch of one matrix per expert is "
-                "fastest (5.31 tokens/s, and 4.76 with two matrices). On Qwen1.5 with 128 cached "
-                "experts, two matrices are fastest (3.75 tokens/s, and 3.51 with one). The paper "
-                "does not measure three matrices",
+                "OLMoE with 256 cached experts: 5.31 tokens/s with one prefetched matrix per "
+                "expert, 4.76 with two. Qwen1.5 with 128 cached experts: 3.51 tokens/s with one "
+                "prefetched matrix, 3.75 with two",
                 f"number n of prefetched matrices that gives the most tokens/s, by share of the "
                 f"experts that have cache slots: {here}",
                 f"We also measure n = 3, the prefetch of all three matrices of an expert. "
@@ -202,8 +201,8 @@ def figure_4(on: Measured) -> Made:
         Compared(
             "speed with Meeting of Layers (MoL), divided by the speed of a baseline. MoL "
             "prefetches the experts that several earlier layers predict",
-            "On Qwen1.5-MoE with 128 cached experts, FIRM-MoE is up to 1.8 times as fast as the "
-            "paper's baseline. With 768 cached experts, it is 1.6 times as fast",
+            "Speed of FIRM-MoE relative to the paper's baseline on Qwen1.5-MoE: up to 1.8 with 128 "
+            "cached experts, 1.6 with 768",
             f"speed with Meeting of Layers (MoL) relative to the speed without prefetch, for each "
             f"share of cached experts: {speedups}",
             f"Our baseline has no prefetch. Table 1 compares with the paper's baseline. With "
@@ -360,9 +359,9 @@ def figure_6(on: Measured) -> Made:
         Column("x smallest loss", "ratio", fixed(3)),
     )
     title = (
-        f"Choice of P (number of earlier layers that predict a layer's experts) and K (number of "
-        f"experts that each predicts) by methods that search for the smallest prediction loss. "
-        f"{CACHED:.0%} of the experts are cached: {subject.basis}"
+        f"Search methods for the smallest prediction loss, with their choice of P (number of "
+        f"predicting layers) and K (number of experts that each predicts). {CACHED:.0%} of the "
+        f"experts are cached. Model: {subject.basis}"
     )
     tables = [Table(title, columns, rows)]
     run = recording(on)
@@ -374,15 +373,14 @@ def figure_6(on: Measured) -> Made:
         Compared(
             "number of earlier layers that predict a layer's experts (P), and number of experts "
             "that each predicts (K), with the smallest prediction loss",
-            "On OLMoE with 256 cached experts, the paper chooses P = 3: the three layers before a "
-            "layer predict its experts. Each predicts 4 experts of a shallow layer (K = 4), and 8 "
-            "experts of a middle or deep layer (K = 8)",
+            "P = 3 predicting layers. Each predicts K = 4 experts of a shallow layer, and K = 8 "
+            "experts of a middle or deep layer (OLMoE with 256 cached experts)",
             "; ".join(
-                f"{_earlier(p, name)} predicts {n} experts of the {name} layer (K = {n}, P = {p})"
+                f"{name} layers: predicting layers P = {p}, experts that each predicts K = {n}"
                 for name, (n, p, _) in best.items()
             ),
-            "We use another model than the paper. An expert is prefetched only if all P layers "
-            "before its layer predict it, so a larger P prefetches fewer experts",
+            "Our model is not the paper's. Only experts that all P layers predict are prefetched, "
+            "so a larger P prefetches fewer experts",
         ),
         Compared(
             "Do predictions improve if each layer predicts more experts than a token uses?",
@@ -395,24 +393,17 @@ def figure_6(on: Measured) -> Made:
             f"Here we compute further predictions from the router's logits",
         ),
         Compared(
-            "How close does Algorithm 1 of the FIRM-MoE paper come to the smallest prediction "
-            "loss? The algorithm searches for the number of predicting layers (P) and the number "
-            "of experts that each layer predicts (K)",
+            "prediction loss with the numbers of predicting layers (P) and predicted experts (K) "
+            "that Algorithm 1 chooses, divided by the smallest loss of all P and K",
             "The paper does not state how close Algorithm 1 comes to the smallest possible loss",
-            f"prediction loss relative to the smallest possible loss: {min(printed):.2f} to "
-            f"{max(printed):.2f} with Algorithm 1, and {min(ours):.2f} to {max(ours):.2f} with our "
-            f"hill climbing. The first change of Algorithm 1 is random: P or K, up or down. We ran "
-            f"Algorithm 1 with each of these four first changes",
-            "Algorithm 1, as printed in the paper, never clears its list of losses. So its mean "
-            "loss for one choice of P and K also includes the losses of all earlier choices",
+            f"prediction loss relative to the smallest loss: {min(printed):.2f} to "
+            f"{max(printed):.2f} with Algorithm 1, {min(ours):.2f} to {max(ours):.2f} with our "
+            f"hill climbing. We ran Algorithm 1 with each of its four possible first changes",
+            "Algorithm 1 as printed never clears its list of losses. So the mean loss of one "
+            "choice of P and K includes the losses of earlier choices",
         ),
     ]
     return Made(compared, tables, panels)
-
-
-def _earlier(n: int, group: str) -> str:
-    layers = "the layer" if n == 1 else f"each of the {n} layers"
-    return f"{layers} before a {group} layer"
 
 
 def figure_7(on: Measured) -> Made:
@@ -428,19 +419,17 @@ def figure_7(on: Measured) -> Made:
             f"Meeting of Layers (MoL): experts that all of the 3 nearest earlier layers predict. "
             f"Each layer predicts {k} experts",
             "90.5 % of the predicted experts are used (utilisation). 59.8 % of the used experts "
-            "are predicted (accuracy). The paper does not state how many experts each layer "
-            "predicts",
+            "are predicted (accuracy)",
         ),
         f"top {k}": (
             f"nearest earlier layer alone: each layer predicts {k} experts of the next layer",
             "78.8 % of the predicted experts are used (utilisation)",
         ),
         "weighted >= 3.0": (
-            "weighted voting: the 3 nearest earlier layers vote for experts with the weights 1.5, "
-            "1.0 and 0.5. An expert is predicted if the weights of its votes sum to at least 3.0",
-            "Weighted voting has the same utilisation and accuracy as Meeting of Layers (MoL). "
-            "Both predict an expert only if all three layers do: only then do the weights sum to "
-            "3.0",
+            "weighted voting: an expert is predicted if the votes of the 3 nearest earlier layers, "
+            "which have the weights 1.5, 1.0 and 0.5, sum to at least 3.0",
+            'Weighted voting "can match" the utilisation of Meeting of Layers (MoL) "only at the '
+            'strictest threshold" of 3.0',
         ),
     }
     compared = [
@@ -460,23 +449,23 @@ def figure_7(on: Measured) -> Made:
     ]
     if above:
         here = (
-            f"If several layers predict instead of one, the share of the predicted experts that "
-            f"are used changes by {100 * min(above):+.1f} to {100 * max(above):+.1f} percentage "
-            f"points"
+            f"share of the predicted experts that are used: changes by {100 * min(above):+.1f} to "
+            f"{100 * max(above):+.1f} percentage points if several layers predict instead of one"
         )
         if more:
             here = (
-                f"{here}. If each layer predicts more experts than a token uses, this share "
-                f"changes by {100 * min(more):+.1f} to {100 * max(more):+.1f} percentage points"
+                f"{here} ({100 * min(more):+.1f} to {100 * max(more):+.1f} points if each layer "
+                f"predicts more experts than a token uses)"
             )
         compared.append(
             Compared(
-                "Are more of the predicted experts used if several earlier layers predict (Meeting "
-                "of Layers, MoL) instead of one? The number of predicted experts is the same",
-                "The paper compares different numbers of predicted experts per layer: 2.64 if "
-                "several earlier layers predict (MoL), and 4 if only the nearest one predicts",
+                "share of the predicted experts that are used: several predicting layers (MoL) "
+                "compared with the nearest layer alone, for the same number of predicted experts",
+                "90.5 % with several predicting layers (MoL), 78.8 % with four predicted experts "
+                "per layer (Top4)",
                 here,
-                "A layer's routing depends mostly on the layer directly before it",
+                "The paper's percentages mean that MoL predicts only 2.64 experts per layer. A "
+                "layer's routing depends mostly on the layer directly before it",
             )
         )
     return Made(compared, found.tables, found.panels)

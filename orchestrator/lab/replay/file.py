@@ -260,7 +260,10 @@ def _check(trace: Trace) -> None:
 def _check_shape(name: str, array: np.ndarray, lengths: Mapping[str, int]) -> None:
     shape = tuple(lengths[n] if isinstance(n, str) else n for n in ARRAYS[name][1])
     if array.shape != shape:
-        raise _Wrong(f"the array {name} has the shape {array.shape}, not {shape}")
+        raise _Wrong(
+            f"the file is damaged: its array {name} has the shape {array.shape}, but must have "
+            f"the shape {shape}"
+        )
 
 
 _FINITE, _FINITE_32 = (float(np.finfo(kind).max) for kind in (np.float64, np.float32))
@@ -303,7 +306,10 @@ def _check_ranges(trace: Trace) -> None:
         for number, (part, (low, high)) in enumerate(zip(parts, columns, strict=True)):
             if not ((part >= low) & (part <= high)).all():  # NaN fails this test too
                 column = f", column {number}," if len(columns) > 1 else ""
-                raise _Wrong(f"the array {name}{column} has a value that is not {low} to {high}")
+                raise _Wrong(
+                    f"the file is damaged: its array {name}{column} has a value outside the range "
+                    f"{low} to {high}"
+                )
 
 
 def _check_slices(trace: Trace) -> None:

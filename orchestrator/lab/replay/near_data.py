@@ -227,8 +227,8 @@ class NearData(PlacementSettings):
             )
         if self.n_hot > most:
             raise ConfigError(
-                f"--hot {self.n_hot} is too large: the GPU's {GPU_BYTES / 1e9:g} GB hold at most "
-                f"{most} experts per layer of {model.name}"
+                f"--hot {self.n_hot} is too large: the simulated GPU ({GPU_BYTES / 1e9:g} GB) "
+                f"holds at most {most} experts per layer of {model.name}"
             )
 
     @property
@@ -331,8 +331,8 @@ def generated(shape: PaperModel) -> Routing:
         counts, gates = (_by_expert(ids, shape.size, each) for each in (1.0, weights))
         made.append(Sequence(counts, gates, chosen))
     source = (
-        f"{N_SEQUENCES} generated sequences with {N_TOKENS} prompt tokens and {N_TOKENS} answer "
-        f"tokens each, expert usage by Zipf's law with exponent {SKEW:g}"
+        f"{N_SEQUENCES} generated sequences, each with {N_TOKENS} prompt tokens and {N_TOKENS} "
+        f"answer tokens. Their expert usage follows Zipf's law with exponent {SKEW:g}"
     )
     return Routing(source, made, np.zeros(shape.size))
 
@@ -376,9 +376,10 @@ def from_trace(shape: PaperModel, trace: Trace) -> Routing:
     fold, rest = divmod(trace.n_expert, shape.n_expert)
     if rest or trace.n_expert_used < shape.n_expert_used:
         raise ConfigError(
-            f"the trace routes each token to {trace.n_expert_used} of {trace.n_expert} experts, "
-            f"which cannot be mapped to the {shape.n_expert_used} of {shape.n_expert} experts of "
-            f"{shape.name}: leave the trace out to generate the routing"
+            f"the trace cannot be mapped to {shape.name}: in the trace, a token uses "
+            f"{trace.n_expert_used} of {trace.n_expert} experts; in {shape.name}, "
+            f"{shape.n_expert_used} of {shape.n_expert}. Leave the trace out to generate the "
+            f"routing"
         )
     tiled = np.arange(shape.n_layers) % trace.n_layers
     sequences = []
@@ -396,7 +397,10 @@ def from_trace(shape: PaperModel, trace: Trace) -> Routing:
         )
     known = trace.arrays["start_hotness"].reshape(trace.n_layers, shape.n_expert, fold).sum(axis=2)
     n_tokens = sum(len(each.ids) for each in sequences)
-    source = f"{trace.header.model}: {len(sequences)} sequences with {n_tokens} decoded tokens"
+    source = (
+        f"trace of the model {trace.header.model}, {len(sequences)} sequences with {n_tokens} "
+        f"decoded tokens"
+    )
     return Routing(source, sequences, known[tiled])
 
 
@@ -764,9 +768,9 @@ def near_tables(result: dict[str, Any]) -> list[Table]:
     runs = [{"name": each, **run} for each, run in result["runs"].items()]
     lengths = [{"name": run["name"], **row} for run in runs for row in run["lengths"]]
     title = (
-        f"model {result['shape']}, with {result['n_hot']} experts of each layer on the GPU. All "
-        f"other experts are in a near-data memory, which also computes them, at "
-        f"{result['near_bits']:g} bits per weight. Routing: {result['routing']}"
+        f"model {result['shape']}, {result['n_hot']} experts of each layer on the GPU. A near-data "
+        f"memory holds and computes all other experts, with {result['near_bits']:g} bits per "
+        f"weight. Routing: {result['routing']}"
     )
     return [
         Table(f"Decode steps: {title}", steps, runs),

@@ -95,9 +95,9 @@ class ReplayOptions(Settings):
     )
     link: str = setting(
         SHARED,
-        "Order of reads from the simulated disk. shared, as in a real run: demand reads come "
-        "first, and outdated prefetches are cancelled. rigid: demand reads and prefetches share "
-        "one queue, without overtaking or cancelling.",
+        "Order of reads from the simulated disk. shared: demand reads first, outdated prefetches "
+        "cancelled, as in a real run. rigid: demand reads and prefetches in the order of their "
+        "requests.",
         choices=LINKS,
         group=MORE,
     )
@@ -327,14 +327,15 @@ def render(result: dict[str, Any]) -> str:
     """Format the result of a replay as a table for a terminal."""
     tokens, prompt = result["decode_tokens"], result["prefill_tokens"]
     compute = result["compute_ms"]["decode_token"] or result["compute_ms"]["prefill_token"]
-    odd = ", rigid link" if result["link"] == RIGID else ""
-    odd += ", waits for whole experts" if result["wait"] == WHOLE else ""
+    odd = f", --link {RIGID}" if result["link"] == RIGID else ""
+    odd += f", --wait {WHOLE}" if result["wait"] == WHOLE else ""
     heading = [
-        f"{result['model']}: {prompt} prompt tokens, {tokens} decoded tokens; memory for experts: "
-        f"{format_size(result['expert_bytes'])}",
+        f"model {result['model']}: {prompt} prompt tokens, {tokens} decoded tokens; memory for "
+        f"experts: {format_size(result['expert_bytes'])}",
         f"simulated disk: {format_size(result['bandwidth'])}/s, latency {result['latency_us']} "
-        f"us, {result['io_threads']} concurrent reads{odd}; compute time: {compute:.2f} ms per "
-        f"token, of which {100 * result['dense_share'][Phase.DECODE]:.0f} % is outside the experts",
+        f"us, {result['io_threads']} concurrent reads{odd}",
+        f"compute time: {compute:.2f} ms per token "
+        f"({100 * result['dense_share'][Phase.DECODE]:.0f} % outside the experts)",
     ]
     best, bound, recorded = result["belady"]["decode"], result["bound"], result["recorded"]
     rows = [

@@ -112,9 +112,9 @@ class Simulation:
         spec = self._store.spec
         if n > spec.max_tokens or n_ahead > spec.n_ahead:
             raise NativeError(
-                f"the expert store was created for at most {spec.max_tokens} tokens and "
-                f"predictions for {spec.n_ahead} later layers, but got {n} tokens and predictions "
-                f"for {n_ahead} later layers"
+                f"the expert store got {n} tokens and predictions for {n_ahead} layers, but was "
+                f"created for at most {spec.max_tokens} tokens and predictions for {spec.n_ahead} "
+                f"layers"
             )
         self._ids[:n] = ids
         self._weights[:n] = weights

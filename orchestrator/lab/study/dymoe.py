@@ -70,20 +70,21 @@ class Accuracy(ScoredStudy):
     def show(self, found: Scores, on: Subject) -> Findings:
         alone, mixed, base = found.by_size(), found.of(MIXED), found.tier(on.high)
         answers = ANSWERS if on.questions else ()
-        note = (
-            f"'KL from {on.best}' (nats per token) and 'same top token' compare each configuration "
-            f"with all experts in {on.best}. The text is read token by token, as an answer is "
-            f"decoded. Every expert is computed in the precision that the policy chose."
-        )
+        notes = [
+            f"KL from {on.best}: KL divergence from the model with all experts in {on.best}, in "
+            f"nats per token.",
+            f"Same top token: share of tokens with the same most likely next token as the model "
+            f"with all experts in {on.best}.",
+            "The text is read token by token, as in an answer. Each expert is computed in the "
+            "precision that the policy chose.",
+        ]
         one = "Quality with all experts in one precision (Table 1 of DyMoE)"
         two = "Quality with less important experts in low precision or skipped (Table 2 of DyMoE)"
         tables = [
-            found.table(title, (LABEL, *columns), several, base, on.high, answers, note)
-            for title, columns, several, note in (
-                (one, SIZE, alone, ""),
-                (two, DONE, mixed, note),
-            )
+            found.table(title, (LABEL, *columns), several, base, on.high, answers)
+            for title, columns, several in ((one, SIZE, alone), (two, DONE, mixed))
         ]
+        tables[-1].footnotes += notes
         labels = [case.label for case, _ in alone]
         labels += [f"{case.label}\nr = {case.row['retention']:g}" for case, _ in mixed]
         kl = [row["kl"] for table in tables for row in table.rows]
@@ -142,14 +143,17 @@ KINDS = {
         ("random", "load", True),
     ),
 }
-# For each form: the rules by which experts get the high precision, for a footnote.
+# For each form: footnotes with the rules by which experts get the high precision.
 RULES = {
-    False: "Gate score: the token's experts with the highest routing weights have high precision.",
+    False: (
+        "Gate score: the token's experts with the highest routing weights have high precision.",
+    ),
     True: (
-        "Heavy hitters are the tokens that receive the most attention. The experts that they use "
-        "most have high precision. Only attention from the last tokens of the prompt counts; in "
-        "rows with 'exact', attention from all its tokens. Total load: the experts that all "
-        "tokens use most have high precision."
+        "Heavy hitters: the experts that the heavy hitters use most have high precision. Heavy "
+        "hitters are the prompt tokens that receive the most attention.",
+        "Attention to a token is counted from the last tokens of the prompt. In rows with 'exact', "
+        "attention is counted from all tokens of the prompt.",
+        "Total load: the experts that all prompt tokens together use most have high precision.",
     ),
 }
 SPREADS = {"cosine": "depth-based", "flat": "equal"}
@@ -186,16 +190,20 @@ class Critical(ScoredStudy):
         shown = Findings([], [], rows=2)
         for (prefill, form), low in product(FORMS.items(), (SKIP, on.low)):
             group, base = f"{form}, {on.high} / {low}", found.one(form)
-            note = (
-                f"The row names say which experts are in {on.high}, and how many in each layer. "
-                f"{RULES[prefill]} Random: random experts are in {on.high}, and the figures are "
-                f"means of {len(SEEDS)} random choices. Depth-based: early layers have more "
-                f"experts in {on.high} than late layers. Equal: all layers have the same number."
+            notes = (
+                f"A row's name says which experts are in {on.high}, and how their number differs "
+                f"between layers.",
+                *RULES[prefill],
+                f"Random: random experts are in {on.high}. Each figure is the mean of "
+                f"{len(SEEDS)} random choices.",
+                f"Depth-based: early layers have more experts in {on.high} than late layers. "
+                f"Equal: each layer has the same number of experts in {on.high}.",
             )
             title = (
                 f"Quality by the choice of experts in high precision, {group} (Figure 3 of DyMoE)"
             )
-            table = found.table(title, (LABEL, *DONE), found.of(group), base, on.high, note=note)
+            table = found.table(title, (LABEL, *DONE), found.of(group), base, on.high)
+            table.footnotes += notes
             shown.tables.append(table)
             drawn = lines(
                 table.rows,
@@ -325,10 +333,12 @@ class Similarity(Study):
                 ),
                 ahead,
                 [
-                    "Recall: share of the used experts that are predicted. By the router: the "
-                    "layer's router is applied to the router input of the layer before. Most used: "
-                    "the layer's most used experts in this text are predicted for every token. "
-                    "Random: random experts are predicted."
+                    "Recall: share of the used experts that are predicted.",
+                    "Recall by the router: a layer's experts are predicted with the layer's own "
+                    "router, applied to the router input of the layer before.",
+                    "Recall, most used: for every token, the experts that the text uses most in "
+                    "the layer are predicted.",
+                    "Recall, random: random experts are predicted.",
                 ],
                 [{"layer": "mean", "random": chance, **overall}],
             ),

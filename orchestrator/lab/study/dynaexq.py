@@ -168,18 +168,21 @@ class Demotion(ScoredStudy):
             Column("order", "order", left=True),
             Column(f"uses in {scored.high}", "routed_high", share),
         )
-        note = (
+        orders = (
             f"{COLD.capitalize()}: the least used experts of each layer are demoted first. "
-            f"{HOT_FIRST.capitalize()}: the most used experts are demoted first. Usage is counted "
-            f"on {on.n_tokens - scored.n_tokens} other tokens of the same text. "
-            f"{RANDOM.capitalize()}: experts are demoted in random order, and the figures are "
-            f"means of {len(SEEDS)} orders. {_uses_in(scored.high)}"
+            f"{HOT_FIRST.capitalize()}: the most used experts of each layer are demoted first.",
+            f"Expert usage is counted on {on.n_tokens - scored.n_tokens} tokens of the same text, "
+            f"on which quality is not measured.",
+            f"{RANDOM.capitalize()}: experts are demoted in random order. Each figure is the mean "
+            f"of {len(SEEDS)} orders.",
         )
         title = (
             f"Quality by the number of experts per layer that are demoted from {scored.high} to "
             f"{scored.low} (Figure 3 of DynaExq)"
         )
+        note = _uses_in(scored.high)
         table = found.table(title, columns, curves, base, f"all {scored.high}", note=note)
+        table.footnotes += orders
         for row in table.rows:
             row["routed_high"] = row["usage"]["high"]
         drawn = lines(table.rows, "demoted", "change")
@@ -303,19 +306,22 @@ class HotMemory(ScoredStudy):
             shown.panels.append(_panel(on, part, hot, rows[len(ends) :]))
         steps = DynaExqSettings.of(on.config.of_policies).update_steps
         shown.tables[-1].footnotes += [
-            f"Each text has two halves. Expert usage is counted on the first half (in total "
-            f"{on.n_tokens - found.on.n_tokens} tokens). Quality is measured on the second half, "
-            f"token by token. Cold start: the policy starts without usage counts.",
-            f"Hot experts are in {on.high}, all others in {on.low}. Except in rows with 'fixed', "
-            f"--policy dynaexq chooses the hot experts again every {steps} steps. Precisions "
-            f"change in the background, so quality then varies slightly between runs. Promoted: "
-            f"number of experts that moved to {on.high}.",
-            f"Memory: memory that the experts take, including the padding of their slots, relative "
-            f"to all experts in {on.high}. Files with one quantization type have no padding. "
-            f"{_uses_in(on.high)}",
-            f"Recovered: how far the row's policy reduces the KL from that of all experts in "
-            f"{on.low} (0 %) to that of all experts in {on.high} (100 %). Ratio: recovered share, "
-            f"divided by the share of experts in {on.high}.",
+            f"Expert usage is counted on the first half of each text, in total "
+            f"{on.n_tokens - found.on.n_tokens} tokens.",
+            "Quality is measured on the second half of each text, token by token.",
+            "Cold start: the policy starts without usage counts.",
+            f"Hot experts are in {on.high}, all other experts in {on.low}.",
+            f"--policy dynaexq chooses the hot experts again every {steps} steps, except in rows "
+            f"with 'fixed'. Quality then varies slightly between runs, because precisions change "
+            f"in the background.",
+            f"Promoted: number of experts whose precision changed from {on.low} to {on.high}.",
+            f"Memory: memory that the experts take, divided by the memory of all experts in "
+            f"{on.high}. Expert slots include padding. Files with one quantization type have no "
+            f"padding.",
+            _uses_in(on.high),
+            f"Recovered: position of the row's KL between the KL of all experts in {on.low} (0 %) "
+            f"and the KL of all experts in {on.high} (100 %).",
+            f"Ratio: the value of Recovered, divided by the share of experts in {on.high}.",
             "--policy context is measured only if the text has prompts, for example with the "
             "option --prompt-tokens.",
         ]
@@ -422,11 +428,12 @@ class EqualMemory(ScoredStudy):
         tables[-1].footnotes += [
             "Uniform: all experts have one quantization type. For each quantization method, the "
             "table has the type with the smallest KL that fits the memory.",
-            f"Dynaexq: the most used experts are in {on.high} at the start, all others in "
-            f"{on.low}. Usage is counted on {on.n_tokens - scored.n_tokens} tokens of the same "
-            f"text, on which quality is not measured.",
-            f"KL minus dynaexq's KL: the row's KL divergence minus that of --policy dynaexq, both "
-            f"from {on.best} and on the same tokens. A value below 0 means that the row is better.",
+            f"Dynaexq: at the start, the most used experts are in {on.high}, all other experts in "
+            f"{on.low}.",
+            f"Expert usage is counted on {on.n_tokens - scored.n_tokens} tokens of the same text, "
+            f"on which quality is not measured.",
+            "KL minus dynaexq's KL: the row's KL divergence minus the KL divergence of --policy "
+            "dynaexq on the same tokens. A value below 0 means that the row is better.",
             "The memory of dynaexq includes the padding of expert slots. A model with one "
             "quantization type for all experts has no padding.",
         ]

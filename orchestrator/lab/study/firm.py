@@ -38,13 +38,15 @@ WARM_UP = 16
 
 _NEVER = 2**24
 _BASIS = (
-    "Each of the P layers before a layer predicts K of its experts. The prediction loss of a layer "
-    "counts wrong and missing predictions of experts that are not in memory.",
-    "Best K, P: the pair with the smallest loss. All: K, P: the pair that --tune all chooses. "
-    "Climb: K, P: the pair that --tune climb chooses. X best: the loss of the chosen pair, divided "
-    "by the smallest loss.",
-    "Losses are estimates (off-policy): the replay compares all pairs K, P, but prefetches with "
-    "one pair at a time. With another pair, other experts would be in memory.",
+    "K, P: the experts of a layer are predicted by the P layers before the layer. Each of these P "
+    "layers predicts K experts.",
+    "Prediction loss of a layer: counts wrong and missing predictions of experts that are not in "
+    "memory.",
+    "Best K, P: the pair K, P with the smallest loss. All: K, P: the pair that --tune all chooses. "
+    "Climb: K, P: the pair that --tune climb chooses.",
+    "X best: the loss of the pair in the column before, divided by the smallest loss.",
+    "Losses are estimates (off-policy): the replay prefetches with only one pair K, P at a time. "
+    "With another pair, other experts would be in memory.",
     "Losses are in-sample: K (predicted experts per layer) and P (earlier layers that predict "
     "them) are chosen and compared on the same tokens.",
 )
@@ -243,12 +245,14 @@ def compared_variants(on: Played, base: str, shares: Sequence[float]) -> tuple[T
 _NOTES = (
     "Slots: share of the experts that have cache slots. n: number of matrices of each expert that "
     "are prefetched. FG: only the gate matrix is prefetched.",
-    "Rank: the nearest earlier layer predicts which experts to prefetch. MoL: an expert is "
-    "prefetched if all of the P nearest earlier layers predict it. Each layer predicts K experts.",
+    "Rank: the K experts that the nearest earlier layer predicts are prefetched.",
+    "MoL: the experts that all of the P nearest earlier layers predict are prefetched. Each layer "
+    "predicts K experts.",
     "K,P: values of K and P at the end of the run, for shallow, middle and deep layers.",
-    f"Times are simulated, without the first {WARM_UP} decode steps. TPOT: median time per output "
-    f"token. Answer tok/s: output tokens per second, including the time of the prompt.",
-    "x base: speed relative to '{base}'. Bytes x base: bytes read per token, relative to '{base}'. "
+    f"TPOT: median simulated time per output token, without the first {WARM_UP} decode steps.",
+    "Answer tok/s: output tokens, divided by the simulated time of prompt and answer.",
+    "x base: the row's speed, divided by the speed of '{base}'.",
+    "Bytes x base: bytes read per token, divided by the bytes per token of '{base}'.",
     "Hit: share of expert requests that find the expert in memory.",
 )
 _PARTS = (

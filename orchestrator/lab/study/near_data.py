@@ -72,15 +72,17 @@ BY_LAYER = {
 # The footnotes of tables of predictions.
 _BASIC = (
     "Cosine: cosine similarity of the predicted usage of experts and their usage in the answer.",
-    "Prediction P: an expert's share of all expert uses in the prompt. Prediction S: the mean of P "
-    "and the expert's share of all gate weights in the prompt. Others: usage in other texts of the "
-    "same domain (kind of text). Uniform: equal usage of all experts.",
+    "Prediction P: an expert's share of all expert uses in the prompt.",
+    "Prediction S: the mean of an expert's share of all expert uses and its share of all gate "
+    "weights in the prompt.",
+    "Prediction by others: usage in other texts of the same domain (kind of text). Uniform "
+    "prediction: equal usage of all experts.",
 )
 _METHODS = (
     *_BASIC,
     "Other domains: usage in texts of other domains. Answer: the answer's actual usage.",
-    f"Prompt + {USUAL_PRIOR} of others, or of other domains: usage in the prompt, as if the prompt "
-    f"had {USUAL_PRIOR} more tokens with the mean usage of those other texts.",
+    f"Prompt + {USUAL_PRIOR} of X: usage in the prompt, after {USUAL_PRIOR} tokens with the mean "
+    f"usage of X (others, or other domains) are added.",
 )
 
 # Scores [n_layers, n_expert] of a window's experts by prediction method; None if the method has no
@@ -250,8 +252,8 @@ def with_prompts(windows: Sequence[Window]) -> list[Window]:
     ]
     if not found:
         raise ConfigError(
-            f"no window (piece of the text) can be divided into a prompt and an answer of at "
-            f"least {LEAST} tokens each: use a longer text or a larger --window"
+            f"all windows (pieces of the text) are too short: a window needs a prompt and an "
+            f"answer of at least {LEAST} tokens each. Use a longer text or a larger --window"
         )
     return found
 
@@ -486,9 +488,9 @@ class NearBits(ScoredStudy):
             f"prompt. In all other rows, each prompt can change them.",
             "Slots: total size of the memory slots that hold the experts. A slot for several "
             "precisions has the size of the largest.",
-            "KL difference from equal precisions: the row's KL, minus the KL if all experts that "
-            "are not hot have the same precision, with equal Hot and Bits. Below 0, the row has "
-            "the smaller quality loss.",
+            "KL difference from equal precisions: the row's KL minus the KL with the same "
+            "precision for all experts that are not hot, at the same Hot and Bits. Below 0, the "
+            "row is better.",
         ]
         tables = [
             Table(
@@ -533,8 +535,8 @@ def _bits(on: Subject, near: NearTiers) -> list[float]:
     found = [bits for bits in wanted if bits >= min(near)]
     if not found:
         raise ConfigError(
-            f"the lowest precision of {on.name}, {near[min(near)]}, has more than {max(wanted):g} "
-            f"bits per weight: pack the model with a precision of at most {max(wanted):g} bits"
+            f"{on.name} has no precision of at most {max(wanted):g} bits per weight. The lowest is "
+            f"{near[min(near)]}: pack the model with a lower precision"
         )
     return found
 

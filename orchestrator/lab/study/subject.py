@@ -468,9 +468,9 @@ def halves(windows: Sequence[Window]) -> tuple[list[Window], list[Window]]:
         if window is most[domain] and domain not in seen:
             named = f"the domain '{domain}'" if domain else "the text"
             raise ConfigError(
-                f"{named} has only one window (piece of text), but two are needed: one to measure "
-                f"expert usage, and one to measure quality. Use more text of this kind, or a "
-                f"larger --max-tokens"
+                f"{named} has only one window (piece of text), but the study needs one for expert "
+                f"usage and another for quality. Use more text of this kind, or a larger "
+                f"--max-tokens"
             )
         # the last window is always scored, the first one never
         first = window is not most[domain] and (

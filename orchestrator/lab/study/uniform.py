@@ -97,10 +97,9 @@ class UniformTypes:
             return None
         types = ", ".join(each.tier_name for each in self._kinds)
         return (
-            f"To compare with {types}, {self._n_weights / 1000000.0:,.0f} million weights are "
-            f"quantized {len(self._kinds)} times, once per type. Each type is written to a "
-            f"temporary file of at most {format_size(self._largest)} in {spill_folder()}, which is "
-            f"deleted before the next type"
+            f"For comparison, {self._n_weights / 1e6:,.0f} million weights are quantized to each "
+            f"of these types: {types}. Each type needs a temporary file in {spill_folder()}, one "
+            f"at a time, of at most {format_size(self._largest)}"
         )
 
     def files(self, report: Progress) -> Iterator[UniformFile]:

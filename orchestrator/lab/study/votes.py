@@ -255,8 +255,9 @@ class VotesStudy(Study):
                 rows,
                 [
                     "Utilisation: share of the predicted experts that are used (eq. 8 of "
-                    "FIRM-MoE). Accuracy: share of the used experts that are predicted (eq. 7 of "
-                    "FIRM-MoE). Mean size: mean number of predicted experts per token and layer.",
+                    "FIRM-MoE).",
+                    "Accuracy: share of the used experts that are predicted (eq. 7 of FIRM-MoE).",
+                    "Mean size: mean number of predicted experts per token and layer.",
                     "Utilisation, nearest layer alone: share of the predicted experts that are "
                     "used, if the nearest earlier layer alone predicts as many experts on average.",
                     "Top n: the n experts that the nearest earlier layer ranks highest.",
@@ -268,8 +269,8 @@ class VotesStudy(Study):
                     "1.0 and 0.5. An expert is predicted if the weights of its votes sum to at "
                     "least n.",
                     f"Margin, K=n: the nearest earlier layer predicts the experts with a score of "
-                    f"at least t * 2^(({found.k} - n)/2). Here t is the score at rank {found.k}. A "
-                    f"smaller n thus predicts fewer experts.",
+                    f"at least t * 2^(({found.k} - n)/2), where t is the score at rank "
+                    f"{found.k}.",
                 ],
             ),
             Table(

@@ -86,7 +86,7 @@ def test_a_seed_repeats_the_answer(model):
             "--policy lru",
         ],
     ),
-    (["--ram", "10MB", "--policy", "plain"], ["the policy plain", "it needs"]),
+    (["--ram", "10MB", "--policy", "plain"], ["the policy plain", "needs at least"]),
     (["--policy", "lru", "--low-tier", "skip"], ["--low-tier has no effect with --policy lru"]),
     (["--expert-ram", "10KiB"], ["the smallest that works with the policy dymoe is"]),
     (["--profile", "hot.json"], ["--profile is for --policy dynaexq"]),

@@ -16,7 +16,8 @@ from orchestrator.chat.console import WordWrap
 
 def test_a_conversation(start):
     terminal = start()
-    assert "fake: 8 layers of 16 experts, 4 used per token, in q4_k q2_k\n" in terminal.greeting
+    shown = "fake: 8 layers of 16 experts, 4 used per token; precisions: q4_k q2_k\n"
+    assert shown in terminal.greeting
     assert "managed: dymoe 4/2" in terminal.greeting
     answer = terminal.ask("hello")
     line = "first word 12 ms · 48.9 tok/s · experts 93 % in memory · memory 300 MiB of 1 GiB\n"

@@ -82,7 +82,7 @@ def test_the_reason_is_found_even_if_the_log_callback_was_replaced(lacking):
 def test_a_good_file_that_cannot_run_has_its_own_exit_status(lacking):
     result = run("verify", lacking)
     assert result.exit_code == CANNOT_RUN
-    assert ": good: " in result.stdout
+    assert ": no problems found; " in result.stdout
     assert "the model cannot run: " in result.stderr and QUERIES in result.stderr
     assert json.loads(run("verify", lacking, "--json").stdout)["support"]["runs"] == NOT
     assert run("inspect", lacking).exit_code == 0

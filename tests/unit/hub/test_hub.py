@@ -56,7 +56,7 @@ def test_the_choice_among_models(server, library, monkeypatch, tmp_path):
     result = pull("o/n")  # test_quantizations.py has readable models
     assert result.exit_code == 1 and result.stdout == ""
     assert "m-Q2_K.gguf: header: not a GGUF file" in result.stderr
-    assert result.stderr.splitlines()[-1].startswith("Error: o/n contains 2 models: choose one as")
+    assert result.stderr.splitlines()[-1].startswith("Error: o/n contains 2 models. Name one as")
     monkeypatch.setattr(quantizations, "compare", no_library)
     said = refused("o/n")
     assert said == (

@@ -109,7 +109,7 @@ def test_a_pull_that_names_no_model_compares_them(server, repo, tmp_path):
     *table, error = result.stderr.splitlines()
     best = next(line.split()[1] for line in table if line.startswith("* "))
     assert error == (
-        "Error: o/n contains 3 models: choose one as o/n/FILE, or several with --include PATTERN. "
+        "Error: o/n contains 3 models. Name one as o/n/FILE, or several with --include PATTERN. "
         f"To download the model that suits this machine best, run `moe-edge pull o/n/{best}`"
     )
     result = pull("o/n", "--json", "--revision", repo.commit)

@@ -106,13 +106,12 @@ def test_as_many_are_hot_as_fit_the_budget():
     "options, message",
     (
         {"near_tiers": "q3_k"},
-        "no precision q3_k below q8_0. The precisions below q8_0 are q4_k, q2_k",
+        "no precision q3_k below q8_0. Choose from q4_k, q2_k",
     ),
     ({"near_tiers": "q8_0"}, "no precision q8_0 below q8_0"),
     (
         {"near_bits": 1.5},
-        "--near-bits 1.5, the average bits per weight of experts in lower precisions, is too "
-        "small: the lowest precision q2_k has 2 bits",
+        "--near-bits 1.5 is too small: the lowest precision q2_k has 2 bits per weight",
     ),
     ({"near_bits": 3.0, "near_tiers": "q4_k"}, "q4_k has 4 bits"),
 )

@@ -173,4 +173,4 @@ def test_a_slow_disk_is_named_with_its_speed(
     if kind is None:
         assert said is None
     else:
-        assert said.startswith(f"The model is on {kind}, which reads {speed / 1e6:.0f} MB/s.")
+        assert said.startswith(f"The model is on {kind} (read speed {speed / 1e6:.0f} MB/s). ")

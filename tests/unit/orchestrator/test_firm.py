@@ -243,12 +243,18 @@ def test_given_or_recalled_votes_are_not_saved():
     "settings, said",
     (
         {"agree": "rank", "votes": "4,3"},
-        "'votes' cannot be '4,3' .K,P., because the setting agree rank uses the predictions of "
-        "one layer: set P to 1, not 3",
+        "'votes' cannot be '4,3': P, the second number of a pair, must be 1, not 3, unless the "
+        "setting agree is mol",
     ),
-    ({"agree": "margin", "votes": "4,1/4,2/4,1"}, "because the setting agree margin uses"),
-    ({"agree": "rank", "n_ahead": 3, "votes": None}, "only the previous layer predicts"),
-    ({"votes": "4,5"}, "set P to at most 4, not 5"),
+    (
+        {"agree": "margin", "votes": "4,1/4,2/4,1"},
+        "P, the second number of a pair, must be 1, not 2",
+    ),
+    (
+        {"agree": "rank", "n_ahead": 3, "votes": None},
+        "'n_ahead' must be at most 1, not 3, unless the setting agree is mol",
+    ),
+    ({"votes": "4,5"}, "P, the second number of a pair, must be at most 4, not 5"),
     (
         {"votes": "4,3", "n_ahead": 1},
         "'n_ahead' must be 3, not 1, to fit the setting votes '4,3'",
@@ -259,12 +265,12 @@ def test_given_or_recalled_votes_are_not_saved():
     ),
     ({"tune": "climb"}, "'tune' has no effect, because the setting votes"),
     ({"tune": "all"}, "'tune' has no effect, because the setting votes"),
-    ({"prefetch": "off"}, "'votes' has no effect, because the setting prefetch off"),
+    ({"prefetch": "off"}, "'votes' has no effect without prefetching .prefetch is off."),
     (
         {"votes": None, "n_ahead": 0, "tune": "climb"},
-        "'tune' has no effect, because the setting n_ahead 0",
+        "'tune' has no effect without prefetching .n_ahead is 0.",
     ),
-    ({"votes": "5,1"}, "asks for 5 experts per prediction, but the maximum is 4"),
+    ({"votes": "5,1"}, "K, the first number of a pair, must be at most 4"),
 )
 def test_settings_without_effect_are_refused(settings, said):
     with pytest.raises((SettingError, PolicyError), match=said):

@@ -209,7 +209,7 @@ def test_traces_that_cannot_stand_for_the_shape_are_refused():
     one = [np.array([[0, 1]])]
     with pytest.raises(TraceError, match="no prompt with an answer"):
         from_trace(SMALL, make_trace([(Phase.DECODE, one)]))
-    with pytest.raises(ConfigError, match="2 of 12 experts, which cannot"):
+    with pytest.raises(ConfigError, match=r"cannot be mapped to .* uses 2 of 12 experts"):
         from_trace(SMALL, make_trace([(Phase.PREFILL, one)], n_expert=12))
 
 
@@ -226,7 +226,7 @@ def test_a_trace_or_generated_routing_goes_through_every_strategy():
     asked = NearData(near_bits=2.0)
     found = replay_near_data(asked, random_trace(np.random.default_rng(3), n_steps=6))
     assert set(found["runs"]) == {"near-only", "monde", "static", "context", "gpu-lru", "hobbit"}
-    assert found["routing"] == "made up: 1 sequences with 5 decoded tokens"
+    assert found["routing"] == "trace of the model made up, 1 sequences with 5 decoded tokens"
     found = replay_near_data(NearData(shape="mixtral-8x22b"), None)
     assert found["n_hot"] == 2 and found["runs"]["monde"]["over_monde"] == 1.0
 
@@ -250,7 +250,7 @@ def test_end_to_end_times_are_compared_with_both_bases():
 
 @pytest.mark.parametrize(
     ("hot", "message"),
-    [(7, "the GPU's 80 GB hold at most 6 experts"), (9, "mixtral-8x7b has 8 experts per layer")],
+    [(7, r"GPU \(80 GB\) holds at most 6 experts"), (9, "mixtral-8x7b has 8 experts per layer")],
 )
 def test_more_hot_experts_than_fit_are_refused(hot, message):
     with pytest.raises(ConfigError, match=message):

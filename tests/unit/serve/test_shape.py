@@ -98,12 +98,12 @@ def test_probabilities_of_all_prompts_have_one_bound(path, data, most):
     (
         NATIVE,
         {"prompt": "a", "n_probs": 2560},
-        "at most 2559 alternatives for each token of an answer",
+        "the limit is 2559 alternatives for each token of an answer",
     ),
     (
         NATIVE,
         {"prompt": ["a"] * 64, "n_probs": 40},
-        "at most 39 alternatives for each token of each of 64 answers",
+        "the limit is 39 alternatives for each token of each of 64 answers",
     ),
 )
 def test_more_probabilities_are_refused(path, data, says):

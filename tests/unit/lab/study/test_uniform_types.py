@@ -9,7 +9,7 @@ def test_types_below_the_best_tier_are_made_one_at_a_time(model, tmp_path, monke
     monkeypatch.setattr(uniform, "spill_folder", lambda: tmp_path)
     asked = UniformTypes(Config.build(model=model, threads=1))
     said = (
-        "To compare with q3_k, q5_k, q6_k, 5 million weights are quantized 3 times, once per type."
+        "For comparison, 5 million weights are quantized to each of these types: q3_k, q5_k, q6_k."
     )
     assert said in (asked.cost() or "")
     found = []

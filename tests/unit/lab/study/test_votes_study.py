@@ -101,7 +101,7 @@ def test_the_loss_of_a_trace(library, trace):
     """The best vote uses one layer, and tuning finds it."""
     found = measure_votes(Played(library, trace, ReplayOptions()))
     (table,) = found.tables
-    assert "(off-policy): " in table.footnotes[2] and "in-sample: " in table.footnotes[3]
+    assert "(off-policy): " in table.footnotes[4] and "in-sample: " in table.footnotes[5]
     deep = next(row for row in table.rows if row["group"] == "deep")
     losses = deep["losses"]
     assert losses[0][1] == 0.0 < losses[0][0] < losses[1][1]
