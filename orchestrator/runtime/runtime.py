@@ -163,7 +163,8 @@ class Runtime(Closing):
         self._turns = threading.Condition()
         self._running: list[Answer] = []
         self._requests = set[NativeRequest]()  # of answers that have not ended
-        self._is_lent, self._is_ending = False, False
+        self._lender: int | None = None  # the thread that evaluates, or loads the model again
+        self._is_ending = False
         self._said = ""
         # The exception of a policy that failed the last step, with its traceback.
         self.policy_error: Exception | None = None
@@ -457,7 +458,7 @@ class Runtime(Closing):
         Returns False if the answer is cancelled meanwhile, or if the runtime ends.
         """
         with self._turns:
-            while not self._turns.wait_for(lambda: not self._is_lent, _LOOK_S):
+            while not self._turns.wait_for(lambda: self._lender is None, _LOOK_S):
                 if answer.is_cancelled or self._is_ending:
                     return False
             self._running.append(answer)
@@ -484,7 +485,7 @@ class Runtime(Closing):
         if self._answering is None or not self._answering.reads_ahead:
             return
         with self._turns:
-            if not (self._running or self._is_lent or self._is_ending or self._native is None):
+            if not (self._running or self._lender or self._is_ending or self._native is None):
                 used = self._loader.history.usage.recall()
                 self._loaded.driver.idle(used, self._native.settle)
 
@@ -548,11 +549,15 @@ class Runtime(Closing):
 
         The `with` block begins after the running answers have ended, with empty sequences. Answers
         that are submitted during the block wait for its end. Afterwards, all sequences are emptied.
+
+        In the block, the same thread gets a NativeError for a second evaluator, and for a change of
+        settings that loads the model again.
         """
         with self._turns:
-            while not self._turns.wait_for(lambda: not (self._running or self._is_lent), _LOOK_S):
+            self._refuse_lender()
+            while not self._turns.wait_for(lambda: not (self._running or self._lender), _LOOK_S):
                 interrupts.check()
-            self._is_lent = True
+            self._lender = threading.get_ident()
             self._loaded.driver.end_idle()
         try:
             self._empty()
@@ -564,10 +569,18 @@ class Runtime(Closing):
                 self._loaded.steps.reset()
                 self._loaded.driver.clear_phase()
                 with self._turns:
-                    self._is_lent = False
+                    self._lender = None
                     self._turns.notify_all()
                 if self._native is not None:
                     self._idle()
+
+    def _refuse_lender(self) -> None:
+        """Raise NativeError if this thread would wait for itself, inside its own evaluation."""
+        if self._lender == threading.get_ident():
+            raise NativeError(
+                "this thread's evaluation has not ended: leave the `with` block of the evaluator "
+                "first"
+            )
 
     def _empty(self) -> None:
         if self._native is not None and self._answering is not None:
@@ -604,8 +617,9 @@ class Runtime(Closing):
         # that only the policy before it has.
         runs = planner.compared(self._request(config).config) if is_same else None
         with self._turns:
-            self._turns.wait_for(lambda: not (self._running or self._is_lent))
-            self._is_lent = True
+            self._refuse_lender()
+            self._turns.wait_for(lambda: not (self._running or self._lender))
+            self._lender = threading.get_ident()
         try:
             self._unload()
             if runs is None:
@@ -627,7 +641,7 @@ class Runtime(Closing):
                 raise
         finally:
             with self._turns:
-                self._is_lent = False
+                self._lender = None
                 self._turns.notify_all()
 
     def stats(self) -> Stats:
@@ -673,7 +687,7 @@ class Runtime(Closing):
         """Make all answers and evaluations end soon, and refuse new ones. Safe on any thread."""
         self._is_ending = True
         self._loaded.driver.stop_waiting()
-        if self._is_lent:
+        if self._lender is not None:
             self._loaded.steps.cancel()
         if self._native is not None:
             self._native.stop()

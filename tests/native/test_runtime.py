@@ -7,6 +7,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 from answering import answered, submitted
+from tables import cases
 
 from orchestrator.errors import ConfigError, NativeError
 from orchestrator.events import Phase
@@ -231,4 +232,18 @@ def test_settings_wait_for_an_evaluation(both):
         thread.join()
         assert changed == [True] and runtime.inside.policy.name == "lru"
         until(lambda: not thread.is_alive())
+        assert len(answered(runtime, PROMPT, 6, **LONG)["tokens"]) == 6
+
+
+@cases(
+    "what",
+    lambda runtime: runtime.set(policy="lru"),
+    lambda runtime: runtime.evaluator().__enter__(),
+)
+def test_a_thread_that_evaluates_does_not_wait_for_itself(both, what):
+    with opened(build(both, policy="dymoe", retention=0.5)) as runtime:
+        with runtime.evaluator() as e:
+            with pytest.raises(NativeError, match="leave the `with` block"):
+                what(runtime)
+            assert rows(e).shape[0] == 2
         assert len(answered(runtime, PROMPT, 6, **LONG)["tokens"]) == 6
