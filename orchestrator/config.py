@@ -387,9 +387,9 @@ class Config(Settings):
     )
     exact: bool = setting(
         False,
-        "Compute exactly the same bits as llama.cpp: in the high precision, without repacked "
-        "weights, and with a fixed number of threads. Answers that a server decodes together may "
-        "still differ.",
+        "Compute exactly the same bits as llama.cpp. Experts are then computed in the high "
+        "precision, without repacked weights, and with a fixed number of threads. Answers that a "
+        "server decodes together may still differ.",
         group=PRECISION,
     )
     max_tokens: int | None = setting(

@@ -65,7 +65,7 @@ def test_near_experts_go_to_the_host_if_the_device_is_full(three):
         assert slots.host_bytes > 0
         converse(e)
         e.inside.store.check()
-    with pytest.raises(PolicyError, match="give --near-place host"):
+    with pytest.raises(PolicyError, match="add --near-place host"):
         opened(three, near_slots="shared", near_place="device")
     with pytest.raises(BudgetError):
         opened(three, expert_ram=small, near_place="device")

@@ -167,7 +167,7 @@ def test_a_request_takes_over_a_running_promotion(make):
 
 def test_unknown_experts_are_refused(driver):
     for wrong in [(2, 0, 0), (0, 5, 0), (0, 0, 2), (-1, 0, 0)]:
-        with pytest.raises(NativeError, match="does not have one of these experts"):
+        with pytest.raises(NativeError, match="the model does not have"):
             driver.store.transition([(0, 0, LOW), wrong])
     assert not driver.reading().any() and not driver.store.landed().any()
 

@@ -76,13 +76,9 @@ class BenchOptions(Settings):
     )
     tokens: int = setting(128, "Number of measured decode steps.", within=FROM_1)
     prompt_tokens: int = setting(128, "Prompt length, in tokens.", within=FROM_1)
-    runs: int = setting(
-        2, "Number of times that each row of the tables is measured.", within=FROM_1
-    )
+    runs: int = setting(2, "Number of measurements of each table row.", within=FROM_1)
     threads: int | None = setting(None, "Compute threads.", within=FROM_1, shown="the cores")
-    seed: int = setting(
-        0, "Seed of the random weights and of the random input tokens.", within=FROM_0
-    )
+    seed: int = setting(0, "Seed of random weights and of input tokens.", within=FROM_0)
     quick: bool = setting(
         False, "Test the benchmark with a tiny model in seconds. Its figures are not meaningful."
     )

@@ -54,7 +54,10 @@ def test_a_narrow_terminal_breaks_between_words(start):
     terminal = start(columns=40)
     lines = terminal.greeting.splitlines()
     lines = lines[lines.index("fake: 8 layers of 16 experts, 4 used per") :]
-    assert lines[:2] == ["fake: 8 layers of 16 experts, 4 used per", "  token, in q4_k q2_k"]
+    assert lines[:2] == [
+        "fake: 8 layers of 16 experts, 4 used per",
+        "  token; precisions: q4_k q2_k",
+    ]
     assert lines[2:4] == [
         "managed: dymoe 4/2 (q4_k/q2_k) r=0.75,",
         "  64 MiB for experts, direct I/O",

@@ -48,7 +48,7 @@ def test_replay_prints_the_policy_and_its_baselines(recorded):
     said = done("replay", recorded)
     table, policy = said.split("policy: ")
     names = [line.split()[0].rstrip(",") for line in table.splitlines() if " % " in line]
-    assert names == ["simulated", "dymoe", "lru", "Belady", "recorded"]
+    assert names == ["compute", "dymoe", "lru", "Belady", "recorded"]
     assert "bound, one precision" in table
     assert policy.endswith("look-ahead 1\n")
 

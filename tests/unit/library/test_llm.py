@@ -263,7 +263,7 @@ def press(*_):
 def own(number, frame):
     raise KeyboardInterrupt("of the program's own handler")
 
-def soon(call, after_s=0.1):
+def soon(call, after_s=0.05):
     timer = threading.Timer(after_s, press)
     timer.start()
     try:

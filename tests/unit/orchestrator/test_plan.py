@@ -205,7 +205,7 @@ def test_plain_within_a_given_cap(models):
     with pytest.raises(BudgetError, match="policy plain") as caught:
         plan_for(models["three"], policy="plain", ram=2**20)
     needed = caught.value.needed_bytes
-    assert f"at least {named(needed)} with a context of 2048 tokens;" in str(caught.value)
+    assert f"at least {named(needed)} with a context of 2048 tokens." in str(caught.value)
     assert not plan_for(models["three"], policy="plain", ram=needed).managed
     with pytest.raises(BudgetError):
         plan_for(models["three"], policy="plain", ram=needed - 1)

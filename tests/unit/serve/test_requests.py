@@ -139,7 +139,7 @@ ONE, TWO = [tool("a")], [tool("a"), tool("b")]
     (
         NATIVE,
         {"n_probs": 100, "n_predict": 400},
-        "an answer of 400 tokens, because n_probs requests 100 alternatives",
+        "an answer of 400 tokens with n_probs 100",
     ),
     (RESPONSES, {"input": []}, "input must be"),
     ("/tokenize", {"content": {"a": 1}}, "content must be"),
