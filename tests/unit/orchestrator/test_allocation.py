@@ -211,7 +211,7 @@ def test_slots_limit_the_split():
 
 
 def test_impossible_splits_are_refused():
-    with pytest.raises(PolicyError, match="need more than 1.83 bits"):
+    with pytest.raises(PolicyError, match=r"need more than 1\.83 bits"):
         prefix_split(np.ones((6, 2)), (4, 2), 11)
     with pytest.raises(PolicyError, match="each smaller than"):
         prefix_split(np.ones((6, 2)), (2, 4), 24)
