@@ -13,6 +13,7 @@ from gguf_tools.experts import ExpertModel
 from orchestrator.allocation.estimate import ROUTING_TOKENS
 from orchestrator.config import Config
 from orchestrator.cost.disk import kept_bandwidth
+from orchestrator.cost.products import POOL_BYTES
 from orchestrator.cost.speeds import FILE, Speeds, interpolated
 from orchestrator.errors import MoeEdgeError
 from orchestrator.native.llama import Bindings
@@ -34,6 +35,8 @@ _PASS_FACTOR = 1.2
 _LOGIT_S, _OUTPUT_S, _WEIGHT_S = 15e-9, 2e-9, 2e-9
 # Seconds to load the model for a pass, and bytes per second if the disk was not measured.
 _LOAD_S, _BYTES_PER_S = 0.3, 1e9
+# At most 1 / _RAM_SHARE of --ram is used to measure the processor's speed.
+_RAM_SHARE = 8
 
 
 class CalibrationTime(NamedTuple):
@@ -64,10 +67,12 @@ class CalibrationTime(NamedTuple):
         speed of the processor that is unknown is measured now, which takes a second or two. For an
         unknown disk, a default speed is assumed.
 
-        config: determines the numbers of threads for computing and for reading. Raises NativeError
-        if the processor's speed cannot be measured.
+        config: determines the numbers of threads for computing and for reading, and the memory that
+        measuring may take. Raises NativeError if the processor's speed cannot be measured.
         """
-        with closing(Speeds(Bindings.load(), config.n_threads, steady=False)) as speeds:
+        pool_bytes = POOL_BYTES if config.ram is None else config.ram // _RAM_SHARE
+        opened = Speeds(Bindings.load(), config.n_threads, pool_bytes, steady=False)
+        with closing(opened) as speeds:
             costs = speeds.costs(model, tuple(range(len(model.tiers))), FILE)
         n_vocab = max(1, vocabulary_size(model))
         scored = min(n_tokens, LOGITS_BYTES // (8 * n_vocab))

@@ -511,7 +511,7 @@ def _middle(rounds: list[tuple[float, bool]]) -> tuple[float, bool]:
 
 
 def _dense_matrices(model: ExpertModel) -> dict[str, TensorInfo]:
-    """Return the descriptions of all matrices of the model except the experts, by name.
+    """Return the descriptions of all matrices of products except the experts, by name.
 
     A matrix that several files of the model contain is returned once.
     """
@@ -520,6 +520,8 @@ def _dense_matrices(model: ExpertModel) -> dict[str, TensorInfo]:
         for info in part.tensors.values():
             layer = layer_of(info.name)
             proper = layer is None or layer < model.hparams.routed_blocks
-            if len(info.shape) == 2 and proper and parse_expert_name(info.name) is None:
+            # A routing table is looked up, not multiplied.
+            is_dense = parse_expert_name(info.name) is None and info.type is not GGMLType.I32
+            if len(info.shape) == 2 and proper and is_dense:
                 found.setdefault(info.name, info)
     return found

@@ -11,6 +11,7 @@ from tables import cases
 
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import GGMLType
+from gguf_tools.file.parse import TensorInfo
 from orchestrator.config import Config
 from orchestrator.cost import planner
 from orchestrator.cost import products as products_module
@@ -239,3 +240,14 @@ def test_dense_weights_are_repacked_with_the_experts(model, layout, ratios):
     with ExpertModel.open(model) as opened:
         found = PlayedSpeeds(played, 1).costs(opened, (0,), layout)
     assert found.dense_s[:3] / found.dense_s[0] == pytest.approx(np.array(ratios) / ratios[0])
+
+
+def test_a_routing_table_is_not_timed():
+    """DeepSeek-V4 chooses experts by a table of token ids; ggml would end the process."""
+    tensors = [
+        TensorInfo("blk.0.ffn_gate_tid2eid.weight", (6, 512), GGMLType.I32, 0, 12288),
+        TensorInfo("blk.0.attn_output.weight", (32, 32), GGMLType.Q8_0, 12288, 1088),
+    ]
+    part = SimpleNamespace(tensors={each.name: each for each in tensors})
+    model = SimpleNamespace(parts=[part], hparams=SimpleNamespace(routed_blocks=1))
+    assert list(speeds_module._dense_matrices(model)) == ["blk.0.attn_output.weight"]
