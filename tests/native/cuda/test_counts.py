@@ -30,9 +30,9 @@ def test_counts_of_calls(device, emulated):
         ("--policy dymoe --prefetch on, all experts on the GPU", LOOK_AHEAD),
         ("row 2: cache", PRODUCTS),
         ("row 3: cache, prefetch", PRODUCTS + LOOK_AHEAD),
-        ("row 4: cache, 4 or 2 bits", 2 * PRODUCTS),
-        ("row 5: cache, prefetch, 4 or 2 bits", 2 * PRODUCTS + LOOK_AHEAD),
-        ("row 6: cache, prefetch, 4 bits or skipped", 2 * PRODUCTS + LOOK_AHEAD),
+        ("row 4: cache, 4/2", 2 * PRODUCTS),
+        ("row 5: 4/2, prefetch", 2 * PRODUCTS + LOOK_AHEAD),
+        ("row 6: 4/0, prefetch", 2 * PRODUCTS + LOOK_AHEAD),
         ("dynaexq 4/2", 2 * PRODUCTS),
     ],
 )
