@@ -110,12 +110,12 @@ def libraries() -> Path:
 
 @cache
 def instruction_set() -> str:
-    """Return the instruction set of the llama.cpp libraries to load, such as "avx2".
+    """Return the instruction set of the ggml CPU library to load, such as "avx2".
 
-    A wheel of moe-edge contains several builds of llama.cpp's libraries, each for one instruction
-    set. The result is the best of these instruction sets that this processor supports. If llama.cpp
-    was compiled on this machine, the result is "native". Raises NotBuilt if the processor supports
-    none of the builds.
+    A wheel of moe-edge contains several builds of ggml's CPU library, each for one instruction set.
+    The result is the best of these instruction sets that this processor supports. If llama.cpp was
+    compiled on this machine, the result is "native". Raises NotBuilt if the processor supports none
+    of the builds.
     """
     shipped = [name for name in SETS if (libraries() / name).is_dir()]
     if not shipped:

@@ -158,8 +158,9 @@ class held:
     The end of the block raises the delayed interrupt. If blocks are nested, the outermost block
     does this.
 
-    Code in the block can store an exception by `hand_over`, a function of this module. If no
-    interrupt was delayed, the end of the block raises the stored exception.
+    Code in the block can store an exception by `hand_over`, a function of this module. The end of
+    the block raises the stored exception, unless an interrupt was delayed or the block itself
+    raises an exception.
 
     stop: function that makes a C call in the block return soon. When a signal arrives, a helper
         thread calls `stop` at once. A `stop` that is given to a nested block, or on a thread other

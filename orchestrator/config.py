@@ -457,7 +457,7 @@ class Config(Settings):
     keep_messages: bool = setting(
         True,
         "Save chats on a terminal, for --resume. The user cache keeps the last 20 chats, readable "
-        "only by you. Single answers (-p, stdin) are not saved.",
+        "only by you. Single answers (-p, stdin) are not saved there.",
         answer=True,
         group=MORE,
     )

@@ -63,8 +63,8 @@ class Setting:
     - optional: whether it may be None, which means that the user chose no value.
     - within: the smallest and the largest allowed number.
     - choices: the allowed words.
-    - unit: SIZE or RATE for a number of bytes, which users may write as 6GiB. With SIZE, 0 is not
-      allowed. With RATE, 0 is allowed.
+    - unit: SIZE for a number of bytes, or RATE for bytes or bytes per second. Users may write both
+      as 6GiB. With SIZE, 0 is not allowed. With RATE, 0 is allowed.
     - notation: the text format of a value that is not a number, a word or a size, such as a list.
     - repeated: whether the option may be given several times. The value is then a tuple of texts.
 

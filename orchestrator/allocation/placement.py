@@ -91,7 +91,8 @@ def importance(
 
     - a: the setting importance_mix.
     - w: m / (m + n). Here n is the sum of `counts` over the layer, and m is the setting
-      prior_tokens times `n_expert_used`, the number of experts that a token uses in a layer.
+      prior_tokens times `n_expert_used`, the number of experts that a token uses in a layer. For
+      n = 0, w is 1.
 
     If w is 0, this is section 4.1 of the paper that PlacementSettings names.
     """
@@ -127,8 +128,8 @@ def place(
 
     In each layer, the n_hot most important experts get tier 0, the best tier. The others are sorted
     by importance, and get tiers 1, 2 and so on in this order. How many of them get each tier is
-    chosen for the least total loss. Their mean bits per weight must be at most the setting
-    near_bits.
+    chosen for the least total loss. The setting near_weights tells whether losses are weighted with
+    the importance. The mean bits per weight must be at most the setting near_bits.
 
     - scores: the importance of each expert, [n_layers, n_expert].
     - losses: the quality loss of each expert in each lower tier, [n_layers, n_expert, len(bits)].

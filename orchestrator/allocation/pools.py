@@ -179,9 +179,9 @@ class Places:
         """Return the number of slots that a memory pool needs for the experts of its layers.
 
         A slot is memory for one expert. The result is the sum of `n_experts`, a field of this
-        object, over the layers of the pool, plus reserve slots. Reserve slots are for experts that
-        change their precision, because such an expert briefly needs two slots. The result is at
-        least 1, even if no expert is planned.
+        object, over the layers of the pool, plus reserve slots if the field `reserve` is True.
+        Reserve slots are for experts that change their precision, because such an expert briefly
+        needs two slots. The result is at least 1, even if no expert is planned.
 
         pool: the pool. Only its field `layers` is used.
         n_expert: the number of experts in each layer of the model. It determines the number of

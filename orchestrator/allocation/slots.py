@@ -195,7 +195,7 @@ def layer_groups(shape: ModelShape, counts: Sequence[Sequence[int]]) -> SlotPlan
 
     A long prompt uses nearly all experts of a layer. The plan limits how many slots may hold
     experts that only this prompt needs, so that they do not evict all other experts. The limit is
-    half of a group's slots in tier 0. Lower tiers have no limit.
+    half of a group's slots in tier 0, but at least one slot. Lower tiers have no limit.
     """
     groups: list[SlotGroup] = []
     group_of: dict[tuple[int, int, int], int] = {}

@@ -108,7 +108,7 @@ def plan_line(runs: ResolvedPlan) -> str:
     loss = runs.loses.text
     where = f"on {plan.device.name}" if plan.device else "in main memory"
     size = format_size(plan.total_bytes)
-    return f"{reason}{loss}; the model needs {size} {where}; context {plan.n_ctx} tokens"
+    return f"{reason}{loss}; the model takes {size} {where}; context {plan.n_ctx} tokens"
 
 
 def _planner(

@@ -616,6 +616,7 @@ class LossModel:
         losses are unknown. This method raises an error instead:
 
         - NoLossTableError if the model has no usable loss table.
+        - LossTableError if a table that the user named cannot be used.
         - ConfigError if the table does not cover the tiers, or cannot convert its errors into nats.
 
         The error message names the command that measures the losses.

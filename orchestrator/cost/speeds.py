@@ -289,9 +289,12 @@ class Speeds(Closing):
         twice more, if it is an operation for a single token. It repeats only operations that were
         first timed after the last call of `time_again`.
 
-        Afterwards, the method `seconds` returns the median of an operation's three times, or an
-        earlier stored time if that time is shorter. Returns True if any operation was timed again.
-        Raises NativeError if an operation cannot be timed.
+        Afterwards, the method `seconds` returns the median of an operation's times on a quiet
+        machine, or the shortest time if other programs always ran. An earlier stored time is
+        returned instead if it is shorter.
+
+        Returns True if any operation was timed again. Raises NativeError if an operation cannot be
+        timed.
         """
         once, self._once = self._once, {}
         for _ in range(_ROUNDS - 1):

@@ -508,9 +508,10 @@ class NativeServer:
         A text can have several tokenizations, and the KV cells of a sequence can only be reused for
         equal tokens. held: the tokens of the sequence.
 
-        The result has the same text as `prompt`. The beginning that both texts have in common gets
-        the tokens of `held`. The rest of the text is tokenized as usual. If the texts begin
-        differently, the result is `prompt`.
+        The result has the same text as `prompt`. Control tokens divide both texts into pieces.
+        Equal pieces before the first difference get the tokens of `held`. If the last piece of
+        `held` is only the beginning of a piece of `prompt`, the rest of that piece is tokenized
+        again. All other tokens are those of `prompt`.
 
         Safe on any thread.
         """

@@ -61,7 +61,7 @@ def without_effect(config: Config) -> str | None:
     """Return a note for the user if the options --low and --low-tier have no effect, else None.
 
     The two options give the policy a lower precision for some experts. They have no effect if a
-    setting of the policy, such as `--retention 1`, requires the best precision for every expert.
+    setting of the policy, such as `--retention 1`, requires the high precision for every expert.
     The note names the given options and this setting.
 
     If the user gave `--max-loss` without `--policy`, the result is None, because the policy is

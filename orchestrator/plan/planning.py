@@ -178,8 +178,8 @@ def context_ends(n_tokens: int, most: int) -> tuple[int, int]:
     llama.cpp counts the memory for these two lengths. They are the ends of a line: for lengths
     between them, the memory is interpolated linearly.
 
-    The shortest context has n_tokens tokens, one micro-batch. The longest has `most` tokens. Both
-    are rounded up to a multiple of CELL_STEP.
+    The shortest context has n_tokens tokens, one micro-batch. The longest has `most` tokens, but at
+    least CELL_STEP more than the shortest. Both are rounded up to a multiple of CELL_STEP.
     """
     short = pad(n_tokens, CELL_STEP)
     return short, max(pad(most, CELL_STEP), short + CELL_STEP)

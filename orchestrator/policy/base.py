@@ -283,7 +283,7 @@ class About:
     """The declarations of a policy. Each field also becomes an attribute of the policy's class.
 
     - name: the name that users type.
-    - summary: one sentence for the tables of the documentation.
+    - summary: a few sentences for the tables of the documentation.
     - Settings: the dataclass of the policy's own settings.
     - reason: a few words for the message "OPTION has no effect with --policy NAME, which REASON".
     - precisions: how many precisions (tiers) the policy can use, and which it uses by default.

@@ -340,7 +340,8 @@ class DyMoE(Policy):
         summary=(
             "The default if not every expert fits in memory. The most important experts of a token "
             "(critical experts) are computed in the high precision, the others in the low "
-            "precision or not at all. Experts of the next layer are prefetched."
+            "precision or not at all. Experts of the next layer are prefetched while that is "
+            "faster."
         ),
         Settings=DyMoESettings,
         reason="chooses the precisions of experts token by token",

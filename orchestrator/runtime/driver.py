@@ -62,8 +62,8 @@ class BaseDriver:
         - keep: a function that shrinks the cache to a number of bytes, and returns the new size in
           bytes.
 
-        The driver calls `keep` before steps. Usually, it calls keep(n_bytes). If the KV cache or
-        the expert slots need a part of this memory, it calls `keep` with a smaller number.
+        The driver calls `keep` before steps. The number is at most n_bytes, and smaller if the KV
+        cache or the expert slots need a part of this memory.
         """
 
     def begin(self, phase: Phase) -> None:

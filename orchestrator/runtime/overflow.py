@@ -116,8 +116,8 @@ def parts_of(messages: Sequence[Message]) -> list[Part]:
     """Divide the messages of a conversation into parts, and return the parts in order.
 
     A part is a question of the user, an answer of the model, tool calls with their results, or one
-    system message. A user's message directly before or after a tool result belongs to the same part
-    as the result.
+    system message. A user's message and a tool result belong to the same part if no message of the
+    model is between them.
     """
     authors = [author_of(each) for each in messages]
     places = [at for at, author in enumerate(authors) if author is not Author.SYSTEM]

@@ -4,8 +4,8 @@ Files appear complete or not at all, and are verified before they are used. A fi
 own sequence file (tokens and state), saved states, a description in JSON, and a footer. The states
 are those of the model and the policy at the marks (lengths to which the sequence can be truncated).
 The footer has lengths and a hash of everything before it. The description has the key, whether the
-sequence can be truncated only at checkpoints, and each mark's length and bytes. Newer files also
-have the positions that a mark's state covers (positions).
+sequence can be truncated only at checkpoints (has_part), and each mark's length and bytes. Newer
+files also have the positions that a mark's state covers (positions).
 """
 
 from __future__ import annotations

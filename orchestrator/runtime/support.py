@@ -66,7 +66,7 @@ def ask_child(question: Callable[..., Any], *args: Any) -> Any:
 
     The child process protects the caller, because llama.cpp aborts its process for some files.
     Raises ChildAborted if llama.cpp aborts or crashes the child process. Returns None if `question`
-    raises an exception or takes too long.
+    raises an exception or takes too long, or if the child process is killed.
     """
     # A fork has its modules loaded already: a new process would take most of a second to start.
     # This process does not load the library: if it found a GPU, the fork could not use it.

@@ -281,7 +281,7 @@ class Conversation:
         conversation. The result is 0 in two cases:
 
         - This conversation does not begin with the digests of `before`. The last digest of `before`
-          may differ.
+          may differ or be missing.
         - Only digests of tools and system messages are equal.
         """
         shared = 0

@@ -387,8 +387,8 @@ def _written_one(node: One) -> str:
     safe = _complement([*_complement(node.ranges), *_UNSAFE])
     if not safe:
         raise PatternError(
-            "this server cannot enforce a character class such as [\\n\\t]: add a character that "
-            "JSON does not escape"
+            "this server cannot enforce a character class such as [\\n\\t], in which JSON escapes "
+            "all characters: add a character that JSON does not escape"
         )
     parts = [
         _code(first) if first == last else f"{_code(first)}-{_code(last)}" for first, last in safe

@@ -247,9 +247,9 @@ def _check_cost(
     limit_kib = -(-cost // (served.body_factor * 1024))
     raise Refusal(
         400,
-        f"the request has too much text: tokenizing the text would take more than "
-        f"{format_size(most)} of memory. Send less text, or start the server with --body-limit "
-        f"{limit_kib}KiB",
+        f"the request has too many tokens or a very long word: tokenizing the text would take "
+        f"more than {format_size(most)} of memory. Send less text, or start the server with "
+        f"--body-limit {limit_kib}KiB",
     )
 
 

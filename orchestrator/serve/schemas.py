@@ -383,7 +383,8 @@ REQUESTS: dict[str, Schema] = {
         "action",
         action={"enum": [*ACTIONS]},
         model=text(
-            "For compare: a Hugging Face repository. For pull and load: the name of a model.",
+            "For compare: a Hugging Face repository, OWNER/NAME. For pull: a model in a "
+            "repository, OWNER/NAME/FILE. For load: the name of a model on this machine.",
             maxLength=512,
         ),
     ),
@@ -453,8 +454,9 @@ SCHEMAS: dict[str, Schema] = {
         models=listed(record("name bytes loaded", name=STRING, bytes=COUNT, loaded=FLAG)),
         task={
             "type": ["object", "null"],
-            "description": "The latest task. The field `doing` names its current activity. The "
-            "field `done` is the completed fraction of this activity, from 0 to 1.",
+            "description": "The latest task, with the fields action, model, state, doing, done "
+            "and error. The field `doing` names its current activity. The field `done` is the "
+            "completed fraction of this activity, from 0 to 1, or null if this is unknown.",
         },
         compared={
             "type": ["object", "null"],

@@ -162,8 +162,8 @@ class ServeSettings(Settings):
         each token of the context, and at least LEAST_BODY_BYTES.
 
         Without --body-limit, the result is (usual text limit, IMAGE_BYTES). With --body-limit, text
-        may take its usual limit, and images may take the rest of --body-limit. n_ctx is the context
-        length (--ctx), or None if the option was not given.
+        may take its usual limit, but at most --body-limit. Images may take the rest of
+        --body-limit. n_ctx is the context length (--ctx), or None if the option was not given.
         """
         usual = max(LEAST_BODY_BYTES, BODY_BYTES * (n_ctx or 0))
         if self.body_limit is None:

@@ -20,8 +20,8 @@ class Case:
     - cap: the memory cap as a fraction; None for no cap. A benchmark that limits the whole process
       takes this fraction of the model file's size. A benchmark that limits the memory for experts,
       or GPU memory, takes this fraction of the experts' size.
-    - one_token: the memory for experts has exactly the size of the experts of one token in one
-      layer. The cap does not change this size. Each expert is then read again for each token.
+    - one_token: the memory for experts has about the size of the experts of one token in one layer.
+      The cap does not change this size. Each expert is then read again for each token.
     - tier: type of all experts. None keeps the types of the model file.
     - role: how a report uses the case.
 

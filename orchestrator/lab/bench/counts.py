@@ -240,8 +240,8 @@ def count(retention: float, note: Note) -> Report:
         f"The table counts GPU operations (such as kernel launches, waits and copies) of {STEPS} "
         f"decode steps on the emulated GPU, after a warm-up of {PROMPT_TOKENS + SETTLE_STEPS} "
         f"tokens.",
-        "Each figure is a number of operations per layer and decoded token. Operations of the "
-        "embedding and of the output are included.",
+        "Each number is per layer and decoded token. Operations of the embedding and of the output "
+        "are included.",
         f"Rows 1 to 6 are those of Table 3 of the DyMoE paper, with {SHARE:.0%} of the experts on "
         f"the GPU.",
         f"Rows 1 to 6 copy missing experts from host memory, which holds all experts in {HIGH} and "

@@ -330,7 +330,7 @@ def predict(on: Any, note: Note) -> Report:
     for cap in on.caps:
         same = [row for row in rows if row["cap"] == cap]
         tables.append(Table(f"{cap:.0%} of the experts on the GPU", columns, same))
-    notes = ", ".join(f"{name} {ms:.3f}" for name, ms in lacking.items())
+    notes = ", ".join(f'"{name}" {ms:.3f}' for name, ms in lacking.items())
     heading = [
         "These speeds are simulated, not measured.",
         f"Simulated model: the shape of {on.model_name} with {layers} layers. Each token uses "

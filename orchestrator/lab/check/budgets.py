@@ -179,10 +179,10 @@ def three_budgets(config: Config, planner: Planner, tier: str) -> Iterator[tuple
 def budgets_of(config: Config, path: Path, tier: str) -> list[tuple[str, Config]]:
     """Return the runs of `moe-edge check`, each as (name of the memory budget, config).
 
-    The list has one run with the smallest possible memory, and one run with memory for all experts.
-    Both use an LRU cache. In addition, each policy from `half_way` has one run with a medium
-    budget, if the memory cap permits this budget. All runs compute each expert in the precision
-    `tier`.
+    The list has one run with the smallest possible memory, and one run with memory for all experts
+    (or with all permitted memory, if they do not fit). Both use an LRU cache. In addition, each
+    policy from `half_way` has one run with a medium budget, if the memory cap permits this budget.
+    All runs compute each expert in the precision `tier`.
 
     - config: the user's settings, with the memory cap.
     - path: the model file.

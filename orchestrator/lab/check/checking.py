@@ -443,7 +443,7 @@ def describe_difference(found: Result, layer: tuple[int, float | None] | None) -
 
     - found: the result of compare_rows, which has compared the logits.
     - layer: the first layer whose expert outputs differ, and their largest difference. The
-      difference is None if it is not finite. The whole argument is None if no layer differs.
+      difference is None if it is not finite. The whole argument is None if no such layer was found.
     """
 
     def amount(error: float | None) -> str:
@@ -459,9 +459,9 @@ def describe_difference(found: Result, layer: tuple[int, float | None] | None) -
     )
     if layer is None:
         return (
-            f"{text}. The layer that causes the difference is unknown: in a second run, with "
-            f"the tokens up to the first difference in one batch, the experts of every layer gave "
-            f"the same results as in llama.cpp"
+            f"{text}. The layer that causes the difference is unknown: a second run, with the "
+            f"first of these tokens in one batch, found no layer whose experts give other results "
+            f"than in llama.cpp"
         )
     number, error = layer[0], amount(layer[1])
     return (

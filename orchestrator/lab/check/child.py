@@ -239,6 +239,8 @@ def counted(inside: Inside) -> Result:
 def watch_layers(inside: Inside, tokens: Sequence[int], path: str) -> Result:
     """Read the tokens in one batch, and write the experts' output of each layer to a file.
 
+    Tokens that do not fit in a micro-batch are left out.
+
     The file `path` (.npz) has the summed outputs of the chosen experts, by layer number.
     """
     from orchestrator.lab.observe import Node, Observer

@@ -346,7 +346,7 @@ def render(result: dict[str, Any]) -> str:
                 "than the calibration text of the loss table"
             )
             percent = 100 * usage["limit_halved"]
-            add("loss limit halved", f"{percent:.0f} % of the tokens", note)
+            add("limit halved", f"{percent:.0f} % of the tokens", note)
         asked = {key: usage[key] for key in ("high", "low", "skip") if usage[key] is not None}
         shares = ", ".join(f"{100 * part:.1f} % {key}" for key, part in asked.items())
         add("experts asked", shares, "precisions that the policy requested")

@@ -49,7 +49,7 @@ class VirtualStore(Closing):
 
     Some policies choose an expert's precision by which experts are in memory. During the
     simulation, such a policy sees the simulated store, so its choices depend on the simulated disk.
-    The real store then reads the weights in the chosen precisions, and the model computes with
+    The real store then provides the weights in the chosen precisions, and the model computes with
     them.
 
     The simulation ends with close. `step_us` has the simulated duration of each decode step, in

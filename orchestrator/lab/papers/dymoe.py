@@ -498,9 +498,11 @@ def table_3(on: Measured) -> Made:
         )
         for name in names
     ]
+    subject = on.subject()
     title = (
-        f"Simulated times. In rows 4 to 6, {share(RETENTION)} of the experts have 4 bits per "
-        f"weight. All other experts have 2 bits in rows 4 and 5, and are skipped in row 6"
+        f"Simulated times. In rows 4 to 6, {share(RETENTION)} of the experts are in "
+        f"{subject.high}. All other experts are in {subject.low} in rows 4 and 5, and are skipped "
+        f"in row 6"
     )
     panel = Panel("cache size, % of the experts", "decode step, ms", drawn, title, scale="log")
     second = f"Times measured on this machine, medians of {ROUNDS} rounds"

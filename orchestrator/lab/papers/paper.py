@@ -242,7 +242,7 @@ def _compared_markdown(figure: Row) -> str:
         last = row["why"]
         cells = (row["what"], row["paper"], row["here"], why)
         rows.append(" | ".join(cell.replace("|", "/") for cell in cells))
-    head = ["| what is compared | paper | measured here | why different |", "|---|---|---|---|"]
+    head = ["| what is compared | paper | our result | why different |", "|---|---|---|---|"]
     return "\n".join([*head, *(f"| {row} |" for row in rows)]).replace("|  |", "| |")
 
 

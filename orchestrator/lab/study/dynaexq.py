@@ -218,8 +218,8 @@ class HotMemory(ScoredStudy):
     """Study for Table 4 of DynaExq: quality if only the hot (most used) experts have the high tier.
 
     All other experts have the low tier. The study measures KL divergences from the model's best
-    tier. Its main result is a number between 0 (quality with all experts in the low tier) and 1
-    (quality with all experts in the high tier):
+    tier. Its main result is a number that is 0 for the quality with all experts in the low tier,
+    and 1 for the quality with all experts in the high tier:
 
         recovered = (KL(all low) - KL(hot high)) / (KL(all low) - KL(all high))
     """

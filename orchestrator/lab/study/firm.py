@@ -129,7 +129,8 @@ def parts(k: int) -> dict[str, list[Variant]]:
     list of the group's policies, including the baseline:
 
     - NO_PREFETCH: the baseline is FIRM-MoE without prefetching. The others are FIRM-MoE with
-      several ways of prefetching, and the policies `lru` and `dymoe`.
+      several ways of prefetching, the baseline if it waits for whole experts, and the policies
+      `lru` and `dymoe`.
     - BASE: the baseline is the one in the FIRM-MoE paper, which prefetches whole experts. The
       others add parts of FIRM-MoE to this baseline.
 

@@ -81,8 +81,8 @@ _BASIC = (
 _METHODS = (
     *_BASIC,
     "Other domains: usage in texts of other domains. Answer: the answer's actual usage.",
-    f"Prompt + {USUAL_PRIOR} of X: usage in the prompt, after {USUAL_PRIOR} tokens with the mean "
-    f"usage of X (others, or other domains) are added.",
+    f"Prompt + {USUAL_PRIOR} of X: prediction S, after {USUAL_PRIOR} tokens with the mean usage of "
+    f"X (others, or other domains) are added to the prompt.",
 )
 
 # Scores [n_layers, n_expert] of a window's experts by prediction method; None if the method has no

@@ -117,8 +117,8 @@ def changes(routes: Sequence[Routes], lags: Sequence[int]) -> list[Overlap]:
     """Measure how much the used experts change between two tokens of the same sequence.
 
     Returns an Overlap for each distance between two tokens. It has the fraction of the first
-    token's experts that the second token also uses, as a mean over the layers and all pairs with
-    this distance.
+    token's experts that the second token also uses: the mean over all layers and all pairs of a
+    sequence with this distance, averaged over the sequences.
 
     - routes: the experts that the tokens of each sequence use.
     - lags: the distances, in tokens. A distance that is too long for all sequences is left out.

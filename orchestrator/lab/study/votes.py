@@ -206,8 +206,8 @@ class Voted:
 
         A strategy combines the predictions of several earlier layers. The value "cut" compares this
         with a prediction by only the nearest earlier layer, which has the same mean number of
-        experts. It is the fraction of these experts that are used. Strategies that use only the
-        nearest layer have no "cut".
+        experts. It is the fraction of these experts that are used. The strategies "top n" have no
+        "cut", because they are this prediction.
         """
         # The mean number may be fractional, so the baseline is interpolated. The strategies of the
         # kind RANK have no baseline, because they are this prediction.
