@@ -60,8 +60,8 @@ def paper(
 ) -> None:
     """Measure the tables and figures of a paper and compare them with the paper.
 
-    Each line has the value in the paper's text, the value that is measured here, and why they
-    differ. Tables and figures are written to a folder as text, JSON and pictures.
+    Each line has the value in the paper's text, our result, and why they differ.
+    Tables and figures are written to a folder as text, JSON and pictures.
     """
     from orchestrator.lab.papers.measured import Source
     from orchestrator.lab.papers.paper import publish, render

@@ -13,7 +13,6 @@ from gguf_tools.experts import ExpertModel
 from orchestrator.allocation.estimate import ROUTING_TOKENS
 from orchestrator.config import Config
 from orchestrator.cost.disk import kept_bandwidth
-from orchestrator.cost.products import POOL_BYTES
 from orchestrator.cost.speeds import FILE, Speeds, interpolated
 from orchestrator.errors import MoeEdgeError
 from orchestrator.native.llama import Bindings
@@ -35,8 +34,6 @@ _PASS_FACTOR = 1.2
 _LOGIT_S, _OUTPUT_S, _WEIGHT_S = 15e-9, 2e-9, 2e-9
 # Seconds to load the model for a pass, and bytes per second if the disk was not measured.
 _LOAD_S, _BYTES_PER_S = 0.3, 1e9
-# At most 1 / _RAM_SHARE of --ram is used to measure the processor's speed.
-_RAM_SHARE = 8
 
 
 class CalibrationTime(NamedTuple):
@@ -60,26 +57,27 @@ class CalibrationTime(NamedTuple):
         return self.read_s + self.measure_s + sum(self.passes_s)
 
     @classmethod
-    def of(cls, model: ExpertModel, config: Config, n_tokens: int = TOKENS) -> CalibrationTime:
+    def of(
+        cls, model: ExpertModel, config: Config, n_tokens: int = TOKENS, measures: bool = True
+    ) -> CalibrationTime:
         """Predict the duration of `moe-edge calibrate` for a model and a text of n_tokens tokens.
 
-        The speeds of the processor and of the disk are those that earlier runs have measured. A
-        speed of the processor that is unknown is measured now, which takes a second or two. For an
-        unknown disk, a default speed is assumed.
+        The speeds of the processor and of the disk are those that earlier runs have measured. For
+        an unknown disk, a default speed is assumed.
 
-        config: determines the numbers of threads for computing and for reading, and the memory that
-        measuring may take. Raises NativeError if the processor's speed cannot be measured.
+        config: determines the numbers of threads for computing and for reading. measures: whether
+        unknown speeds of the processor are measured now, which takes some seconds. Raises
+        NativeError if such a speed is unknown afterwards.
         """
-        pool_bytes = POOL_BYTES if config.ram is None else config.ram // _RAM_SHARE
-        opened = Speeds(Bindings.load(), config.n_threads, pool_bytes, steady=False)
-        with closing(opened) as speeds:
-            costs = speeds.costs(model, tuple(range(len(model.tiers))), FILE)
         n_vocab = max(1, vocabulary_size(model))
         scored = min(n_tokens, LOGITS_BYTES // (8 * n_vocab))
+        with closing(Speeds(Bindings.load(), config.n_threads, measures=measures)) as speeds:
+            costs = speeds.costs(model, tuple(range(len(model.tiers))), FILE)
+            scored_s = speeds.output_seconds(model, scored)
         rows = n_tokens * model.n_expert_used / model.n_expert
         experts_s = model.n_expert * costs.expert_s.sum(axis=0)
         tiers_s = [float(interpolated(each, rows)) for each in experts_s]
-        computed = interpolated(costs.dense_s, n_tokens) + interpolated(costs.output_s, scored)
+        computed = interpolated(costs.dense_s, n_tokens) + scored_s
         computed += n_tokens * ROUTING_TOKENS / 2 * costs.attention_s[1]
         read_bytes = model.dense_bytes + model.tier_bytes[0]
         bandwidth = _BYTES_PER_S

@@ -571,7 +571,8 @@ class LossModel:
         self.note = None
         if why is not None:
             self.note = (
-                f"Quality losses are only estimated from the bits per weight: {why}: {self._remedy}"
+                f"Quality losses are only estimated from the bits per weight: {why}: "
+                f"{self._remedy()}"
             )
         of = LossTable.per_use if per_use else LossTable.of_tiers
         losses = None if table is None else of(table, tiers)
@@ -625,39 +626,39 @@ class LossModel:
         """
         found = self.estimate(tiers)
         if found is None:
-            raise no_losses(self.unknown(tiers), self._loaded[0] is None)
+            raise no_losses(self.unknown(tiers, measures=True), self._loaded[0] is None)
         return found
 
-    def unknown(self, tiers: Sequence[str]) -> str:
+    def unknown(self, tiers: Sequence[str], measures: bool = False) -> str:
         """Return why the losses of these tiers are unknown, and which command measures them.
 
-        The text is empty if the losses are known.
+        The text is empty if the losses are known. measures: whether the speed of the processor may
+        be measured, if it is unknown, to say how long the command takes.
         """
         table, why = self._loaded
         if table is None:
-            return f"{why}: {self._remedy}"
+            return f"{why}: {self._remedy(measures)}"
         if self.estimate(tiers) is not None:
             return ""
         if table.fit is None:
             return (
                 f"the loss table {self._path} cannot predict the quality loss (KL divergence): "
-                f"{self._remedy}"
+                f"{self._remedy(measures)}"
             )
         return (
             f"the loss table {self._path} lacks one of the precisions {', '.join(tiers)}: "
-            f"{self._remedy}"
+            f"{self._remedy(measures)}"
         )
 
-    @property
-    def _remedy(self) -> str:
-        """The advice to run the command that makes the loss table, with the time that it takes.
+    def _remedy(self, measures: bool = False) -> str:
+        """Return the advice to run the command that makes the loss table, with its duration.
 
-        For the first prediction of this time, the processor's speed is measured, which takes a
-        second or two. Without enough memory for this, the advice has no time.
+        measures: whether the speed of the processor may be measured for this, which takes some
+        seconds. Without it, and if no earlier run has measured it, the advice has no duration.
         """
         command = calibrate_command(self._model.path)
         with suppress(NativeError):
-            seconds = CalibrationTime.of(self._model, self._config).total_s
+            seconds = CalibrationTime.of(self._model, self._config, measures=measures).total_s
             return f"run {command} (about {format_duration(seconds)}, once)"
         return f"run {command} (once)"
 

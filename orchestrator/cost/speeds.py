@@ -181,7 +181,7 @@ class Costs:
     - expert_s: one expert, for a batch of each size, float64 [n_layers, n_tiers, 5].
     - dense_s: everything except the experts and the output matrix, for a batch of each size,
       float64 [5].
-    - output_s: the output matrix, for a batch of each size, float64 [5].
+    - output_s: the output matrix, for one token.
     - attention_s: attention of one token to one token of context, in all layers. The first value is
       for a batch of one token, the second for larger batches.
     - step_s: the rest of one pass through the model, such as sampling.
@@ -194,7 +194,7 @@ class Costs:
     expert_s: np.ndarray
     expert_bytes: np.ndarray
     dense_s: np.ndarray
-    output_s: np.ndarray
+    output_s: float
     attention_s: tuple[float, float]
     step_s: float = 0.0
     asked_s: float = 0.0
@@ -410,7 +410,7 @@ class Speeds(Closing):
         attention_s = self._attention_seconds(model)
         return Costs(expert_s, expert_bytes, dense_s, output_s, attention_s, step_s, asked_s)
 
-    def _dense_seconds(self, model: ExpertModel, layout: str) -> tuple[np.ndarray, np.ndarray]:
+    def _dense_seconds(self, model: ExpertModel, layout: str) -> tuple[np.ndarray, float]:
         """Return (dense_s, output_s) of Costs: the seconds of everything outside the experts.
 
         The largest matrix of each type is timed, and its time is scaled by bytes. layout: FILE for
@@ -445,8 +445,18 @@ class Speeds(Closing):
         width = model.hparams.embedding_length
         small = np.array([self.seconds(Small(width, n)) for n in ROWS])
         dense = [sum(seconds(kind, size, n) for kind, size in nbytes.items()) for n in ROWS]
-        scoring = [seconds(output.type, output.nbytes, n) if output else 0.0 for n in ROWS]
-        return np.array(dense) + nodes * small, np.array(scoring)
+        output_s = seconds(output.type, output.nbytes, 1) if output else 0.0
+        return np.array(dense) + nodes * small, output_s
+
+    def output_seconds(self, model: ExpertModel, n_tokens: int) -> float:
+        """Return the seconds of the output matrix for a large batch of n_tokens tokens."""
+        tensors = _dense_matrices(model)
+        output = tensors.get(OUTPUT) or tensors.get(EMBEDDINGS)
+        if output is None:
+            return 0.0
+        n_in, n_out = output.shape[:2]
+        stands = Product(output.type, n_in, min(n_out, _DENSE_ROWS), ROWS[-1])
+        return self.seconds(stands) * output.nbytes / stands.nbytes * n_tokens / ROWS[-1]
 
     def _overhead_seconds(self, model: ExpertModel) -> tuple[float, float]:
         """Return (step_s, asked_s) of Costs: the overheads of a step and of a policy's decision."""

@@ -119,9 +119,7 @@ class PlanTime:
         dense = float(costs.dense_s[0]) / costs.n_layers
         layers = sum(self._layer_s(layer, dense) for layer in range(costs.n_layers))
         asked = costs.n_layers * costs.asked_s if self.asked else 0.0
-        return (
-            costs.step_s + asked + layers + float(costs.output_s[0]) + cells * costs.attention_s[0]
-        )
+        return costs.step_s + asked + layers + costs.output_s + cells * costs.attention_s[0]
 
     def prompt_s(self, n_tokens: int, first: bool = False) -> float:
         """Return the predicted seconds until the answer to a prompt of n_tokens tokens begins.
@@ -132,7 +130,7 @@ class PlanTime:
         """
         cold = first and not self.residency.loaded
         early = replace(self, disk=self.disk.at_first)
-        total = float(self.costs.output_s[0])
+        total = self.costs.output_s
         for done in range(0, n_tokens, self.n_ubatch):
             size = min(self.n_ubatch, n_tokens - done)
             last = done + size == n_tokens

@@ -161,9 +161,9 @@ def foreign_policies(cap: float, more: str | None) -> list[Case]:
 
 # Names of the rows of Table 3 of the DyMoE paper.
 ON_DEMAND = "row 1: load on demand"
-CACHE, CACHE_AHEAD = "row 2: cache", "row 3: cache, prefetch"
-MIXED, MIXED_AHEAD = "row 4: cache, 4/2", "row 5: 4/2, prefetch"
-SKIP_AHEAD = "row 6: 4/0, prefetch"
+CACHE, CACHE_AHEAD = "row 2: cache", "row 3: cache + prefetch"
+MIXED, MIXED_AHEAD = "row 4: cache + 4/2", "row 5: 4/2 + prefetch"
+SKIP_AHEAD = "row 6: 4/0 + prefetch"
 
 
 class PaperRatios(NamedTuple):

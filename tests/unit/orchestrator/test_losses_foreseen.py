@@ -14,11 +14,13 @@ from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
 from orchestrator.allocation.estimate import KlEstimate, Routing, surprise
 from orchestrator.config import Config
-from orchestrator.cost import losses
-from orchestrator.cost.calibrating import format_duration
+from orchestrator.cost import calibrating, losses
+from orchestrator.cost.calibrating import CalibrationTime, format_duration
 from orchestrator.cost.losses import Fit, LossModel, LossTable, TablePrecision
+from orchestrator.cost.speeds import ROWS, Costs
 from orchestrator.errors import ConfigError, NoLossTableError
 from orchestrator.events import ABSENT, SKIP, Phase
+from orchestrator.lab.bench.models import DEMO_MODEL
 from orchestrator.runtime.loss_meter import LossMeter
 
 SHAPE = make_shape(n_layers=3, n_expert=8, k=2)
@@ -251,3 +253,35 @@ def test_the_meter_counts_answer_tokens_with_a_halved_limit(decodes):
     meter.halved = True
     meter.step_done(phase, 4)
     assert meter.halved_tokens == 4 * decodes
+
+
+def test_the_duration_of_calibrate_is_that_of_its_products(monkeypatch):
+    """Seconds of each part, on a simulated machine."""
+
+    class PlayedSpeeds:
+        def __init__(self, *_, **__):
+            pass
+
+        def costs(self, model, tiers, layout):
+            per_row = np.arange(1, len(tiers) + 1)[:, None] * np.array(ROWS) * 1e-3
+            experts = np.tile(per_row, (model.n_layers, 1, 1))
+            return Costs(experts, np.zeros(0), np.array(ROWS) * 0.1, 0.0, (0.0, 0.0))
+
+        def output_seconds(self, model, n_tokens):
+            return 7.0
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(calibrating, "Speeds", PlayedSpeeds)
+    with ExpertModel.open(DEMO_MODEL) as opened:
+        n_uses = 512 * opened.n_expert_used * opened.n_layers
+        found = CalibrationTime.of(opened, Config.build(model=DEMO_MODEL), 512)
+        n_tiers = len(opened.tiers)
+    skipped, *lowered = found.passes_s[1:]
+    assert found.passes_s[0] == skipped and len(lowered) == n_tiers - 1 > 0
+    factor = calibrating._PASS_FACTOR
+    assert skipped == pytest.approx(factor * (51.2 + 7.0 + n_uses * 1e-3), abs=1.0)
+    more = [factor * tier * n_uses * 1e-3 / 2 for tier in range(1, n_tiers)]
+    assert np.array(lowered) - skipped == pytest.approx(more)
+    assert found.total_s == found.read_s + found.measure_s + sum(found.passes_s)

@@ -43,7 +43,7 @@ def costs(expert_s=0.010, dense_s=0.030):
         expert_s=np.tile(per_row, (LAYERS, 1, 1)),
         expert_bytes=np.full((LAYERS, 1), 5000),
         dense_s=np.array(ROWS) * dense_s,
-        output_s=np.array(ROWS) * 0.004,
+        output_s=0.004,
         attention_s=(1e-5, 1e-6),
     )
 
