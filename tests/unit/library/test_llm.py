@@ -253,7 +253,7 @@ def test_answers_of_many_threads(llm):
 
 
 PROGRAM = f"""
-import os, signal, sys, threading, time
+import os, signal, sys, threading, time, traceback
 from orchestrator import LLM, ClosedError, record
 DEMO = {str(DEMO)!r}
 
@@ -269,7 +269,7 @@ def soon(call, after_s=0.05):
     try:
         call()
     except KeyboardInterrupt as error:
-        assert "own handler" in str(error)
+        assert "own handler" in str(error), traceback.format_exc()
     else:
         raise AssertionError("it was not interrupted")
     timer.cancel()
