@@ -23,6 +23,15 @@ if TYPE_CHECKING:
 
 # Bytes per second. Streaming from a slower disk is called slow.
 SLOW_DISK = 5e8
+# Explanations of a table of models.
+HERE = (
+    f"here = {FITS}: the model fits in memory.",
+    f"here = {STREAMS}: experts are read from disk as needed.",
+)
+RANGE = (
+    "tok/s as a range: the lower speed assumes that all experts are used equally, the upper speed "
+    "that few experts get most of the tokens."
+)
 COLUMNS = 100
 # Two predictions that differ by less than this factor are shown as one number.
 _DIFFER = 1.1
@@ -85,13 +94,11 @@ def render_compared(found: Quantizations) -> str:
         "The model marked * suits this machine best. It is the most precise model with at least "
         f"{WELL:g} tokens per second, or else the fastest model.",
         "bits: mean bits per weight.",
-        f"here = {FITS}: the model fits in memory.",
-        f"here = {STREAMS}: experts are read from disk as needed.",
+        *HERE,
         f"here = {NOT}: memory is too small even for reading experts as needed.",
         f"here = {NO_ROOM}: the download is larger than the free disk space.",
         "tok/s: tokens per second on the CPU alone.",
-        "tok/s as a range: the lower speed assumes that all experts are used equally, the upper "
-        "speed that few experts get most of the tokens.",
+        RANGE,
         "time goes to: shares of the time per token for reading from disk and for computing.",
         f"first: seconds until the answer to a first prompt of {found.first_tokens} tokens starts.",
     )

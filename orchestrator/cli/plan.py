@@ -17,6 +17,8 @@ from gguf_tools.units import format_size
 from orchestrator.chat.console import Console, strip_controls
 from orchestrator.cli.compared import (
     COLUMNS,
+    HERE,
+    RANGE,
     compare_here,
     legend_lines,
     machine_text,
@@ -39,7 +41,7 @@ from orchestrator.cli.options import (
     say_result,
 )
 from orchestrator.cost.known import Known, Row, known_here
-from orchestrator.cost.outlook import FITS, LONG, NO_ROOM, STREAMS, WELL
+from orchestrator.cost.outlook import LONG, NO_ROOM, WELL
 from orchestrator.errors import ConfigError, HubUnreachableError
 from orchestrator.plan.records import Needs, PlanRequest
 
@@ -124,12 +126,10 @@ def render_known(known: Known) -> str:
     legend = (
         f"precision: the best precision with at least {WELL:g} tokens per second, or else the "
         "fastest precision. --json lists all precisions.",
-        f"here = {FITS}: the model fits in memory.",
-        f"here = {STREAMS}: experts are read from disk as needed.",
+        *HERE,
         f"here = {NO_ROOM}: the model is larger than the free disk space.",
         "tok/s: tokens per second.",
-        "tok/s as a range: the lower speed assumes that all experts are used equally, the upper "
-        "speed that few experts get most of the tokens.",
+        RANGE,
         f"at 8k: tokens per second after {LONG} tokens.",
         f"first: seconds until the answer to a first prompt of {known.first_tokens} tokens starts.",
     )

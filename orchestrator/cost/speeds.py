@@ -419,8 +419,9 @@ class Speeds(Closing):
         """
         interleaves = self._bindings.library().interleaves
         tensors = _dense_matrices(model)
-        output = tensors.pop(OUTPUT, None) or tensors.pop(EMBEDDINGS, None)
-        tensors.pop(EMBEDDINGS, None)
+        output = _output_matrix(tensors)
+        for name in (OUTPUT, EMBEDDINGS):
+            tensors.pop(name, None)
         largest: dict[GGMLType, TensorInfo] = {}
         for info in (*tensors.values(), *([output] if output else ())):
             known = largest.get(info.type)
@@ -431,7 +432,7 @@ class Speeds(Closing):
 
         def seconds(kind: GGMLType, nbytes: int, rows: int) -> float:
             n_in, n_out = largest[kind].shape[:2]
-            stands = Product(kind, n_in, min(n_out, _DENSE_ROWS), rows)
+            stands = _timed_product(largest[kind], rows)
             scale = nbytes / stands.nbytes
             if layout == FILE or not interleaves(kind, n_in, n_out):
                 return self.seconds(stands) * scale
@@ -450,12 +451,10 @@ class Speeds(Closing):
 
     def output_seconds(self, model: ExpertModel, n_tokens: int) -> float:
         """Return the seconds of the output matrix for a large batch of n_tokens tokens."""
-        tensors = _dense_matrices(model)
-        output = tensors.get(OUTPUT) or tensors.get(EMBEDDINGS)
+        output = _output_matrix(_dense_matrices(model))
         if output is None:
             return 0.0
-        n_in, n_out = output.shape[:2]
-        stands = Product(output.type, n_in, min(n_out, _DENSE_ROWS), ROWS[-1])
+        stands = _timed_product(output, ROWS[-1])
         return self.seconds(stands) * output.nbytes / stands.nbytes * n_tokens / ROWS[-1]
 
     def _overhead_seconds(self, model: ExpertModel) -> tuple[float, float]:
@@ -538,3 +537,14 @@ def _dense_matrices(model: ExpertModel) -> dict[str, TensorInfo]:
             if len(info.shape) == 2 and proper and is_dense:
                 found.setdefault(info.name, info)
     return found
+
+
+def _output_matrix(tensors: Mapping[str, TensorInfo]) -> TensorInfo | None:
+    """Return the output matrix among dense matrices, or the embeddings that a model uses as one."""
+    return tensors.get(OUTPUT) or tensors.get(EMBEDDINGS)
+
+
+def _timed_product(matrix: TensorInfo, n_rows: int) -> Product:
+    """Return the product that is timed for a dense matrix: the matrix with at most 4,096 rows."""
+    n_in, n_out = matrix.shape[:2]
+    return Product(matrix.type, n_in, min(n_out, _DENSE_ROWS), n_rows)

@@ -114,7 +114,7 @@ class Table:
             padded = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
             return f"| {' | '.join(padded)} |"
 
-        rule = "|".join(["", *("-" * (width + 2) for width in widths), ""])
+        rule = f"|{'|'.join('-' * (width + 2) for width in widths)}|"
         body = [line(heads), rule, *map(line, rows)]
         notes = ["", *self.footnotes] if self.footnotes else []
         return "\n".join([f"**{self.title}**", "", *body, *notes])

@@ -69,8 +69,8 @@ class Chats:
     time from a message to a signal. hang_s: an answer that takes longer counts as a hang.
 
     answers: by moment, how often the question after an interrupt was answered. stopped: by moment,
-    how often Ctrl-C stopped something. ended_s: time from SIGTERM to the end of each process.
-    wrong: the failures.
+    how often Ctrl-C stopped something. back_s: time from each Ctrl-C until the chat waits for keys.
+    ended_s: time from SIGTERM to the end of each process. wrong: the failures.
     """
 
     args: list
@@ -83,6 +83,7 @@ class Chats:
     moments: tuple = MOMENTS
     answers: Counter = field(default_factory=Counter)
     stopped: Counter = field(default_factory=Counter)
+    back_s: list = field(default_factory=list)
     ended_s: list = field(default_factory=list)
     wrong: list = field(default_factory=list)
 
@@ -114,8 +115,10 @@ class Chats:
 
     def stop(self, terminal):
         """Press Ctrl-C. Return the output until the chat waits for keys."""
+        begin_s = time.monotonic()
         terminal.send(CTRL_C)
         terminal.until_it_reads(self.hang_s)
+        self.back_s.append(time.monotonic() - begin_s)
         # If Ctrl-C comes just before the wait for keys, CPython notices it at the next key.
         terminal.send("\n")
         shown = terminal.wait(READY, self.hang_s)
@@ -194,6 +197,7 @@ def main():
             {
                 "answers": dict(chats.answers),
                 "stopped": dict(chats.stopped),
+                "back after at most": round(max(chats.back_s, default=0.0), 2),
                 "SIGTERM": [round(each, 2) for each in chats.ended_s],
                 "wrong": chats.wrong,
             },

@@ -339,7 +339,8 @@ def render(result: dict[str, Any]) -> str:
         add("acc, acc_norm", scores, f"{choices['questions']} questions")
     if (usage := result["usage"]) is not None:
         if (lost := usage["kl_estimate"]) is not None:
-            add("KL estimated", f"{usage['kl_low']:.5f} to {lost:.5f}", "nats per token")
+            estimate = f"{usage['kl_low']:.5f} to {lost:.5f}"
+            add("KL estimated", estimate, "nats per token, from the loss table")
         if usage["limit_halved"]:
             note = (
                 "the limit on the quality loss was halved, because the text uses other experts "
@@ -364,9 +365,7 @@ def render(result: dict[str, Any]) -> str:
                 else "if an expert was in memory in a higher precision than the policy chose, the "
                 "higher precision was used"
             )
-            percent = 100 * usage["computed_low"]
-            value = f"{percent:.1f} % of the expert matrices were computed in a low precision"
-            add("computed low", value, how)
+            add("computed low", f"{100 * usage['computed_low']:.1f} % of the expert matrices", how)
         reads = format_size(usage["bytes_read"])
         if usage["hit_rate"] is not None:
             reads += f"; {100 * usage['hit_rate']:.1f} % of the requested experts were in memory"
