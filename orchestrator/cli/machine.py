@@ -14,7 +14,7 @@ from gguf_tools.units import format_size
 from orchestrator.cost.disk import Bandwidth, bytes_per_s, kept_bandwidth
 from orchestrator.cost.planner import Planner, ResolvedPlan
 from orchestrator.cost.plans import Frontier
-from orchestrator.cost.time import spare_bytes
+from orchestrator.cost.speeds import spare_bytes
 from orchestrator.errors import MoeEdgeError
 from orchestrator.native import Bandwidths, measure_device
 from orchestrator.native.llama import Bindings

@@ -13,10 +13,11 @@ from gguf_tools.experts import ExpertModel
 from orchestrator.allocation.estimate import ROUTING_TOKENS
 from orchestrator.config import Config
 from orchestrator.cost.disk import kept_bandwidth
-from orchestrator.cost.speeds import FILE, Speeds, interpolated
+from orchestrator.cost.speeds import FILE, Speeds, interpolated, spare_bytes
 from orchestrator.errors import MoeEdgeError
 from orchestrator.native.llama import Bindings
 from orchestrator.plan.footprint import vocabulary_size
+from orchestrator.plan.records import PlanRequest
 
 # Default number of tokens of the text.
 TOKENS = 8192
@@ -65,13 +66,16 @@ class CalibrationTime(NamedTuple):
         The speeds of the processor and of the disk are those that earlier runs have measured. For
         an unknown disk, a default speed is assumed.
 
-        config: determines the numbers of threads for computing and for reading. measures: whether
-        unknown speeds of the processor are measured now, which takes some seconds. Raises
-        NativeError if such a speed is unknown afterwards.
+        - config: determines the memory limit, and the number of threads that compute or read.
+        - measures: whether unknown speeds of the processor are measured now. This takes some
+          seconds.
+
+        Raises NativeError if the speed of the processor is unknown afterwards.
         """
         n_vocab = max(1, vocabulary_size(model))
         scored = min(n_tokens, LOGITS_BYTES // (8 * n_vocab))
-        with closing(Speeds(Bindings.load(), config.n_threads, measures=measures)) as speeds:
+        pool = spare_bytes(PlanRequest(config), model)
+        with closing(Speeds(Bindings.load(), config.n_threads, pool, measures)) as speeds:
             costs = speeds.costs(model, tuple(range(len(model.tiers))), FILE)
             scored_s = speeds.output_seconds(model, scored)
         rows = n_tokens * model.n_expert_used / model.n_expert

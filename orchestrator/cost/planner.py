@@ -27,8 +27,8 @@ from orchestrator.cost.plans import (
     faster_lossless,
     settings_of_plans,
 )
-from orchestrator.cost.speeds import Speeds
-from orchestrator.cost.time import PROMPT_TOKENS, TimeModel, known_uses, skewed, spare_bytes
+from orchestrator.cost.speeds import Speeds, spare_bytes
+from orchestrator.cost.time import PROMPT_TOKENS, TimeModel, known_uses, skewed
 from orchestrator.errors import ConfigError, MoeEdgeError, PolicyError
 from orchestrator.native.llama import Bindings
 from orchestrator.plan.machine import (

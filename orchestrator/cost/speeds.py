@@ -26,7 +26,7 @@ from gguf_tools.closing import Closing
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import EMBEDDINGS, OUTPUT, GGMLType, layer_of, parse_expert_name
 from gguf_tools.file.parse import TensorInfo
-from gguf_tools.process import Disturbance, processor_name, usable_cores
+from gguf_tools.process import Disturbance, processor_name, trim_memory, usable_cores
 from orchestrator.cache.files import digest, keep, recalled, user_folder
 from orchestrator.cost.products import (
     POOL_BYTES,
@@ -39,7 +39,9 @@ from orchestrator.cost.products import (
 )
 from orchestrator.errors import NativeError
 from orchestrator.native.llama import Bindings
-from orchestrator.plan.footprint import vocabulary_size
+from orchestrator.plan.footprint import process_bytes, vocabulary_size
+from orchestrator.plan.machine import probe
+from orchestrator.plan.records import PlanRequest
 
 DISTURBED = (
     "Other programs used the processor while its speed was measured, so predicted speeds may be "
@@ -86,6 +88,8 @@ _CELLS = 512
 _WIDE, _MANY = 4096, 131072
 # For rough timings: maximum rows, beyond which time is proportional, and seconds of a timing.
 _ROUGH_ROWS, _ROUGH_S = 64, 0.04
+# A lower bound of the memory for measurements.
+_LEAST_SPARE_BYTES = 8 << 20
 
 
 class Timing(NamedTuple):
@@ -215,6 +219,18 @@ def interpolated(curve: np.ndarray, rows: float | np.ndarray) -> np.ndarray:
     """
     beyond = np.maximum(1.0, np.asarray(rows) / ROWS[-1])
     return np.asarray(np.interp(rows, ROWS, curve) * beyond)
+
+
+def spare_bytes(request: PlanRequest, model: ExpertModel) -> int:
+    """Return the memory that measurements may take before a model is loaded, in bytes.
+
+    The limit for the process is --ram or the machine's free memory, whichever is less. The memory
+    that the process needs without the model's weights and buffers is subtracted from this limit.
+    The result is three quarters of the rest, but at least 8 MiB.
+    """
+    free = probe().memory_bytes
+    left = min(request.config.ram or free, free) - process_bytes(model, request)
+    return max(_LEAST_SPARE_BYTES, left * 3 // 4)
 
 
 class Speeds(Closing):
@@ -479,9 +495,13 @@ class Speeds(Closing):
         return found[0], found[1]
 
     def close(self) -> None:
-        """Store the measurements in the user cache. Write errors are ignored."""
+        """Store the measurements in the user cache, and return the memory of the timings.
+
+        Write errors are ignored.
+        """
         if self._timer is not None:
             self._timer.close()
+            trim_memory()  # otherwise plans and limits of this process count freed memory
         if self._measured and self._pool_bytes >= POOL_BYTES:
             kept = Timings.load(self._path, _FORMAT, time())
             for key, rounds in self._measured.items():

@@ -35,18 +35,14 @@ from orchestrator.cost.losses import Skips, started
 from orchestrator.cost.speeds import FILE, OWN, UPSTREAM, Costs, Speeds, interpolated
 from orchestrator.errors import ProfileError
 from orchestrator.events import SKIP, Phase
-from orchestrator.plan.footprint import process_bytes
 from orchestrator.plan.layouts import wants_own_layout
-from orchestrator.plan.machine import probe
-from orchestrator.plan.records import Plan, PlanRequest
+from orchestrator.plan.records import Plan
 
 # The share of the next layer's experts that look-ahead predicts (docs/experiments/firm.md).
 FORESEEN = 0.8
 # Length of predicted prompts, and of the context before a predicted token.
 PROMPT_TOKENS = 512
 _MOST_STEPS = 64
-# A lower bound of the memory for measurements.
-_LEAST_SPARE_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,18 +381,6 @@ def expected(plan: Plan, uses: np.ndarray, n_cells: int = 0) -> Residency:
         return resident(started(placement, uses), uses, len(placement.shape.tiers))
     foreseen = FORESEEN if placement.wants.n_ahead else 0.0
     return cached(placement.shape, slots, uses, placement.fractions(uses), foreseen)
-
-
-def spare_bytes(request: PlanRequest, model: ExpertModel) -> int:
-    """Return the memory that measurements may take before a model is loaded, in bytes.
-
-    The limit for the process is --ram or the machine's free memory, whichever is less. The memory
-    that the process needs without the model's weights and buffers is subtracted from this limit.
-    The result is three quarters of the rest, but at least 8 MiB.
-    """
-    free = probe().memory_bytes
-    left = min(request.config.ram or free, free) - process_bytes(model, request)
-    return max(_LEAST_SPARE_BYTES, left * 3 // 4)
 
 
 def known_uses(config: Config, model: ExpertModel) -> tuple[np.ndarray, bool]:

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any, Generic, Literal, TypeVar, overload
 
 from gguf_tools.closing import Closing
+from gguf_tools.process import trim_memory
 from orchestrator.config import Config, Sampling
 from orchestrator.errors import (
     ClosedError,
@@ -32,7 +33,7 @@ from orchestrator.errors import (
 from orchestrator.events import GenerationStats, Phase
 from orchestrator.library.images import with_images
 from orchestrator.library.models import config_of, find_model
-from orchestrator.library.process import check_process, closed, free_memory, loading, opening
+from orchestrator.library.process import check_process, closed, loading, opening
 from orchestrator.library.progress import Bars
 from orchestrator.library.results import ChatAnswer, Chunk, Completion, PlanSummary, Score
 from orchestrator.library.worker import Stops, Worker
@@ -356,7 +357,7 @@ class LLM(Closing):
         atexit.unregister(self._worker.join)
         self._answer = None
         del self._runtime, self._served
-        free_memory()
+        trim_memory()  # the closed objects refer to each other, so they are not freed yet
         if call.error is not None:
             raise call.error
 

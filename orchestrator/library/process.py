@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import os
 import weakref
-from contextlib import suppress
 
 from orchestrator.errors import ClosedError, ConfigError
 from orchestrator.library.worker import Worker
@@ -57,14 +54,3 @@ def closed(worker: Worker) -> None:
     did the work of the model.
     """
     _open.discard(worker)
-
-
-def free_memory() -> None:
-    """Free the objects of a closed model, and return free memory to the operating system.
-
-    The objects refer to each other, so only the garbage collector frees them. Without this call,
-    the process would grow with each model.
-    """
-    gc.collect()
-    with suppress(AttributeError, OSError):  # other C libraries than glibc
-        ctypes.CDLL(None).malloc_trim(0)

@@ -11,12 +11,13 @@ from time import monotonic, sleep
 from typing import Any
 
 from gguf_tools.experts import ExpertModel
+from gguf_tools.process import trim_memory
 from orchestrator.config import Config
 from orchestrator.native.llama import Bindings
 from orchestrator.runtime.answering import Answering
 from orchestrator.runtime.load import Progress
 from orchestrator.runtime.runtime import Runtime
-from orchestrator.serve.admission import SlotManager, return_memory, trim_memory
+from orchestrator.serve.admission import SlotManager, return_memory
 from orchestrator.serve.app import application
 from orchestrator.serve.bodies import Words
 from orchestrator.serve.changes import ModelChanges

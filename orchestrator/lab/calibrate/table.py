@@ -434,7 +434,7 @@ def measure_losses(
         tiers = [tier.name for tier in model.tiers]
         if kept.went_on:
             note(f"Continued the interrupted run saved in {kept.folder}.")
-        config = Config.build(model=source, threads=method.threads)
+        config = Config.build(model=source, threads=method.threads, ram=method.ram)
         time = CalibrationTime.of(model, config, text.n_tokens)
         seconds = {} if kept.table_path.exists() else _first_parts(method, source, reference, time)
         names = [name for name, _ in passes(tiers)]

@@ -28,8 +28,8 @@ from orchestrator.cost.speeds import (
     Speeds,
     Timing,
     Timings,
+    spare_bytes,
 )
-from orchestrator.cost.time import spare_bytes
 from orchestrator.plan.records import PlanRequest
 
 DAY = 86400.0
