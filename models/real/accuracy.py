@@ -1,17 +1,22 @@
-"""Accuracy on two tasks: `python -m models.real.accuracy FILE.. --dense F16.gguf --data DIR`.
+"""Accuracy on two tasks: `python -m models.real.accuracy FILE.. --data DIR`.
 
-The tasks are two parts of BLiMP, which lm_eval has as tasks of the same names. An item is a good
-and a bad sentence, and is solved if the good one has the greater total probability. Chance is 50 %.
+The tasks are those of lm_eval (EleutherAI's evaluation harness, extra `eval`), with its prompts and
+its scoring. The questions come from the text collection, because lm_eval would download them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
-import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from importlib.resources import files
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+from zipfile import ZipFile
 
 import numpy as np
 
@@ -19,42 +24,92 @@ from gguf_tools.columns import aligned
 from gguf_tools.process import compute_threads
 from models.real.bootstrap import Values, interval
 from models.real.command import reporting_errors
-from models.real.judge import compare
 from orchestrator.errors import ConfigError
-from orchestrator.lab.observe import observe
 
-ARCHIVE = "eval/blimp/BLiMP.zip"
-TASKS = ("anaphor_number_agreement", "regular_plural_subject_verb_agreement_1")
-# lm_eval reads a sentence after this token.
-_START = "<|endoftext|>"
+# Longest question with an answer, in tokens.
+_CONTEXT = 512
 
 
-def read_pairs(data: Path, task: str, items: int) -> list[tuple[str, str]]:
-    """Return the first `items` pairs of a good and a bad sentence of a task.
+class Task(NamedTuple):
+    """A task of lm_eval whose questions are in the text collection.
 
-    Raises ConfigError if the archive or the task is missing.
+    - definition: the task's file in lm_eval's folder of tasks.
+    - questions: the file in the collection; in a ZIP archive, after "::".
+    - replaced: fields of the definition that the collection stores in another form.
     """
-    path = data / ARCHIVE
-    try:
-        with zipfile.ZipFile(path) as archive:
-            names = [name for name in archive.namelist() if name.endswith(f"/{task}.jsonl")]
-            names = [name for name in names if not name.startswith("__MACOSX")]
-            lines = archive.read(names[0]).decode().splitlines()[:items]
-    except (OSError, zipfile.BadZipFile, IndexError) as error:
-        raise ConfigError(f"{path} has no task {task}: --data names the collection") from error
-    records = [json.loads(line) for line in lines]
-    return [(each["sentence_good"], each["sentence_bad"]) for each in records]
+
+    definition: str
+    questions: str
+    replaced: Mapping[str, str | None] = {}
+
+    @property
+    def name(self) -> str:
+        """The name under which lm_eval reports the task."""
+        return Path(self.definition).stem
+
+    def write(self, folder: Path, data: Path) -> Path:
+        """Write a definition of the task that reads its questions from `data`, and return its path.
+
+        folder: where the file is written, and questions from an archive. data: the text collection.
+        Raises ConfigError if the questions are missing.
+        """
+        name, _, inside = self.questions.partition("::")
+        questions = data / name
+        if not questions.is_file():
+            raise ConfigError(
+                f"{questions} is missing: --data names the folder of the text collection"
+            )
+        if inside:
+            with ZipFile(questions) as archive:
+                questions = Path(archive.extract(inside, folder))
+        written = folder / f"{self.name}.yaml"
+        fields: dict[str, object] = {
+            "include": str(files("lm_eval") / "tasks" / self.definition),
+            "task": self.name,
+            "dataset_path": "json",
+            "dataset_name": None,
+            "dataset_kwargs": {"data_files": {"test": str(questions)}},
+            "training_split": None,
+            "validation_split": None,
+            "test_split": "test",
+        }
+        written.write_text(json.dumps({**fields, **self.replaced}))  # JSON is also YAML
+        return written
 
 
-def solved(nll: Values, windows: Sequence[Sequence[int]]) -> Values:
-    """Return 1 for each solved item, else 0. `nll` has the scored tokens of all windows in order.
+TASKS = (
+    Task(
+        "arc/arc_easy.yaml",
+        "eval/arc_easy.test.jsonl.xz",
+        {"doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}"},
+    ),
+    Task(
+        "blimp/anaphor_number_agreement.yaml",
+        "eval/blimp/BLiMP.zip::data/anaphor_number_agreement.jsonl",
+    ),
+)
 
-    The windows of an item follow each other, the good sentence first.
+
+def solved(model: Path, tasks: Sequence[Path], items: int, threads: int) -> dict[str, Values]:
+    """Return 1 for each solved item and 0 for the others, by the name of the task.
+
+    An item is solved if its answer has the greatest log-likelihood of all choices (lm_eval's acc).
+
+    - tasks: definitions of lm_eval tasks.
+    - items: maximum number of items of each task.
     """
-    ends = np.cumsum([len(window) - 1 for window in windows])[:-1]
-    sums = np.array([part.sum() for part in np.split(nll, ends)])
-    found: Values = (sums[0::2] < sums[1::2]).astype(np.float64)
-    return found
+    from lm_eval import simple_evaluate
+
+    from orchestrator.lab.eval.harness import MoeEdgeLM
+
+    lm = MoeEdgeLM(model=str(model), ctx=_CONTEXT, threads=threads)
+    with closing(lm.runtime):
+        found = simple_evaluate(lm, tasks=[*map(str, tasks)], limit=items, bootstrap_iters=0)
+    samples = found["samples"].items()
+    return {
+        name: np.array([item["acc"] for item in sorted(each, key=lambda item: item["doc_id"])])
+        for name, each in samples
+    }
 
 
 def _shown(values: Values) -> str:
@@ -67,30 +122,27 @@ def _shown(values: Values) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m models.real.accuracy", description=__doc__)
-    parser.add_argument("models", type=Path, nargs="+", help="models to compare with the dense one")
-    parser.add_argument("--dense", type=Path, required=True, help="the dense model in F16")
+    models = "models. Each is compared with the first one, such as the model with k = 8"
+    parser.add_argument("models", type=Path, nargs="+", help=models)
     parser.add_argument("--data", type=Path, required=True, help="folder of the text collection")
     parser.add_argument("--items", type=int, default=200, help="items of each task")
     parser.add_argument("--threads", type=int, help="compute threads [default: free cores]")
     args = parser.parse_args(argv)
     threads = compute_threads(args.threads)
-    for task in TASKS:
-        pairs = read_pairs(args.data, task, args.items)
-        with observe(args.dense, 64, threads, lambda node: False, lambda node: None) as reader:
-            windows = [
-                reader.model.tokenize(_START + each, add_special=False, parse_special=True)
-                for pair in pairs
-                for each in pair
-            ]
-        base, scores = compare(args.dense, args.models, windows, threads)
-        dense = solved(base, windows)
-        rows = [["model", "solved, % (95 %)", "difference in points (95 %)"]]
-        rows.append(["dense", _shown(dense), ""])
-        for path, score in zip(args.models, scores, strict=True):
-            mine = solved(score.nll, windows)
-            rows.append([path.name, _shown(mine), _shown(mine - dense)])
-        head = f"blimp_{task}: {len(pairs)} items, chance 50 %"
-        print("\n".join([head, *aligned(rows)]), flush=True)
+    os.environ |= {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"}  # before lm_eval is imported
+    try:
+        import orchestrator.lab.eval.harness  # noqa: F401 - its error names the package to install
+    except ImportError as error:
+        raise ConfigError(str(error)) from error
+    with TemporaryDirectory() as folder:
+        tasks = [task.write(Path(folder), args.data) for task in TASKS]
+        results = [solved(path, tasks, args.items, threads) for path in args.models]
+    for name, first in results[0].items():
+        rows = [["model", "solved, % (95 %)", "difference from the first, points (95 %)"]]
+        for path, found in zip(args.models, results, strict=True):
+            minus = "" if found is results[0] else _shown(found[name] - first)
+            rows.append([path.name, _shown(found[name]), minus])
+        print("\n".join([f"{name}: {len(first)} items", *aligned(rows)]), flush=True)
     return 0
 
 

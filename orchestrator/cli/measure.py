@@ -286,7 +286,7 @@ def make_table(
     ConfigError if the model's folder cannot be written.
     """
     from orchestrator.cache.files import check_target
-    from orchestrator.cost.losses import default_path
+    from orchestrator.cost.losses import calibrate_command, default_path
     from orchestrator.lab.calibrate.table import measure_losses
 
     target = out or default_path(file)
@@ -296,8 +296,8 @@ def make_table(
         if out is not None:
             raise
         raise ConfigError(
-            f"the loss table {target} cannot be written: {error.strerror}. Choose another file "
-            "with --out FILE, and run the model with --losses FILE"
+            f"the loss table {target} cannot be written: {error.strerror}. Run "
+            f"{calibrate_command(file)} with --out FILE, and then the model with --losses FILE"
         ) from error
     with console.bars():
         show = partial(console.bar, "Calibrating")

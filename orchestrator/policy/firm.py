@@ -789,7 +789,7 @@ class FIRM(Policy):
         summary=(
             "Lossless: all experts have one precision. Prefetches the experts that each layer "
             "predicts for the next layer, and tunes their number at run time. For the method of "
-            "the FIRM-MoE paper, add --agree mol --prefetch-kinds 1."
+            "the FIRM-MoE paper, add --agree mol --prefetch-kinds 1 --tune climb."
         ),
         Settings=FIRMSettings,
         reason="runs one precision",

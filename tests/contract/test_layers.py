@@ -45,7 +45,7 @@ ONLY = {
     "uvicorn": ("orchestrator.serve.run",),
     "ray": ("orchestrator.serve.fleet", "orchestrator.serve.routing"),
     "tqdm": ("orchestrator.library.progress",),
-    "lm_eval": ("orchestrator.lab.eval.harness",),
+    "lm_eval": ("orchestrator.lab.eval.harness", "models"),
     "huggingface_hub": ("gguf_tools.hub",),
     "torch": ("gguf_tools.quantize.gptq", "gguf_tools.convert.upstream", "models"),
     "transformers": ("gguf_tools.convert.upstream", "models"),

@@ -1,29 +1,50 @@
-"""Accuracy on pairs of sentences (models/real/accuracy.py)."""
+"""Accuracy in tasks of lm_eval (models/real/accuracy.py)."""
 
 import json
+import lzma
 import zipfile
 
-import numpy as np
 import pytest
 
-from models.real.accuracy import ARCHIVE, read_pairs, solved
-from orchestrator.errors import ConfigError
+pytest.importorskip("lm_eval", reason="needs lm_eval: pip install -e '.[eval]'")
+
+from models.real import accuracy
+
+SENTENCES = [("the dog runs", "the dog run"), ("she sees herself", "she sees himself"), ("a", "b")]
 
 
-def test_the_sentence_of_the_smaller_sum_wins():
-    windows = [[0, 1, 2], [0, 1, 2], [0, 1], [0, 1, 2]]
-    nll = np.array([1.0, 1.0, 2.0, 1.0, 5.0, 1.0, 1.0])
-    assert solved(nll, windows).tolist() == [1.0, 0.0]
+def write(data, correct):
+    """Write the questions of both tasks. `correct` is the index of the correct sentence."""
+    arc, _, _ = accuracy.TASKS[0].questions.partition("::")
+    blimp, _, inside = accuracy.TASKS[1].questions.partition("::")
+    for name in (arc, blimp):
+        (data / name).parent.mkdir(parents=True, exist_ok=True)
+    records = [{"question": "Which?", "choices": each, "answer": correct} for each in SENTENCES]
+    with lzma.open(data / arc, "wt") as file:
+        file.write("".join(json.dumps(record) + "\n" for record in records))
+    with zipfile.ZipFile(data / blimp, "w") as archive:
+        pairs = [{"sentence_good": s[correct], "sentence_bad": s[1 - correct]} for s in SENTENCES]
+        archive.writestr(inside, "".join(json.dumps(pair) + "\n" for pair in pairs))
 
 
-def test_pairs_are_read_from_the_archive(tmp_path):
-    path = tmp_path / ARCHIVE
-    path.parent.mkdir(parents=True)
-    lines = [json.dumps({"sentence_good": f"g{n}", "sentence_bad": f"b{n}"}) for n in range(3)]
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("data/task.jsonl", "\n".join(lines))
-    assert read_pairs(tmp_path, "task", 2) == [("g0", "b0"), ("g1", "b1")]
-    with pytest.raises(ConfigError, match="has no task other"):
-        read_pairs(tmp_path, "other", 2)
-    with pytest.raises(ConfigError, match="has no task task"):
-        read_pairs(tmp_path / "none", "task", 2)
+def test_each_item_has_one_correct_sentence(tiny_model, tmp_path, monkeypatch):
+    """If the other sentence of each item becomes the correct one, the model solves exactly the
+    items that it did not solve before."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    model, found = tiny_model("qwen3moe", "q8_0", "q4_k"), []
+    for correct in (0, 1):
+        data = tmp_path / str(correct)
+        write(data, correct)
+        tasks = [task.write(data, data) for task in accuracy.TASKS]
+        found.append(accuracy.solved(model, tasks, items=3, threads=1))
+    assert list(found[0]) == [task.name for task in accuracy.TASKS]
+    for name in found[0]:
+        assert (found[0][name] + found[1][name]).tolist() == [1.0] * len(SENTENCES), name
+
+
+def test_missing_questions_are_one_sentence(tmp_path, capsys, monkeypatch):
+    for name in ("HF_DATASETS_OFFLINE", "HF_HUB_OFFLINE"):
+        monkeypatch.setenv(name, "1")  # restores what the command changes
+    assert accuracy.main(["model.gguf", "--data", str(tmp_path)]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {tmp_path}") and said.count("\n") == 1

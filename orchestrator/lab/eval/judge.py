@@ -154,7 +154,7 @@ class Reference(Closing):
             raise ConfigError(
                 f"{folder} has too little free space to compare {n_tokens} tokens with the best "
                 f"precision: {format_size(needed)} needed, {format_size(free)} free. Use a smaller "
-                f"--max-tokens"
+                f"{'--max-tokens' if path is None else '--calib-tokens'}"
             )
         self._file = tempfile.TemporaryFile() if path is None else path.open("r+b")  # noqa: SIM115
         self._file.truncate(needed)

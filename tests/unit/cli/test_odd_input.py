@@ -124,8 +124,8 @@ def test_an_unwritable_table_next_to_a_model_suggests_out(tmp_path, monkeypatch)
     monkeypatch.setattr("orchestrator.cache.files.check_target", read_only)
     said = refused("calibrate", DEMO.with_name("other.gguf"), "--calib", __file__)
     assert said.endswith(
-        "other.gguf.calib.json cannot be written: Read-only file system. Choose another file with "
-        "--out FILE, and run the model with --losses FILE"
+        "other.gguf.calib.json cannot be written: Read-only file system. Run `moe-edge calibrate "
+        f"-m {DEMO.with_name('other.gguf')}` with --out FILE, and then the model with --losses FILE"
     )
     named = refused("calibrate", DEMO, "--calib", __file__, "--out", tmp_path / "t.json")
     assert named == f"Error: {tmp_path / 't.json'}: Read-only file system"
