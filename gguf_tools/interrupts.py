@@ -290,10 +290,14 @@ _watch = _Watch()
 def leaving(last_work: Callable[[], None]) -> Iterator[None]:
     """A `with` block in which SIGTERM and SIGHUP end the process even if a C call does not return.
 
-    Put each C call into an inner block `with held(stop):`. If one of the signals arrives during the
-    C call, a helper thread calls `stop`, which should make the C call return. If the C call has not
-    returned after LEAVE_AFTER_S seconds, another thread calls `last_work` and exits the process.
-    Outside these inner blocks, signals are handled as if this block did not exist.
+    Inside the block, put each C call into a block `with held(stop):`. If one of these signals
+    arrives during a C call:
+
+    1. A thread calls `stop` at once, which should make the C call return.
+    2. If the call still runs LEAVE_AFTER_S seconds later, another thread calls `last_work` and
+       exits the process.
+
+    At all other times, signals are handled as without `leaving`.
 
     last_work: function that does the work needed before the exit, such as saving a file. It must
         return soon. If `leaving` blocks are nested, the functions of all these blocks are called.

@@ -488,7 +488,7 @@ class Config(Settings):
     use_extra_bufts: bool | None = setting(
         None,
         "Change the layout of weights outside the experts so that this CPU computes faster.",
-        shown="true with --policy plain, otherwise only if experts are repacked for this CPU",
+        shown="yes with --policy plain; otherwise yes only if experts are repacked for this CPU",
         option=False,
     )
     layout: str = setting(

@@ -282,10 +282,10 @@ def read_edited(
 ) -> tuple[dict[str, bytes], dict[str, bytes]]:
     """Return (original contents, edited contents) of files in an edited source tree.
 
-    Both results are {path: contents}. They have all files of llama.cpp that were changed in `tree`,
-    and the unchanged files in `owned`. Files that were added or deleted in `tree` count only if
-    they are in `owned`. An added file is only in the second result, and a deleted file only in the
-    first.
+    Both results are {path: contents}. Both have the files of llama.cpp that were changed in `tree`,
+    and the unchanged files in `owned`. If a file in `owned` was added in `tree`, it is only in the
+    second result. If it was deleted, it is only in the first. Other added and deleted files are in
+    neither.
 
     - sdist, upstream: the original source distribution and its release.
     - tree: an edited copy of the source distribution, or of the llama.cpp in it.

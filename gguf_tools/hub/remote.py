@@ -97,8 +97,9 @@ def fetch_listed_headers(
 
     folder: receives one folder for each model. progress: called with the finished share, 0 to 1.
 
-    Return (results, number of bytes that were downloaded), with one result for each of the listed
-    models, in their order. If a header cannot be read or stored, the result is an error.
+    Return (results, number of downloaded bytes). The list `results` has a Headers object (path of
+    the local copy, and sizes) for each listed model, in their order. If a header cannot be read or
+    stored, it has an error instead.
     """
     from huggingface_hub.utils import build_hf_headers
 

@@ -43,12 +43,13 @@ class Coding(NamedTuple):
     The block has a code for each weight, and scale factors. A weight is computed from its code:
 
     - If `scales` is empty, the weights for successive codes are equally spaced.
-    - Otherwise, the weight is scales[code - first], times a scale factor of the block.
+    - Otherwise, `scales` is a table of numbers that is the same for all blocks. The weight is
+      scales[code - first], times a scale factor of the block.
 
-    planes: the byte ranges of the block that hold the codes. For some types, one plane holds the
-        low bits of all codes, and another plane holds the high bits.
+    planes: the byte ranges of the block that hold the codes. Some types hold the low and the high
+        bits of the codes in different planes.
     first, last: the smallest and the largest code in use.
-    scales: one number for each code from `first` to `last`, or empty.
+    scales: the table, with one number for each code from `first` to `last`, or empty.
     flip: bit mask. The block stores `code XOR flip` instead of the code.
     """
 
@@ -105,15 +106,15 @@ def put_codes(ggml_type: GGMLType, blocks: Blocks, codes: Blocks) -> None:
 
 
 def code_values(ggml_type: GGMLType, blocks: Blocks, decode: Decode) -> Floats:
-    """Return one or two numbers for each weight in quantized blocks, which give any code's value.
+    """Return numbers that give the weight for every possible code, at each place in blocks.
 
-    A code is the small integer that a block stores for a weight. The result tells what weight each
-    possible code would stand for. Let `first`, `last` and `scales` be these fields of
-    CODINGS[ggml_type]:
+    A code is the small integer that a block stores for a weight. Its weight also depends on scale
+    factors, which can differ between parts of a block. So each place has its own numbers.
+    `first`, `last` and `scales` are fields of CODINGS[ggml_type]:
 
-    - If `scales` is empty, the two numbers are the weights for the codes `first` and `last`. The
-      weights for the codes between them are equally spaced.
-    - Otherwise there is one number s. The weight for a code is s * scales[code - first].
+    - If `scales` is empty: two numbers, the weights for the codes `first` and `last`. The weights
+      for the codes between them are equally spaced.
+    - Otherwise: one number s. The weight for a code is s * scales[code - first].
 
     blocks: uint8 [number of blocks, bytes per block].
     decode: function that decodes the bytes of blocks to float32 weights.

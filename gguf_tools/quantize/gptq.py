@@ -104,8 +104,8 @@ def smoothed(own: Square, tokens: int, shared: Square | None = None) -> Square:
     """Return an expert's Hessian for GPTQ, regularized because the expert may have few tokens.
 
     The Hessian is the sum of x x^T over the input vectors x of the expert's tokens. The result is
-    own + n * R, float64 [n, n]. R is an estimate of the mean of x x^T, so it counts like n further
-    tokens.
+    own + n * R, float64 [n, n]. n is the length of x. R is an estimate of the mean of x x^T, so
+    n * R counts like n further tokens.
 
     own: sum of x x^T over the expert's tokens, [n, n].
     tokens: number of these tokens.

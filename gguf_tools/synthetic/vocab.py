@@ -9,7 +9,7 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 
 
 def bpe(n_vocab: int) -> dict[str, Any]:
-    """Return the metadata of a byte-level BPE vocabulary with n_vocab tokens.
+    """Return GGUF metadata of a synthetic byte-level BPE vocabulary with n_vocab tokens.
 
     The tokens are 256 bytes, pairs of letters, unused tokens and three control tokens.
     """
@@ -33,9 +33,9 @@ def bpe(n_vocab: int) -> dict[str, Any]:
 
 
 def spm(n_vocab: int) -> dict[str, Any]:
-    """Return the metadata of a SentencePiece vocabulary with n_vocab tokens.
+    """Return GGUF metadata of a synthetic SentencePiece vocabulary with n_vocab tokens.
 
-    The tokens are three control tokens, 256 bytes, letters, pairs of letters and unused tokens.
+    The tokens are three special tokens, 256 bytes, letters, pairs of letters and unused tokens.
     """
     pieces = ["\u2581", *_LETTERS] + [x + y for x in "\u2581" + _LETTERS for y in _LETTERS]
     tokens = ["<unk>", "<s>", "</s>"] + [f"<0x{b:02X}>" for b in range(256)]

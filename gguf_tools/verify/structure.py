@@ -41,12 +41,12 @@ def layout_problems(part: GGUFFile) -> Iterator[Problem]:
 def foreign_problems(parts: list[GGUFFile]) -> Iterator[Problem]:
     """Yield a problem for each file of a split model that seems to come from another quantization.
 
-    For example, a file is reported if its up and down matrices of experts are in q4_k, but all up
-    and down matrices in the other files are in q8_0. If only the up matrices differ, the file is
-    not reported: a quantization may use several types for one kind of matrix.
+    Expert matrices are compared by pairs (kind of matrix, tier). A tier is a precision. A file is
+    reported if at least two of its pairs occur in other files, and it shares no ggml type with them
+    in any of these pairs. For example, its up and down matrices are in q4_k, and all others are in
+    q8_0.
 
-    So the file must share at least two pairs (kind of matrix, tier) with the other files. A tier is
-    a precision. In each shared pair, the file and the other files must have no ggml type in common.
+    One pair is not enough, because a quantization may use several types for one kind of matrix.
 
     If the model has only two files, only the second is reported.
 

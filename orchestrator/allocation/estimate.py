@@ -74,8 +74,8 @@ class KlEstimate:
     tier.
 
     - base: the name of the tier with loss 0. The losses are relative to this tier.
-    - nats: the losses for gate weight 1, float64 [n_layers, n_expert, n_tiers + 1]. The last column
-      is for skipping the expert. These are high estimates.
+    - nats: high estimates of the losses for gate weight 1, float64 [n_layers, n_expert, n_tiers +
+      1]. The last column is for skipping the expert.
     - gates: each expert's mean squared gate weight, float64 [n_layers, n_expert].
     - spread: `nats` times this factor gives low estimates. For 8 of 10 pieces of the measured text,
       the loss was between the low and the high estimate.
@@ -104,14 +104,14 @@ class KlEstimate:
     ) -> KlEstimate:
         """Make an estimate relative to the tier `base`, from losses relative to full precision.
 
-        The loss of another tier (precision) relative to `base` is the sum of both losses in
-        `costs`. They are added, because the rounding errors of two tiers are independent. The loss
-        of `base` is 0.
+        The loss of another tier (precision) relative to `base` is the tier's loss plus the loss of
+        `base`, both from `costs`. They are added, because the rounding errors of two tiers are
+        independent. The loss of `base` is 0.
 
         - costs: the losses relative to full precision, in nats for gate weight 1, float64
-          [n_layers, n_expert, n_tiers + 2]. The last axis has the tiers in `names`, then `base`,
-          then skipping the expert. For names = ["q8_0", "q4_k"] and base = "q8_0", it is q8_0,
-          q4_k, q8_0, skip.
+          [n_layers, n_expert, n_tiers + 2]. The last axis has the tiers in `names`, then `base`
+          (again, if `names` includes it), then skipping the expert. For names = ["q8_0", "q4_k"]
+          and base = "q8_0", it is q8_0, q4_k, q8_0, skip.
         - names: the n_tiers tiers of the estimate. They may include `base`.
         - gates: each expert's mean squared gate weight, float64 [n_layers, n_expert].
         - spread: factor that turns `costs`, which are high estimates, into low estimates.

@@ -102,8 +102,8 @@ class PredictionScore:
     def observe(self, layer: int, experts: Collection[int]) -> None:
         """Compare the experts that a layer's tokens use with those that expect() remembered.
 
-        experts: distinct experts, without those that are skipped. Without a call of expect() for
-        this layer, nothing is counted.
+        The result is counted for precision(), recall() and size(). Without a call of expect() for
+        this layer, nothing is counted. experts: distinct experts, without those that are skipped.
         """
         if layer == self._layer:
             self._seen.append((layer, self._experts, experts))

@@ -33,15 +33,15 @@ class PlacementSettings(Settings):
 
     near_bits: float = setting(
         3.0,
-        "Maximum mean bits per weight of a layer's experts below the best precision, such as 2.5. "
-        "q4_k counts as 4 bits.",
+        "Maximum mean bits per weight, such as 2.5, of a layer's experts that are not in the best "
+        "precision. q4_k counts as 4 bits.",
         within=(1.0, 32.0),
     )
     near_weights: str = setting(
         IMPORTANCE,
-        "Quality loss that the choice of lower precisions minimizes, within the limit of "
-        "--near-bits. importance: losses of experts weighted with their usage. plain: unweighted "
-        "losses.",
+        "Weights of the experts' quality losses, whose weighted sum the choice of lower precisions "
+        "minimizes within the limit of --near-bits. importance: the importance of each expert (see "
+        "--importance-mix). plain: all weights are 1.",
         choices=(IMPORTANCE, PLAIN),
     )
     importance_mix: float = setting(
@@ -76,25 +76,17 @@ def importance(
 ) -> np.ndarray:
     """Return the importance of each expert for a conversation, float64 [n_layers, n_expert].
 
-    The importance is a weighted mean of three fractions C, G and P:
-
         importance = (1 - w) * (a * C + (1 - a) * G) + w * P
 
-    Each fraction is an expert's part of the layer's sum in one of these arrays, [n_layers,
-    n_expert]:
+    C is the expert's part of the layer's sum in `counts`, G in `gates`, and P in `profile`. These
+    arrays have the shape of the result:
 
-    - counts (for C): how often the conversation used each expert.
-    - gates (for G): the sum of the routing weights of these uses.
-    - profile (for P): how often earlier runs used each expert.
+    - counts: how often the conversation used each expert.
+    - gates: the sum of the routing weights of these uses.
+    - profile: how often earlier runs used each expert.
 
-    The weights are:
-
-    - a: the setting importance_mix.
-    - w: m / (m + n). Here n is the sum of `counts` over the layer, and m is the setting
-      prior_tokens times `n_expert_used`, the number of experts that a token uses in a layer. For
-      n = 0, w is 1.
-
-    If w is 0, this is section 4.1 of the paper that PlacementSettings names.
+    a is the setting importance_mix. w is m / (m + n), or 1 if n = 0. Here n is the layer's sum of
+    `counts`, and m is the setting prior_tokens times `n_expert_used` (experts per token).
     """
     pi = shares(profile)
     used = counts.sum(axis=1, keepdims=True, dtype=np.float64)
@@ -126,14 +118,15 @@ def place(
 ) -> np.ndarray:
     """Return the tier (precision) of each expert, chosen by importance, uint8 [n_layers, n_expert].
 
-    In each layer, the n_hot most important experts get tier 0, the best tier. The others are sorted
-    by importance, and get tiers 1, 2 and so on in this order. How many of them get each tier is
-    chosen for the least total loss. The setting near_weights tells whether losses are weighted with
-    the importance. The mean bits per weight must be at most the setting near_bits.
+    In each layer, the n_hot most important experts get tier 0, the best tier. The next most
+    important experts get tier 1, the next tier 2, and so on. The number of experts in each lower
+    tier is chosen for the least sum of losses. The mean bits per weight of all experts in lower
+    tiers must be at most the setting near_bits.
 
     - scores: the importance of each expert, [n_layers, n_expert].
-    - losses: the quality loss of each expert in each lower tier, [n_layers, n_expert, len(bits)].
-    - bits: the bits per weight of each lower tier. bits[0] is for tier 1.
+    - losses: the quality losses in the lower tiers, [n_layers, n_expert, len(bits)]. They are
+      multiplied with `scores` if the setting near_weights is IMPORTANCE.
+    - bits: the bits per weight of each lower tier, falling. bits[0] is for tier 1.
     - most: the maximum number of a layer's experts in each lower tier. None for no maximum.
 
     Raises PolicyError if near_bits is too small.

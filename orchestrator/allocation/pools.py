@@ -155,9 +155,10 @@ class Tracker:
 class Places:
     """The number of memory slots that are planned for experts in one or several tiers (precisions).
 
-    A slot is memory for one expert in any of these tiers. The slots are divided into pools, each
-    for some of the layers. A pool has a slot for each of its experts, and can have reserve slots.
-    An expert that changes its tier briefly needs a second slot, which is a reserve slot.
+    A slot is memory for one expert in any of these tiers. This object stands for all slots of the
+    tiers. They are divided into pools, each for some of the layers. A pool has a slot for each
+    expert of its layers that is in these tiers, and can have reserve slots. An expert that changes
+    its tier briefly needs a second slot, which is a reserve slot.
 
     - tiers: the tiers.
     - n_experts: the number of experts of each layer in these tiers.
@@ -195,9 +196,10 @@ class Places:
 class TierPools:
     """The memory slots of all experts of a model, as separate pools for each tier (precision).
 
-    A slot is memory for one expert. A pool is a set of slots for the experts of some layers. Each
-    `Places` object in a list tells how many experts of each layer are in one tier, or in several
-    tiers that share slots. Experts can exchange their tiers, but these numbers stay the same.
+    A slot is memory for one expert. A pool is a set of slots for the experts of some layers. The
+    constructor makes pools for each `Places` object that it gets. Such an object tells how many
+    experts of each layer are in one tier, or in several tiers that share pools. Experts can
+    exchange their tiers, but these numbers stay the same.
 
     In an exchange, the expert that leaves the better tier moves first. It needs a free slot in the
     lower tier, called a reserve slot. Its old slot is then free for the other expert. So the
@@ -246,11 +248,11 @@ class TierPools:
         return slot_plan((pool, at.tiers, at.on_host) for at, pools in places for pool in pools)
 
     def track(self, resident: np.ndarray, target: np.ndarray) -> Tracker:
-        """Return an object that counts the free slots of each pool while transitions are chosen.
+        """Return a Tracker, in which the caller reserves a slot for each transition it chooses.
 
-        A pool is a set of memory slots for experts. A transition is an expert's change to another
-        tier (precision). Until it ends, the expert has a slot in both tiers, even if the tiers
-        share a pool.
+        A transition is an expert's change to another tier (precision). Until it ends, the expert
+        has a slot in both tiers, even if the tiers share a pool. The Tracker begins with the slots
+        that are free now in each pool (set of memory slots for experts).
 
         resident: the tier of each expert now, uint8 [n_layers, n_expert].
         target: the tier of each expert after the running transitions, uint8 [n_layers, n_expert].

@@ -244,7 +244,10 @@ class UsageKeeper(_Cached):
         return used if used.any() else None
 
     def learn(self, used: np.ndarray) -> None:
-        """Add the number of tokens that used each expert in a run, [n_layers, n_expert]."""
+        """Add the expert usage of a run to the counts that `recall` returns and `save` writes.
+
+        used: number of tokens that used each expert in the run, [n_layers, n_expert].
+        """
         self._now = self._now + used
 
     def save(self) -> None:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 SLOW_DISK = 5e8
 # Explanations of a table of models.
 HERE = (
-    f"here = {FITS}: the model fits in memory.",
-    f"here = {STREAMS}: experts are read from disk as needed.",
+    f"here = {FITS}: the model fits in the memory of this machine.",
+    f"here = {STREAMS}: this machine reads experts from disk as needed.",
 )
 RANGE = (
     "tok/s as a range: the lower speed assumes that all experts are used equally, the upper speed "
@@ -74,9 +74,10 @@ def legend_lines(texts: Iterable[str]) -> list[str]:
 
 
 def compare_here(listing: Listing, options: dict[str, Any]) -> Quantizations:
-    """Return how the models of a repository would run on this machine. Show the progress.
+    """Predict how the models of a repository would run on this machine. Show the progress.
 
-    options: the options of the command.
+    The result is a table with the predicted memory and speed of the models. options: the options of
+    the command.
     """
     from orchestrator.runtime.answering import Answering
     from orchestrator.runtime.quantizations import compare

@@ -267,7 +267,7 @@ def remove_models(names: tuple[str, ...]) -> None:
 @click.command("cache", cls=Command)
 @option(
     "--clear NAME",
-    "Delete this folder of the cache; all deletes every folder. May be repeated.",
+    "Delete the folder NAME of the cache, or every folder if NAME is all. May be repeated.",
     multiple=True,
 )
 @JSON

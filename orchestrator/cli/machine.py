@@ -192,9 +192,9 @@ def misses_line(copies: Bandwidths, expert_bytes: int) -> str:
         "computed on the CPU" if here < min(took.values()) else min(took, key=lambda way: took[way])
     )
     return (
-        f"an expert of {format_size(expert_bytes)} that is not in GPU memory is {times}. The CPU "
-        f"adds {waits_s * 1000.0:.2f} ms per layer for round trips. With --misses auto, the first "
-        f"missing expert of a layer is {first}"
+        f"an expert of {format_size(expert_bytes)} that is not in GPU memory is {times}. "
+        f"Computing on the CPU adds {waits_s * 1000.0:.2f} ms per layer for round trips between "
+        f"GPU and CPU. With --misses auto, the first missing expert of a layer is {first}"
     )
 
 

@@ -281,9 +281,10 @@ def make_table(
 ) -> LossTable:
     """Measure a model's loss table, write it to a file, and return it.
 
-    The progress is shown on the console. out: the file to write, by default a file next to the
-    model. reference: the model in full precision. types: further precisions to measure. Raises
-    ConfigError if the model's folder cannot be written.
+    A loss table has the error of each expert's output in each precision. The console shows the
+    progress. method: the calibration text and how to quantize to `types`. out: the file, by default
+    next to the model. reference: the model in full precision. types: further precisions to measure.
+    Raises ConfigError if the model's folder cannot be written.
     """
     from orchestrator.cache.files import check_target
     from orchestrator.cost.losses import calibrate_command, default_path
@@ -309,8 +310,8 @@ def make_table(
 @option("--tokens N", "Tokens to decode in each run.  [default: 64]", default=64)
 @option(
     "--all-tiers",
-    "Also compare the output of each lower precision with llama.cpp's. Precisions of a packed file "
-    "are first exported to the folder for temporary files.",
+    "Also compare the output of each lower precision with llama.cpp's. Each lower precision of a "
+    "packed file is first written to a temporary GGUF file.",
 )
 @option("--no-verify", "Do not check every block of the file for damage.")
 @option("--out FILE", "Also write the report to this file.", type=NEW_FILE)

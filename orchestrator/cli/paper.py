@@ -24,7 +24,10 @@ from orchestrator.lab.registry import PAPERS, load_paper
 @click.command(cls=Command)
 @click.argument("name", metavar="|".join(PAPERS), type=click.Choice(list(PAPERS)))
 @option(
-    "-m --model FILE", "MoE model to measure, in several precisions.  [default: the demo]", type=str
+    "-m --model FILE",
+    "MoE model to measure, with several precisions in this file or by --low (firm needs only one). "
+    " [default: the demo]",
+    type=str,
 )
 @LOW
 @option(

@@ -58,8 +58,9 @@ _HEAD = (
     *("first prompt", "prompt", "loss, nats"),
 )
 _UNKNOWN = (
-    "This model has no usage history on this machine. Lower speeds assume that all experts are "
-    "used equally, higher speeds that few experts get most of the tokens."
+    "This model has no usage history on this machine, so tok/s can be a range. The lower speed "
+    "assumes that all experts are used equally, and the higher speed that few experts get most of "
+    "the tokens."
 )
 
 # The numbers of docs/policies.md, "Choosing one".

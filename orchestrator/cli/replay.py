@@ -50,8 +50,8 @@ MOST_TOKENS = 1 << 17
 @option("-p --prompt TEXT", "Prompt that the model answers, instead of --text.")
 @option(
     "--tokens N",
-    "Maximum number of tokens of the text, or of the answer.  [default: as the context allows; "
-    "512 for an answer]",
+    "Maximum tokens to read with --text or generate with -p.  [default: as the context allows; "
+    "512 with -p]",
 )
 @option("--seed N", "Seed of the answer.", type=AT_LEAST_0)
 def trace(

@@ -395,7 +395,7 @@ def _kept(
             timings.add(key, max(_LEAST_S, seconds), quiet=True)
         timings.save(path, _FORMAT)
     elif timings.least("first") is None:
-        raise OSError("the speed of the disk was not measured yet")
+        raise OSError("the speed of the disk was not measured yet: run `moe-edge plan MODEL`")
     read, core, latency, first = (timings.least(each) or _LEAST_S for each in keys)
     found = Bandwidth(
         _MIB / read,

@@ -153,7 +153,7 @@ class LossTable:
         A use is the computation of one expert for one token. The loss is against full precision.
         The result is float64 [n_layers, n_expert, n_names + 1]. It has one value for each of the
         named tiers (precisions), and a last one for skipping the expert. It is None if the table
-        lacks one of the tiers, or cannot convert errors into nats.
+        lacks one of the tiers, or the factors (`fit`) that convert squared errors into nats.
         """
         lost = self.of_tiers(names)
         if self.fit is None or lost is None:
@@ -238,7 +238,7 @@ class LossTable:
         lines = [
             "mean: mean squared error of the experts' outputs over all tokens, relative to the "
             "mean square of the outputs.",
-            "lowest, highest: the same error of the best and of the worst expert.",
+            "lowest, highest: the smallest and the largest such relative error of a single expert.",
         ]
         rows: list[tuple[str, ...]] = [
             ("precision", "source", "bits per weight", "mean", "lowest", "highest")
@@ -613,14 +613,14 @@ class LossModel:
     def needed(self, tiers: Sequence[str]) -> KlEstimate:
         """Return an estimator of the quality loss of computing experts in these tiers (precisions).
 
-        The loss is in nats, relative to the first tier. The method `estimate` returns None if the
-        losses are unknown. This method raises an error instead:
+        The loss is in nats, relative to the first tier. If the losses are unknown, this method
+        raises an error, which names the command that measures them:
 
         - NoLossTableError if the model has no usable loss table.
-        - LossTableError if a table that the user named cannot be used.
-        - ConfigError if the table does not cover the tiers, or cannot convert its errors into nats.
-
-        The error message names the command that measures the losses.
+        - LossTableError if a table that the user named cannot be used, for example because it is
+          missing, damaged or of another model.
+        - ConfigError if the table lacks one of the tiers, the gate weights, or the factors that
+          convert squared errors of the experts' outputs into nats.
 
         tiers: the names of the tiers, best first.
         """
@@ -640,7 +640,7 @@ class LossModel:
             return f"{why}: {self._remedy(measures)}"
         if self.estimate(tiers) is not None:
             return ""
-        if table.fit is None:
+        if table.fit is None or table.gates is None:
             return (
                 f"the loss table {self._path} cannot predict the quality loss (KL divergence): "
                 f"{self._remedy(measures)}"

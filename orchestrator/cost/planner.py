@@ -227,7 +227,7 @@ class Planner:
             if max(found, default=0.0) >= _WORTH_SAYING:
                 return (
                     f"The answers are lossless. With {declared.flag} {usual:g}, decoding would "
-                    f"be about {max(found):.1f}x as fast on this machine."
+                    f"be about {max(found):.1f}x as fast on this machine, but not lossless."
                 )
         return None
 
@@ -455,9 +455,9 @@ class KnownHistory(History):
         table, or if the table lacks one of the tiers.
 
         - Without per_use, the loss is the mean squared error of the expert's output.
-        - With per_use, the loss is the quality loss in nats when one token uses the expert. A table
-          without the data for this conversion gives the mean squared error here, too. Callers with
-          per_use should therefore only compare the values of one result.
+        - With per_use, the loss is the quality loss in nats when one token uses the expert. If the
+          loss table cannot convert squared errors into nats, it gives the errors here, too. Callers
+          with per_use should therefore only compare the values of one result.
 
         Raises ConfigError if a loss table that the user named cannot be used.
         """

@@ -103,10 +103,10 @@ class Candidate:
 
         Two kinds of plans are redundant. Both keep all experts in memory:
 
-        - A plan with a loss budget. The budget serves to avoid reads from disk, but no expert must
-          be read.
-        - A plan with a single tier (precision), if its policy is not the baseline policy or
-          llama.cpp's own path. The baseline policy gives the same output.
+        - A plan with a loss budget. The budget serves to avoid reads of experts from disk, and this
+          plan does not read any.
+        - A plan with a single tier (precision), unless its policy is the baseline policy or
+          llama.cpp's own path. The baseline policy with this tier gives the same output.
         """
         alone = len(self.tiers) == 1 and self.policy not in (PLAIN, BASELINE)
         return self.resident and (alone or ALLOWED_LOSS in self.settings)
@@ -114,11 +114,11 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Frontier:
-    """All plans that fit in memory, fastest first, and the chosen plan.
+    """The plans that fit in memory, fastest first, and the chosen plan.
 
-    taken: the plan that runs if the user names no policy. why: a sentence that explains this
-    choice. why_not: why the quality losses of plans are unknown; empty if they are known.
-    disturbed: whether other programs ran while this machine was measured.
+    A plan is a policy with its settings, with which a model can run. taken: the chosen plan. why: a
+    sentence that explains this choice. why_not: why the quality losses of plans are unknown; empty
+    if they are known. disturbed: whether other programs ran while this machine was measured.
     """
 
     candidates: tuple[Candidate, ...]
@@ -266,13 +266,14 @@ def settings_of_plans(
 ) -> list[dict[str, Any]]:
     """Return the settings of each possible plan for a model file, one dictionary for each plan.
 
-    A plan is a policy with precisions (tiers) of the file. `config` may limit the tiers.
+    A plan is a policy with precisions (tiers) of the file. Its settings are values such as the
+    name of the policy, the best tier and a loss budget. `config` may limit the tiers.
 
-    - left: maps each tier to a number of nats per token. This number is the allowed quality loss
-      minus the loss if all experts are in this tier. `left` is None if no loss is allowed.
+    - left: maps the best tier of a plan to the plan's loss budget, in nats per token. This is the
+      allowed quality loss minus the loss if all experts are in this tier. `left` is None if no loss
+      is allowed.
 
-    If a policy needs a loss budget, a plan with the best tier t gets the budget left[t]. The plan
-    is omitted if `left` is None, or if left[t] is not positive.
+    A plan that needs a loss budget is omitted if `left` is None, or if its budget is not positive.
     """
     every = [tier.name for tier in model.tiers]
     names = every
@@ -322,10 +323,11 @@ def _settings_of(
 
 
 class TakenPlans:
-    """Remembers the settings of the plan that was chosen for a request, in the user cache.
+    """Remembers which plan (policy with settings) was chosen for a request, in the user cache.
 
-    The same command thus runs the same plan later. The settings are stored for each combination of
-    request, model and processor. Read and write errors are ignored.
+    A request has the user's settings and the requirements of the user interface. The same command
+    thus runs the same plan later. Plans are stored for each combination of request, model and
+    processor. Read and write errors are ignored.
     """
 
     def __init__(self, request: PlanRequest, model: ExpertModel) -> None:
@@ -335,8 +337,9 @@ class TakenPlans:
     def recall(self) -> Mapping[str, Any] | None:
         """Return the settings of the plan that an earlier command chose for the same request.
 
-        The request is the one with which this object was made. The result maps names to values,
-        without the loss budget. It is None if no such plan is stored.
+        The request is the one with which this object was made. The result maps names of settings to
+        values. It lacks the policy's loss budget, which is computed again for each run. It is None
+        if no such plan is stored.
         """
         found = recalled(self._path, _FORMAT, "taken").get(self._key)
         return found if isinstance(found, dict) else None

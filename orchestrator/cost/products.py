@@ -111,7 +111,9 @@ class Timer(GgmlFunctions, Closing):
         self._pool_bytes, self._seconds = pool_bytes, seconds
         self._backend: int = self.backend_cpu_init()
         if not self._backend:
-            raise NativeError("ggml's CPU backend cannot be opened")
+            raise NativeError(
+                "ggml's CPU backend cannot be opened to time operations: free memory and try again"
+            )
         self.backend_cpu_set_n_threads(self._backend, threads)
         self._plain: int = self.backend_cpu_buffer_type()
         self._repack = self._repacked_type()
@@ -230,7 +232,10 @@ class Timer(GgmlFunctions, Closing):
     def _allocate(self, stack: ExitStack, context: int, weights: Product | None = None) -> None:
         repacked = weights is not None and weights.repacked
         if repacked and self._repack is None:
-            raise NativeError("ggml has no repacked layout on this processor")
+            raise NativeError(
+                "ggml cannot repack weights on this processor, so products with repacked weights "
+                "cannot be timed"
+            )
         where = self._repack if repacked else self._plain
         buffer = self.backend_alloc_ctx_tensors_from_buft(context, where)
         if not buffer:
@@ -251,7 +256,10 @@ class Timer(GgmlFunctions, Closing):
         for op in ops:
             self.build_forward_expand(graph, op)
         if self.backend_graph_compute(self._backend, graph) != _SUCCESS:
-            raise NativeError("ggml cannot compute the operation to be timed")
+            raise NativeError(
+                "ggml failed to compute an operation (such as a matrix product), so it cannot be "
+                "timed: free memory and try again"
+            )
         times: list[float] = []
         others = Disturbance()
         now = begin = perf_counter()

@@ -133,7 +133,10 @@ class Timings:
         return cls(now)
 
     def save(self, path: Path, form: str) -> None:
-        """Store the timings in a file, with the format name `form`. Write errors are ignored."""
+        """Store the timings in a file. Write errors are ignored.
+
+        form: name of the file's format. It is written to the file, and `load` checks it.
+        """
         keep(path, form, "timings", self.of)
 
     def least(self, key: str) -> float | None:
@@ -305,9 +308,9 @@ class Speeds(Closing):
         twice more, if it is an operation for a single token. It repeats only operations that were
         first timed after the last call of `time_again`.
 
-        Afterwards, the method `seconds` returns the median of an operation's times on a quiet
-        machine, or the shortest time if other programs always ran. An earlier stored time is
-        returned instead if it is shorter.
+        Afterwards, `seconds` returns the median of those of the three times that were measured on a
+        quiet machine. If there are none, it returns the shortest of the three. If the user cache
+        has a shorter time from an earlier run, it returns that time.
 
         Returns True if any operation was timed again. Raises NativeError if an operation cannot be
         timed.
@@ -466,7 +469,10 @@ class Speeds(Closing):
         return np.array(dense) + nodes * small, output_s
 
     def output_seconds(self, model: ExpertModel, n_tokens: int) -> float:
-        """Return the seconds of the output matrix for a large batch of n_tokens tokens."""
+        """Return the seconds to multiply the activations of n_tokens tokens by the output matrix.
+
+        The result assumes large batches, so that it is proportional to n_tokens.
+        """
         output = _output_matrix(_dense_matrices(model))
         if output is None:
             return 0.0
@@ -495,7 +501,7 @@ class Speeds(Closing):
         return found[0], found[1]
 
     def close(self) -> None:
-        """Store the measurements in the user cache, and return the memory of the timings.
+        """Store the measurements in the user cache, and free the memory that the timings used.
 
         Write errors are ignored.
         """

@@ -338,12 +338,12 @@ def prompt_hit_rates(share: float, several_layers: bool) -> tuple[float, float]:
 def with_skips(known: Residency, skips: Skips, expert_bytes: np.ndarray) -> Residency:
     """Predict how often experts are used and in memory if the policy skips some missing experts.
 
-    A missing expert is not in memory when a token needs it. The policy is assumed to use the whole
-    allowed loss. It first skips the experts with the least loss per byte, but never all experts of
-    a token in a layer.
+    A missing expert is not in memory when a token needs it. The policy is assumed to use its whole
+    loss budget, the quality loss that it may cause. It first skips the experts with the least loss
+    per byte, but never all experts of a token in a layer.
 
     - known: the prediction for a policy that skips no expert. The result is a changed copy.
-    - skips: the mean loss if one use of an expert is skipped, and the allowed loss.
+    - skips: the mean loss if one use of an expert is skipped, and the loss budget.
     - expert_bytes: the bytes to read one expert of each layer, [n_layers].
     """
     asked = known.uses * known.mix.sum(axis=2)

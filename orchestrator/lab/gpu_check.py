@@ -264,7 +264,11 @@ def find_tests(emulated: bool) -> list[Step]:
         done = subprocess.run(collect, capture_output=True, text=True, timeout=limit_s, cwd=ROOT)
         found = done.stdout
     except subprocess.TimeoutExpired:
-        found, said = "", f"pytest did not list the GPU tests within {limit_s:g} s"
+        found = ""
+        said = (
+            f"pytest did not list the GPU tests within {limit_s:g} s: run gpu-check again, or find "
+            f"the fault with: python -m pytest --collect-only {where}"
+        )
         collect = (sys.executable, "-c", f"raise SystemExit({said!r})")
         limit_s = PARTS["device"][0]
     names = re.findall(r"^(tests/\S+::\S.*)$", found, re.MULTILINE)
@@ -332,7 +336,10 @@ def _run_step(step: Step, folder: Folder, there: bool) -> Outcome:
     said = re.findall(r"^(SKIPPED|FAILED|ERROR) .*?(?: - |: )(.*)$", output, re.MULTILINE)
     result, reason = "failed", ""
     if status is None:
-        reason = f"the step took longer than {step.limit_s:g} s"
+        reason = (
+            f"the test or command was stopped, because it took longer than {step.limit_s:g} s: see "
+            f"its output in the report"
+        )
     elif status < 0:
         reason = f"signal {-status} ({signal.Signals(-status).name})"
     elif status:

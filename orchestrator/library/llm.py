@@ -141,7 +141,10 @@ class LLM(Closing):
         try:
             self._worker = Worker("moe-edge")
         except RuntimeError as error:
-            raise ResourceError("no thread can be started for the model") from error
+            raise ResourceError(
+                "a thread for the model cannot be started: end other programs, or raise the limit "
+                "on threads (such as ulimit -u)"
+            ) from error
         opening(self._worker)
         given = {"ram": ram, "policy": policy, "remember": False, **settings}
         bars = Bars(progress)
@@ -512,7 +515,7 @@ class _Parts(Iterator[dict[str, Any]]):
                 self.answer.close()
 
     def leave(self) -> None:
-        """End the answer soon, without waiting."""
+        """Cancel this answer, and return without waiting until its computation has stopped."""
         if not self._begin_to_close():
             return
         if self._llm._closing.alive:
@@ -556,7 +559,10 @@ def _as_json(request: dict[str, Any]) -> bytes:
     try:
         return written(request)
     except TypeError as error:
-        raise ConfigError(f"a message or an option cannot be written as JSON: {error}") from None
+        raise ConfigError(
+            f"the request (messages, prompt, tools or other options) has a value that cannot be "
+            f"written as JSON: {error}"
+        ) from None
 
 
 def _opened(

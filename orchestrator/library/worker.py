@@ -92,7 +92,7 @@ class Posted(Generic[T]):
         self.ended.set()
 
     def cancel(self) -> bool:
-        """Ask this function, which a worker thread runs, to end soon without a result.
+        """Cancel this object's function: ask it to end soon without a result.
 
         Returns False if the function has already returned a result. The caller must then free the
         result, with a call of `drop` on the worker thread. If True is returned, the caller has
@@ -103,13 +103,13 @@ class Posted(Generic[T]):
             return not self._has_result
 
     def drop(self) -> None:
-        """Free the value that this object's function has returned, by passing it to `discard`.
+        """Free the result of this object's function, by passing it to `discard`.
 
-        `discard` is an argument of the constructor. If it is None, or if there is no value, nothing
-        happens.
+        `discard` is an argument of the constructor. If it is None, or if the function has no
+        result, nothing happens.
 
-        Call this on the worker thread if `cancel` has returned False. In this case, the function
-        had returned its value before the cancellation.
+        If `cancel` has returned False, the function had already returned its result, and the caller
+        must call this method on the worker thread. In other cases, `run` calls it if needed.
         """
         if self._has_result and self._discard is not None:
             self._discard(cast(T, self.result))
@@ -139,7 +139,7 @@ class Worker:
             while True:
                 call = self._calls.get_nowait()
                 if call is not None:
-                    call.error = ClosedError("this model is closed: open another LLM")
+                    call.error = ClosedError("this model is closed: open it again with LLM(...)")
                     call.ended.set()
 
     def call(

@@ -213,7 +213,10 @@ def measure_device(library: Library, device: DeviceInfo, threads: int) -> Bandwi
 
 
 def slow_copies(library: Library, device: DeviceInfo, times: int) -> None:
-    """Make copies of experts to a device `times` times as slow from now on, for measurements."""
+    """Slow down all later copies of experts to a device by the factor `times`, for measurements.
+
+    The device makes each copy `times` times.
+    """
     library.device_copy_times(device.handle, times)
 
 

@@ -30,7 +30,7 @@ _MOST_MARKS = 64
 _MANY_TOKENS = 16384
 # Return values of moe_edge_request_run, if the answer ended early.
 _FAILURES = {
-    -1: "there was too little memory for the answer",
+    -1: "there was too little main memory for the answer: try a smaller --ram",
     -2: "the answer was ended because the client reads too slowly",
 }
 
@@ -115,11 +115,11 @@ class CNotes(ctypes.Structure):
 
 
 class FileMark(NamedTuple):
-    """A position to which a saved sequence can be truncated, with the model's state in a file.
+    """A checkpoint of a saved sequence, which can be truncated to its first n_tokens tokens.
 
-    offset, n_bytes: position and size of the state in the file. n_tokens: number of tokens before
-    the position. pos_min, pos_max: token positions that the state covers; -1 if an older file does
-    not record them.
+    A file holds the model's state after these tokens. offset, n_bytes: byte offset and size of the
+    state in the file. pos_min, pos_max: the first and the last token position that the state
+    covers; -1 if an older file does not record them.
     """
 
     offset: int
@@ -248,9 +248,10 @@ def _array(tokens: Sequence[int]) -> ctypes.Array[ctypes.c_int32]:
 
 
 class ServerLibrary:
-    """The library of llama.cpp's server core. Load llama.cpp's own library first.
+    """The shared library with llama.cpp's server core, and its functions.
 
-    Raises NativeError if the file at `path` is not such a library or has another ABI version.
+    It is linked with llama.cpp's main library, libllama, which the caller must load first. Raises
+    NativeError if the file at `path` is not such a library or has another ABI version.
     """
 
     def __init__(self, path: Path) -> None:
@@ -276,11 +277,13 @@ class ServerLibrary:
         return tuple(name.decode() for name in names)
 
     def measure_images(self, path: Path, max_tokens: int | None, most_pixels: int) -> CImages:
-        """Return the memory and the number of tokens that the images of a model need.
+        """Return the memory that an image encoder needs, and the largest number of tokens.
 
-        path: file of the image encoder. Its weights are not loaded. max_tokens: limit of the tokens
-        of an image; None for the model's limit. most_pixels: the largest number of pixels of an
-        image. Raises NativeError if llama.cpp cannot use the file.
+        The memory includes the encoder's weights and its buffers for one image of the largest size.
+        The number of tokens is that of a tile, or of an image that is not cut into tiles. path:
+        file of the image encoder. Its weights are not loaded. max_tokens: limit of the tokens of an
+        image; None for the model's limit. most_pixels: the largest number of pixels of an image.
+        Raises NativeError if llama.cpp cannot use the file.
         """
         found, message = CImages(), ctypes.create_string_buffer(_ERROR_BYTES)
         limits = max_tokens or _OWN_LIMIT, most_pixels
@@ -467,8 +470,9 @@ class NativeServer:
     def forget(self, sequence: int) -> bool:
         """Remove all tokens from a sequence. Returns False if the server is shutting down.
 
-        After this call, the caller may use the llama_context directly, provided that no request is
-        decoding on any sequence. This permission ends when the caller submits a request.
+        The thread of `run` does this between two steps. If no request is decoding on any sequence,
+        this thread is idle after the call. The caller may then use the llama_context directly,
+        until it submits the next request.
         """
         return int(self.lib.moe_edge_server_forget(self.handle, sequence)) == 0
 
@@ -503,15 +507,15 @@ class NativeServer:
         return self.match(sequence, prompt)[0]
 
     def as_held(self, prompt: Sequence[int], held: Sequence[int]) -> list[int]:
-        """Return a prompt with a sequence's own tokens for the text that the sequence holds.
+        """Return `prompt` with the tokens of `held` in the part where both have the same text.
 
-        A text can have several tokenizations, and the KV cells of a sequence can only be reused for
-        equal tokens. held: the tokens of the sequence.
+        held: the tokens of a sequence. A text can have several tokenizations, and the KV cells of
+        the sequence can only be reused for equal tokens.
 
-        The result has the same text as `prompt`. Control tokens divide both texts into pieces.
-        Equal pieces before the first difference get the tokens of `held`. If the last piece of
-        `held` is only the beginning of a piece of `prompt`, the rest of that piece is tokenized
-        again. All other tokens are those of `prompt`.
+        Control tokens divide both texts into pieces. Up to the first piece with another text, the
+        tokens of `held` replace those of `prompt`. If the last piece of `held` is only the
+        beginning of a piece of `prompt`, the rest of that piece is tokenized again. All later
+        tokens of `prompt`, and the text as a whole, stay the same.
 
         Safe on any thread.
         """
@@ -594,8 +598,8 @@ class NativeServer:
         )
         if not handle:
             raise NativeError(
-                f"llama.cpp's server has no route {route}, or there is too little memory for the "
-                "request"
+                f"llama.cpp's server cannot create the request: either it has no path {route}, or "
+                "main memory is full"
             )
         return NativeRequest(self.lib, handle, self.note)
 

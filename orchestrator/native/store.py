@@ -158,7 +158,11 @@ class Store(Closing):
         handle = library.store_create(ctypes.byref(config), message, _ERROR_BYTES)
         del keep_alive
         if not handle:
-            raise NativeError(_text(message.value) or "the expert store cannot be created")
+            raise NativeError(
+                _text(message.value)
+                or "the expert store (memory for experts) cannot be created, and its native code "
+                "gives no reason: this is a bug in moe-edge"
+            )
         return cls(library, handle, spec)
 
     @property
@@ -213,8 +217,9 @@ class Store(Closing):
 
         With None, the store determines the phase of each token from its batch.
 
-        A new computation usually follows. The method therefore discards an exception that a
-        callback raised in an earlier step, which `check_step` would otherwise raise.
+        Callers usually set the phase before a new computation. In both cases, the method therefore
+        discards an exception that a callback raised in an earlier step, so that `check_step` does
+        not raise it later.
         """
         self._error = None
         self.library.set_phase(self.handle, _BY_THE_BATCH if phase is None else phase)
@@ -306,7 +311,7 @@ class Store(Closing):
 
         - In simulations and tests without llama.cpp.
         - Between two steps of llama.cpp, when experts have been read in another precision. The
-          store uses the new precision only after a step has begun.
+          store uses the new precision only after a step has begun. The step computes nothing.
         """
         self._error = None
         self.library.begin_step(self.handle, phase)

@@ -67,11 +67,12 @@ def with_layouts(
 def with_product_times(spec: StoreSpec, model: ExpertModel, timed: TimeProduct) -> StoreSpec:
     """Return the parameters `spec` of an expert store, with the host's time for each expert matrix.
 
-    The time is for one token. If an expert is not in GPU memory, the store compares the sum of
-    these times for the expert's matrices with the time to copy the expert to the GPU.
+    It is the time in which the CPU multiplies the matrix with the activations of one token. If an
+    expert is not in GPU memory, the store compares the sum of these times for the expert's matrices
+    with the time to copy the expert to the GPU.
 
-    The store does this only with `--misses auto` and a known speed of copies. Otherwise, the result
-    is `spec` unchanged.
+    It compares them only with `--misses auto` and a known speed of copies. In other cases, `spec`
+    is returned unchanged.
 
     timed: a function that returns the host's time for a matrix, or None if the host cannot compute
     it. Its arguments are the matrix's quantization type and shape (row length, number of rows).

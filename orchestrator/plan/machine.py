@@ -32,10 +32,10 @@ _TENSORS_BYTES = 64 << 10
 
 
 def probe(device: Device | None = None) -> Machine:
-    """Return this machine's free memory and the given device.
+    """Measure this machine's free memory, and return it with the given device as a Machine.
 
-    If a cgroup limits the memory of this process, only the unused part of this limit counts as
-    free.
+    device: the device for the experts; None for host memory. If a cgroup limits the memory of this
+    process, only the unused part of this limit counts as free.
     """
     free = psutil.virtual_memory().available
     for limit, used in _cgroup_limits():

@@ -186,10 +186,10 @@ def context_ends(n_tokens: int, most: int) -> tuple[int, int]:
 
 
 def sizes_to_count(request: PlanRequest, model: ExpertModel) -> tuple[list[Size], list[Size]]:
-    """Return the pairs (context length, micro-batch size) for which llama.cpp counts its memory.
+    """Return the pairs (context length, micro-batch size) for which llama.cpp must count memory.
 
-    Both numbers are in tokens. For a pair, llama.cpp can count the bytes of its KV cache and its
-    temporary buffers. The result is a tuple of two lists of pairs:
+    Both numbers are in tokens. The caller then lets llama.cpp count the bytes of its KV cache and
+    its temporary buffers for each pair. The result is a tuple of two lists of pairs:
 
     - The first list is enough to decide whether the whole model fits in memory.
     - The second list is needed to plan a model that does not fit. It includes the first list.
@@ -452,8 +452,9 @@ class _Layout:
         - A Refusal, with the reason, if the memory is too small for the policy or for the requested
           context length.
 
-        default: a plan with a KV cache of fixed size, still without slots. It has the requested
-        context length, or the minimum. The size of the prompt cache is computed from it.
+        default: a plan with a KV cache of fixed size, still without slots. It has the context
+        length that the user requested, or the minimum if the user requested none. The size of the
+        prompt cache is computed from the sizes in this plan.
         """
         config = self.config
         once = config.policy == PLAIN or config.expert_ram or self.machine.device
@@ -492,16 +493,16 @@ class _Layout:
         return replace(plan, n_ctx=longest, n_ubatch=n_ubatch, prompt_bytes=prompts, shared=shared)
 
     def divided(self, default: Plan) -> Plan | Refusal:
-        """Return a plan in which expert slots and KV cache have fixed sizes.
+        """Return a plan in which expert slots and KV cache have fixed sizes, unlike in `shared`.
 
         If the memory is too small, the result is a Refusal with the reason.
 
-        default: the plan to complete. It lacks the slots and the prompt cache. Its context length
-        is the requested one, or the minimum. Its micro-batch size is the requested one, or the
-        smallest.
+        default: the plan to complete. Its context length is the requested one, or the minimum. Its
+        micro-batch size is the requested one, or the smallest.
 
-        Values that the user set are kept. If the user did not set them, this method may replace the
-        context length and the micro-batch size by larger ones, and add a prompt cache.
+        This method adds expert slots, unless the whole model is held in memory. It may also add a
+        prompt cache, and replace the context length and the micro-batch size by larger ones. Values
+        that the user set are kept.
         """
         # A longer context and a prompt cache are used if they cost little memory. The micro-batch
         # size is the one with which a prompt and its answer read the fewest bytes, or the smallest

@@ -245,9 +245,10 @@ class SharedMemory:
         A larger micro-batch needs larger temporary buffers. The smallest size is always the first
         item, even if it leaves too little.
 
-        - n_cells: the number of KV cells in use after the micro-batch.
-        - width: the number of KV cells up to the last used one, including unused cells. Attention
-          is computed over all of them. 0 means that no cells are unused.
+        - n_cells: the number of KV cells in use at the end of the prompt. All sizes are tested with
+          this number.
+        - width: the number of KV cells up to the last used one, including unused cells between used
+          ones. Attention is computed over all of them. 0 means that no cells are unused.
         """
         smallest, least = min(self.scratch), self.least_slots
         fits = (n for n in self.scratch if self.slots(n_cells, n, 0, width) >= least)
@@ -261,8 +262,8 @@ class SharedMemory:
 
         - n_cells: the number of KV cells in use now.
         - n_tokens: the number of prompt tokens that are still to be computed.
-        - again: the mean number of times that the whole answer reads each expert that is not in
-          memory.
+        - again: how often the whole answer reads each expert that is not in memory, on average. A
+          larger number favors smaller micro-batches, which leave more memory for experts.
         - width: the number of KV cells up to the last used one at the end of the prompt, including
           unused cells. 0 means that no cells are unused.
         """
@@ -306,11 +307,11 @@ class Plan:
       Otherwise, all experts are in memory.
     - n_ctx, n_ubatch: context length and micro-batch size in tokens.
     - placement: the policy, its settings and its slots; None without a store.
-    - shared: how slots and KV cache share memory. The sizes of both are then those for a short
-      context. None if their sizes are fixed.
+    - shared: how slots and KV cache share memory; None if their sizes are fixed. Slots shrink as
+      the context grows. The plan has the sizes of slots and KV cache for a short context.
 
-    ram_bytes, prompt_bytes and host_bytes are sizes in host memory. All other sizes are in the
-    memory that holds the experts. This is GPU memory if `device` is set, otherwise host memory.
+    ram_bytes, prompt_bytes and host_bytes are in host memory. All other sizes are in the memory
+    that holds the experts: GPU memory if `device` is set, otherwise host memory.
     """
 
     managed: bool

@@ -75,7 +75,7 @@ def tiers_for(model: ExpertModel, ram_bytes: int) -> tuple[list[str], str]:
         f"{format_size(ram_bytes)} of memory allow {8 * budget / n_weights:.2f} bits per weight"
     )
     if best_bits * n_weights / 8 <= budget:
-        return [best], f"{allows}. All experts fit in memory in {best}."
+        return [best], f"{allows}. All experts fit in memory in the precision {best}."
     lower = _shared(bits, best_bits, 8 * budget / n_weights)
     if not lower:
         names = [each.tier_name for each in _STREAMED if each in bits]

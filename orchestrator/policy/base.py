@@ -54,7 +54,10 @@ class TierOffer:
         return [FileTier(at) for at in range(len(self.names))]
 
     def shape(self, *tiers: FileTier) -> ModelShape:
-        """Return the layers, experts and slot sizes of the model, for the given tiers only."""
+        """Return the layers and experts of the model, and its slot sizes for these tiers.
+
+        A tier is a precision. A slot is memory for one matrix of an expert.
+        """
         return self._shape_of(tiers)
 
     def fits_whole(self, tier: FileTier) -> bool:
@@ -67,9 +70,8 @@ class Precisions:
     """How many precisions (tiers) of experts a policy can use, and which tiers it uses by default.
 
     - least, most: the minimum and maximum number of tiers.
-    - keeps: for a policy that needs several tiers because it keeps every expert (skips none), these
-      tiers in words, such as "two precisions". Error messages quote the words. None for other
-      policies.
+    - keeps: None, or for a policy that needs several tiers and cannot skip experts, a text that
+      error messages quote. The text says how many tiers the policy needs, such as "two precisions".
     - skips: whether the policy skips experts by default. It then uses a second tier only if the
       user names one.
     - lossless: the settings with which the policy computes every expert in the best tier. {} means
@@ -349,8 +351,8 @@ class Policy:
         if not about.wants.asked_in and cls.decide is not Policy.decide:
             raise TypeError(
                 f"the policy class {cls.__name__} defines the method decide, but the runtime never "
-                f"calls decide: name the phases in the class attribute about, for example with "
-                f"wants=PolicyRequirements(asked_in=(Phase.DECODE,))"
+                f"calls decide: declare the phases of its calls, for example with "
+                f"about = About(..., wants=PolicyRequirements(asked_in=(Phase.DECODE,)))"
             )
 
     @classmethod
@@ -390,14 +392,15 @@ class Policy:
     ) -> Sequence[Transition] | None:
         """Return the experts to load before the next token, each as (layer, expert, tier).
 
-        The runtime calls this method without arguments at the start of a run. If `wants.waits` of
-        the policy is True, the runtime also calls it before each answer, with both arguments. The
-        runtime then does what the result tells:
+        At the start of a run, the runtime calls this method without arguments, and loads the
+        experts. If `wants.waits` is True, it also calls the method before each answer, with both
+        arguments. The result then means:
 
-        - None: it begins the answer without waiting.
-        - An empty list, while no expert is changing its tier: it begins the answer.
-        - Otherwise: it loads the experts, waits until no expert is changing its tier, and calls
-          this method again.
+        - None: begin the answer.
+        - An empty list: begin the answer if no expert is changing its tier. Otherwise wait until
+          no expert is, and call the method again.
+        - A list of experts: load them, wait likewise, and call the method again. If some cannot be
+          loaded, begin the answer.
 
         resident, target: the tier (precision) of each expert now, and after the changes in
         progress, uint8 [n_layers, n_expert]. ABSENT means not in memory.
@@ -489,7 +492,8 @@ def place(
     too_few = len(shape.tiers) < precisions.least
     if precisions.keeps is not None and (too_few or rules.skip):
         raise TiersError(
-            f"the policy {policy.name} needs experts in {precisions.keeps} and cannot skip experts",
+            f"the policy {policy.name} needs every expert in {precisions.keeps}, so it works "
+            "neither with fewer precisions nor with skipped experts",
             "leave out --low-tier skip, and give either --low FILE or a file packed with several "
             "precisions",
         )

@@ -253,11 +253,11 @@ def _places_to_try(shape: ModelShape, settings: ContextSettings, shares_slots: b
 def uniform_counts(n_cold: int, near: NearTiers, settings: ContextSettings) -> tuple[int, ...]:
     """Return how many experts of a layer are stored in each lower tier (precision).
 
-    All experts are assumed to lose the same quality in a tier, so the numbers are the same for
-    every layer.
+    The numbers minimize the total quality loss, but the mean bits per weight of these experts are
+    at most the setting near_bits. All experts are assumed to lose the same quality in a tier, so
+    the numbers are the same for every layer.
 
-    - n_cold: the number of experts of a layer that are not in the best tier. Their mean bits per
-      weight are at most the setting near_bits.
+    - n_cold: the number of experts of a layer that are not in the best tier.
     - near: the lower tiers.
 
     Raises PolicyError if near_bits is less than the bits per weight of the lowest tier.
@@ -411,8 +411,9 @@ class ContextAware(Policy):
     The tiers change in the background. With the setting `placement` "wait", the first token of an
     answer waits for the changes.
 
-    If the lower tiers share slots, the policy also chooses after each prompt how many experts each
-    lower tier has (prefix split, section 4.2 of the near-data paper).
+    With `near_slots` "shared", a slot for lower tiers can hold any of them. The policy then also
+    chooses how many experts each lower tier gets (prefix split, section 4.2 of the near-data
+    paper).
     """
 
     about = About(
@@ -549,12 +550,11 @@ class ContextAware(Policy):
 
         With arguments, before an answer, there are two cases:
 
-        - If answers do not wait for new tiers (`wants.waits` is False), the result is None.
+        - If `wants.waits` is False, the result is None: the answer begins at once.
         - Otherwise, the policy chooses a tier for each expert by the prompt. The result has the
-          experts that can change to this tier now, because a slot is free.
+          experts for whose new tier a slot is free now.
 
-        resident, target: each expert's tier now, and after the changes that are already in
-        progress.
+        resident: each expert's tier now. target: its tier after the changes in progress.
         """
         if resident is None or target is None:
             wanted = self._latest = self._place()
@@ -574,8 +574,9 @@ class ContextAware(Policy):
     def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
         """Request each expert of a layer in the tier that is in memory, so that no read is needed.
 
-        An expert that is not in memory is requested in the lowest tier. The method also counts how
-        often tokens use each expert. After a prompt, the policy chooses new tiers by these counts.
+        An expert that is not in memory is requested in the lowest tier, and the store then reads
+        it. The method also counts how often tokens use each expert. After a prompt, the policy
+        chooses new tiers by these counts.
         """
         step, layer, last = event.step, event.layer, self.shape.n_layers - 1
         out.tier_array[:] = served(self.wants.default_tier, view.resident_array[layer])

@@ -187,7 +187,7 @@ class DyMoESettings(LookAhead):
         "in the high precision.",
         metavar="R",
         within=(0.0, 1.0),
-        shown=f"a share of {_USUAL_RETENTION}, or 1 if all experts have one precision",
+        shown=f"{_USUAL_RETENTION}, or 1.0 if all experts have the same precision",
         live=True,
     )
     schedule: str = setting(
@@ -199,8 +199,8 @@ class DyMoESettings(LookAhead):
     lower_which: str = setting(
         GATES,
         "Which experts of an answer get the low precision or are skipped. gates (DyMoE paper): "
-        "those with the lowest routing weights. missing: at most as many, and only experts that "
-        "are not in memory.",
+        "those with the lowest routing weights. missing: at most as many as with gates, and only "
+        "experts that are not in memory in the high precision.",
         metavar="WHICH",
         choices=(GATES, MISSING),
     )
@@ -231,15 +231,15 @@ def _one_precision(shape: ModelShape, rules: Rules) -> bool:
 class Depth(NamedTuple):
     """How many experts of each layer are critical: computed in the better of two precisions.
 
-    A token uses k experts in each layer. A fraction tells how many of them are critical, as a mean
-    over all layers.
+    A token uses k experts in each layer, and some are critical. A fraction is the number of a
+    token's critical experts divided by k, as a mean over all layers.
 
     - retention: the wanted fraction, 0 to 1.
-    - critical: the number of critical experts of each layer, 1 to k.
+    - critical: the number of a token's critical experts in each layer, 1 to k.
     - realised: the fraction that results from `critical`. It can differ from `retention`, because
       the numbers are integers.
-    - least: the smallest fraction that is possible. The setting `schedule` determines it. If
-      `retention` is smaller, `realised` is equal to `least`.
+    - least: the smallest fraction that the setting `schedule` allows. If `retention` is smaller,
+      `realised` is equal to `least`.
     """
 
     retention: float
@@ -264,8 +264,8 @@ class Depth(NamedTuple):
         if one_precision and retention < 1.0:
             raise TiersError(
                 "the policy dymoe needs a second precision",
-                "give --low FILE, a file packed with several precisions, or --low-tier skip, which "
-                "skips experts",
+                "give --low FILE or a file packed with several precisions, or skip experts with "
+                "--low-tier skip",
             )
         n_layers, k, schedule = shape.n_layers, shape.n_expert_used, settings.schedule
         critical = counts_for_retention(retention, n_layers, k, schedule)
@@ -293,8 +293,8 @@ class DyMoEPlacement(Placement):
         - tier 0, the better precision: the mean fraction of a token's experts that are critical.
         - tier 1: all other uses, for example 0.25 if the value of tier 0 is 0.75.
 
-        If only tier 0 is in use, the result has no values for tier 1, and the other uses skip the
-        expert.
+        n_tiers is the number of tiers in use, 1 or 2. If it is 1, the result has only the values of
+        tier 0, and all other uses skip the expert.
 
         uses: an array [n_layers, n_expert], of which only the shape is used.
         """
@@ -313,8 +313,8 @@ class DyMoEPlacement(Placement):
         if depth.retention < depth.least:
             schedule = self.settings.schedule
             achieved = (
-                f"realised {depth.realised:.3f}: the smallest share of a token's experts that "
-                f"--schedule {schedule} computes in {high}"
+                f"realised {depth.realised:.3f}: --schedule {schedule} computes on average at "
+                f"least this share of a token's experts in {high}"
             )
             if schedule != FLAT:
                 achieved = f"{achieved}; --schedule {FLAT} allows less"
@@ -366,8 +366,9 @@ class DyMoE(Policy):
         the experts of one token: in tier 0 for the critical (most important) experts, and in tier 1
         for the others. The rest of the budget adds slots.
 
-        The setting retention is the fraction of critical experts. If it is below 1, the others need
-        tier 1 or are skipped. Raises TiersError if neither is possible.
+        The setting retention is the fraction of critical experts. Raises TiersError if it is below
+        1, but the other experts can neither be computed in tier 1 (because only tier 0 is in use)
+        nor be skipped (because `rules` forbid it).
         """
         settings = settings.with_usual()
         depth = Depth.of(shape, settings, rules)

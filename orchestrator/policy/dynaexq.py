@@ -97,10 +97,10 @@ def fewest_high(shape: ModelShape, most: int = 1) -> list[int]:
     """Return the minimum number of experts in the high tier (the better precision), for each layer.
 
     Layers with about equal expert sizes share a pool of memory, and each pool holds at least one
-    high expert. So the minimum is 1 for one of the layers that share a pool, and 0 for the others.
+    high expert. So the minimum is 1 for the first of each pool's `layers`, and 0 for the others.
 
-    most: the maximum number of high experts per layer. If it is 0, the result is 0 for all layers.
-    Larger values do not change the result.
+    most: the maximum number of high experts per layer. The user can set it to 0, and the result is
+    then 0 for all layers. Larger values do not change the result.
     """
     first = {pool.layers[0] for pool in pools_by_size(shape, HIGH)}
     return [min(most, int(layer in first)) for layer in range(shape.n_layers)]
@@ -156,8 +156,8 @@ def cache_plan(
     - n_high: the number of high experts in a layer, the same for all layers.
     - n_low: a list with the number of low experts in each layer.
 
-    The high tier gets at most half of the memory that one token's low experts do not need. The low
-    tier gets all other memory.
+    First, the low experts of one token (n_expert_used per layer) are subtracted from the budget.
+    High experts get at most half of the remaining memory. Low experts get the rest.
 
     most_high: the maximum of n_high; None for no maximum.
     """
@@ -250,12 +250,11 @@ def hottest_first(scores: np.ndarray) -> np.ndarray:
 class DynaExqPlacement(Placement):
     """The memory slots for experts under the policy `dynaexq`. A slot holds one expert.
 
-    Each expert in memory has one of two precisions (tiers): high, the better one, or low. If not
-    all experts fit in memory, the slots are a cache.
+    Each expert in memory has one of two precisions (tiers): high, the better one, or low. If all
+    experts fit in memory, each has a slot. Otherwise, the slots are a cache.
 
-    - capacity: the number of high experts in each layer, int [n_layers].
-    - cached: the number of low experts in each layer of a cache, int [n_layers]. All 0 without a
-      cache.
+    - capacity: the number of high experts in each layer, also with a cache, int [n_layers].
+    - cached: the number of low experts in each layer of a cache, int [n_layers]. Without it, 0.
     - pools: the slots, grouped by size. None with a cache.
     - hotness: the fraction of tokens that used each expert in earlier runs, or None if unknown.
     """
@@ -318,7 +317,7 @@ class DynaExqPlacement(Placement):
             cached = f"{n_high} of {n} experts per layer in {high} and {cached}"
         return (
             f"dynaexq {tiers}, a cache for {cached}, because all experts in {low} would need "
-            f"{format_size(least)} of memory"
+            f"{format_size(least)}, more than the memory budget"
         )
 
 

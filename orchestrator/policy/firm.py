@@ -115,14 +115,13 @@ def expected_sets(
 ) -> list[list[int]]:
     """Return the experts that a layer is expected to use, for each pair of numbers (K, P).
 
-    K is how many experts of each prediction are considered. P is how many predictions are
-    considered. The result has a bit mask for each pair, at index [P - 1][K - 1]. The mask 0b101
-    means the experts 0 and 2.
+    `agreed` chooses them from the K best experts of each of the P nearest predictions. With the way
+    "margin", K sets a minimum score instead. The result has a bit mask for each pair, at index
+    [P - 1][K - 1]. The mask 0b101 means the experts 0 and 2.
 
-    - votes: the predictions of earlier layers, nearest first. Each is a list of experts, best
-      first.
+    - way: "rank", "mol" or "margin".
+    - votes: the predictions of earlier layers, nearest first. Each lists experts, best first.
     - depth: the largest P. The largest K is the length of a prediction.
-    - way: the method that chooses the experts: "rank", "mol" or "margin" (see `agreed`).
     - scores: the router scores of the experts in votes[0], for "margin".
     """
     numbers = range(1, len(votes[0]) + 1)
@@ -148,14 +147,14 @@ def group_of(n_layers: int) -> list[int]:
 def absent_of(missing: Mapping[int, int], kinds: Sequence[int]) -> Absent:
     """Return which experts lack matrices in memory, as pairs (mask, n).
 
-    Each expert has several kinds of matrix, such as gate, up and down. A pair means that n kinds
-    are absent for exactly the experts in the bit mask.
+    Each expert has several kinds of matrix, such as gate, up and down. In a pair, bit i of the mask
+    stands for expert i. The experts of the mask, and no others, lack the same n kinds.
 
-    For example, {0: 0b011, 2: 0b111} gives ((0b101, 2), (0b100, 1)). Two kinds are absent for the
-    experts 0 and 2. One more kind is absent for expert 2 only.
+    For example, {0: 0b011, 2: 0b111} gives ((0b101, 2), (0b100, 1)). The experts 0 and 2 both lack
+    two kinds. Only expert 2 lacks one more.
 
     - missing: the absent kinds of each expert, as {expert: bit mask of kinds}.
-    - kinds: the kinds to examine, as bits. In the example, they are 1, 2 and 4.
+    - kinds: the kinds to examine, one bit each. In the example, they are 1, 2 and 4.
     """
     sets = (mask_of(e for e, bits in missing.items() if bits & kind) for kind in kinds)
     return tuple(Counter(sets).items())
@@ -210,18 +209,17 @@ class Weights(NamedTuple):
     def mean(self, counts: np.ndarray, n: int) -> Any:
         """Return the mean loss that wrong predictions cause, per token and layer.
 
-        The loss is a weighted number of experts (eq. 11 of the FIRM-MoE paper). The fields `waste`
-        and `miss` are the weights. The field `matrices` is how many matrices of each expert are
-        prefetched.
+        The loss is a weighted number of experts (eq. 11 of the FIRM-MoE paper). Each matrix counts
+        as 1 / `matrices` of an expert. The fields `waste` and `miss` are the weights:
+
+            (waste * unused + miss * missed) / (matrices * n)
 
         - counts: two totals [unused, missed]: the matrices that were prefetched in vain, and the
           matrices that were read on demand.
         - n: the number of pairs (token, layer) in the totals.
 
         The result is a float. If `counts` is an array of several such totals, [..., 2], the result
-        is nested lists. The formula is
-
-            (waste * unused + miss * missed) / (matrices * n)
+        is nested lists.
         """
         lost = self.waste * counts[..., 0] + self.miss * counts[..., 1]
         return (lost / self.matrices / max(1, n)).tolist()
@@ -264,11 +262,11 @@ class Climb:
         self.seen.add(self.at)
 
     def update(self, means: Sequence[Sequence[float]]) -> None:
-        """Compare the pair `at` with a neighbour, and move to the neighbour if its loss is smaller.
+        """Compare the current pair (K, P) with a neighbour, and move there if its loss is smaller.
 
-        A pair (K, P) has two numbers. K is the number of experts taken from each prediction. P is
-        the number of earlier layers that predict. In a neighbour, K or P is larger or smaller by 1.
-        After `patience` calls without a move, another neighbour is tried.
+        K is the number of experts taken from each prediction. P is the number of earlier layers
+        that predict. The field `at` has the current pair. In a neighbour, K or P is larger or
+        smaller by 1. After `patience` calls without a move, another neighbour is tried.
 
         means: the mean loss from wrong predictions, for each pair (eq. 11 of the FIRM-MoE paper).
         The loss of the pair (8, 2) is means[1][7].
@@ -380,8 +378,8 @@ class Tuner:
     def of(self, layer: int) -> Votes:
         """Return the pair (K, P) that is now used for a layer.
 
-        K is the number of experts taken from each earlier layer's prediction. P is the number of
-        earlier layers whose predictions are used.
+        Earlier layers predict the experts that this layer will use. P is the number of earlier
+        layers whose predictions are used. K is the number of experts taken from each prediction.
         """
         return self.chosen[self.groups[layer]]
 
@@ -397,11 +395,11 @@ class Tuner:
     def count(
         self, layer: int, sets: Sequence[Sequence[int]], used: Sequence[int], absent: Absent
     ) -> None:
-        """Count the prefetching errors that each pair (K, P) would cause for one token in a layer.
+        """Add the prefetching errors of one token in a layer to the totals of each pair (K, P).
 
         K is the number of experts taken from each prediction. P is the number of earlier layers
-        that predict. An error is a matrix of an expert that is prefetched in vain or read on
-        demand.
+        that predict. An error is a matrix of an expert that the pair would prefetch in vain, or
+        that it would not prefetch although the token uses the expert.
 
         - sets: the experts that each pair would prefetch, as bit masks. The mask of the pair (8, 2)
           is sets[1][7].
@@ -442,8 +440,8 @@ class Tuner:
         """Count a finished token. At intervals, choose how many predicted experts are prefetched.
 
         The choice is a pair (K, P) for each of three groups of layers: shallow, middle and deep. An
-        expert is prefetched if it is among the K best predictions of each of the P nearest earlier
-        layers.
+        expert is prefetched if all of the P nearest earlier layers have it among their K best
+        predictions. With the method "margin", K sets a minimum score instead (see `agreed`).
 
         The setting tune_steps is the interval, in tokens. The setting tune_tokens is the number of
         tokens after which the choice is final.
@@ -528,7 +526,7 @@ class FIRMSettings(LookAhead):
     votes: str | None = setting(
         None,
         "For each layer, P earlier layers predict K experts each. P above 1 needs --agree mol. "
-        "Three pairs, such as 4,1/8,3/8,3, are for shallow, middle and deep layers.",
+        "Three pairs K,P, such as 4,1/8,3/8,3, are for shallow, middle and deep layers.",
         metavar="K,P",
         shown="tuned",
     )
@@ -598,28 +596,28 @@ class FIRMSettings(LookAhead):
             refuse(
                 deepest > 1,
                 "votes",
-                f"cannot be '{votes}': P, the second number of a pair, must be 1, not {deepest}, "
-                f"unless the setting agree is {MOL}",
+                f"cannot be '{votes}': P, the second number of a pair K,P, must be 1, not "
+                f"{deepest}, unless the setting 'agree' is {MOL}",
             )
             refuse(
                 (n_ahead or 0) > 1,
                 "n_ahead",
-                f"must be at most 1, not {n_ahead}, unless the setting agree is {MOL}",
+                f"must be at most 1, not {n_ahead}, unless the setting 'agree' is {MOL}",
             )
         if votes is not None and most is not None:
             complaint = (
-                f"cannot be '{votes}': P, the second number of a pair, must be at most "
+                f"cannot be '{votes}': P, the second number of a pair K,P, must be at most "
                 f"{most[1]:g}, not {deepest}"
             )
             refuse(deepest > most[1], "votes", complaint)
             complaint = (
-                f"must be {deepest}, not {n_ahead}, to fit the setting votes '{votes}': leave "
+                f"must be {deepest}, not {n_ahead}, to fit the setting 'votes' ({votes}): leave "
                 "n_ahead out"
             )
             refuse(n_ahead not in (None, deepest), "n_ahead", complaint)
             complaint = (
-                "has no effect, because the setting votes fixes the numbers that would be tuned: "
-                "leave tune or votes out"
+                "has no effect, because the setting 'votes' fixes the numbers K and P, which would "
+                "otherwise be tuned: leave tune or votes out"
             )
             refuse(self.tune not in (None, OFF), "tune", complaint)
 
@@ -627,9 +625,10 @@ class FIRMSettings(LookAhead):
     def deepest(self) -> int | None:
         """The largest number of earlier layers that predict for one layer, by the setting `votes`.
 
-        The setting has a pair K,P for each group of layers, and P is this number. For example, the
-        value is 3 for "4,1/8,3/8,3". It is None if `votes` was not set. Raises ValueError if
-        `votes` cannot be parsed.
+        The setting has one pair K,P for all layers, or one for each of three groups of layers. P is
+        the number of earlier layers that predict. K is the number of experts taken from each
+        prediction. This value is the largest P, for example 3 for "4,1/8,3/8,3". It is None if
+        `votes` was not set. Raises ValueError if `votes` cannot be parsed.
         """
         return None if self.votes is None else max(p for _, p in read_votes(self.votes))
 
@@ -649,11 +648,11 @@ class FIRMSettings(LookAhead):
     def with_usual(self) -> FIRMSettings:
         """Return these settings, with the usual value of n_ahead if the user set none.
 
-        n_ahead is for how many layers ahead experts are predicted. The usual value is the number of
-        earlier layers that must predict an expert before it is prefetched:
+        n_ahead is for how many layers ahead experts are predicted. If P earlier layers predict the
+        experts of a layer, the first of them must predict P layers ahead. So the usual value is P:
 
-        - With the setting `votes`: the second number of a pair, or the largest of them. For
-          example, 3 for "4,1/8,3/8,3".
+        - With the setting `votes`, which has one or three pairs K,P: the largest P. For example, 3
+          for "4,1/8,3/8,3".
         - Without `votes`, if the setting `agree` is "mol", the method of the FIRM-MoE paper: 3.
         - Without `votes`, with another value of `agree`: 1.
         """
@@ -691,9 +690,10 @@ class FIRMSettings(LookAhead):
         - recorded: the recorded values, by name.
         - changes: the new values, by name.
 
-        Settings that are not in `changes` keep the recorded values, except votes, tune and n_ahead.
-        Their recorded values fit only the recorded way of prefetching. They get their defaults
-        instead if `changes` has a new value for prefetch, agree or one of these three.
+        Settings that are not in `changes` keep the recorded values, with one exception. The values
+        of votes, tune and n_ahead fit only the recorded way of prefetching. If `changes` has a new
+        value for any of prefetch, agree, votes, tune and n_ahead, then those of votes, tune and
+        n_ahead that are not in `changes` get their defaults.
         """
         if any(changes.get(name, recorded.get(name)) != recorded.get(name) for name in _VOTING):
             recorded = {k: v for k, v in recorded.items() if k not in _VOTING[2:]}
@@ -751,16 +751,18 @@ class FIRMPlacement(Placement):
         return self.status_text(chosen[group] for group in groups)
 
     def status_text(self, votes: Iterable[Votes]) -> str:
-        """Return the policy's part of the status line, with the given numbers K and P.
+        """Return the policy's part of the status line, with the given pairs of numbers (K, P).
 
-        For example, the text is "firm q4_k, one precision, n=3, rank 8,1" for K = 8 and P = 1:
+        For example, the text is "firm q4_k, one precision, n=3, rank 8,1" if the only pair is
+        (8, 1):
 
         - q4_k: the precision of all experts.
         - n=3: three matrices of each predicted expert are prefetched.
         - rank 8,1: the method "rank" chooses the experts to prefetch. It considers the K = 8 best
           predictions of P = 1 earlier layer.
 
-        votes: a pair (K, P) for each group of layers. The text shows equal pairs once.
+        votes: the pairs to show, one for each group of layers, as in the setting `votes`. Equal
+        pairs are shown once.
         """
         pairs = " ".join(f"{k},{p}" for k, p in dict.fromkeys(votes))
         asked = self.settings
@@ -774,14 +776,14 @@ class FIRM(Policy):
     In decode, the setting `agree` selects which experts are prefetched:
 
     - "rank", the default: the first K experts that the previous layer predicts.
-    - "mol", as in the FIRM-MoE paper: the experts among the first K predictions of each of P
-      earlier layers (eq. 4 to 6).
+    - "mol" (FIRM-MoE paper, eq. 4 to 6): the experts that all P earlier layers have among their
+      first K predictions.
     - "margin": experts that the previous layer predicts with a high score. A smaller K requires a
       higher score.
 
     The policy tunes K and P while running (eq. 9 to 11, Algorithm 1).
 
-    In prefill, all experts that the previous layer predicts are prefetched, if they fit.
+    In prefill, all predicted experts are prefetched, if they fit.
     """
 
     about = About(
@@ -1028,14 +1030,14 @@ def recalled(
 ) -> FIRMSettings:
     """Return the settings of this run, with the setting `votes` as an earlier run tuned it.
 
-    The setting decides which experts are prefetched: "8,1" means the 8 best predictions of 1
-    earlier layer. The tuned value is used if the settings that affect tuning are equal in both
-    runs, and the numbers of slots about equal. Otherwise, `settings` is returned unchanged.
+    The setting decides how many experts are prefetched: "8,1" means the 8 best predictions of 1
+    earlier layer. The tuned value is used if prefetching is on, and the model and the user's rules
+    allow the value. Also, the settings that affect tuning must be equal in both runs, and the
+    numbers of slots about equal. Otherwise, `settings` is returned unchanged.
 
     - tuned: the dict `FIRM.learned().tuned` of the earlier run.
     - n_slots: the number of expert slots in this run.
-    - shape, rules: the model, and the user's rules for all policies. Both must allow the tuned
-      value.
+    - shape, rules: the model and the rules.
     """
     votes, slots = tuned.get("votes"), tuned.get("slots")
     n_ahead = look_ahead(settings, rules)

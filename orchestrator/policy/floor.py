@@ -105,10 +105,10 @@ class LayerCosts:
     def lowest_resident_cost(self) -> float:
         """The lowest cost of skipping an expert that is in memory (resident), in nats per byte.
 
-        Skipping such an expert saves computing time, but no reading. The field present_bytes stands
-        for this time: it is an equivalent number of saved bytes. The lowest cost is the smallest
-        quality loss of any expert at gate weight 1, divided by present_bytes. It is infinite if
-        present_bytes is 0.
+        Skipping such an expert saves computing time instead of reading. The saving is counted as
+        present_bytes: the expert's size times the setting skip_present. The lowest cost is the
+        smallest quality loss of any expert at gate weight 1, divided by present_bytes. It is
+        infinite if present_bytes is 0.
         """
         return min(self.skip) / self.present_bytes if self.present_bytes else math.inf
 
@@ -123,8 +123,8 @@ class LayerCosts:
         - nats_per_byte: the quality loss per saved byte.
         - tier: the expert's new tier, or SKIP.
         - nats: the quality loss at gate weight 1.
-        - instead_of: 1 for a second step, which skips an expert that was first lowered to tier 1.
-          Its losses are additional to those of the first step. Otherwise None.
+        - instead_of: None, or 1 for the second of two ways that are taken in order. The first
+          lowers the expert to tier 1. The second then skips it, and has only the loss that it adds.
         """
         skip, n_bytes, low_bytes = self.skip[expert], self.high_bytes, self.low_bytes
         if resident == 0:
@@ -149,9 +149,9 @@ def layer_costs(shape: ModelShape, estimate: KlEstimate, present: float) -> list
     The saving is a number of bytes that need not be read.
 
     - estimate: the estimated quality losses.
-    - present: the saving if an expert in memory is skipped, as a fraction of its size. This saves
-      computing time, but no reading. For example, with 0.01 an expert of 1 MB counts as 10 kB
-      saved.
+    - present: the saving that is assumed if an expert in memory is skipped, as a fraction of its
+      size. Skipping it saves computing time, not reading, so these bytes stand for the time. For
+      example, with 0.01 an expert of 1 MB counts as 10 kB saved.
     """
     found = []
     for layer, nats in enumerate(estimate.nats):
@@ -165,7 +165,7 @@ def layer_costs(shape: ModelShape, estimate: KlEstimate, present: float) -> list
 def spend(
     ways: list[Way], squares: Mapping[int, float], account: Account, price: float, allowed: float
 ) -> dict[int, int]:
-    """Spend one token's allowed quality loss in a layer: choose experts to skip or to lower.
+    """Choose experts of a layer to skip or to lower, within one token's allowed quality loss.
 
     To lower an expert means to compute it in a lower tier (precision). Return {expert: tier or
     SKIP}. The choices with the least loss per saved byte come first. Losses are in nats.
@@ -173,8 +173,8 @@ def spend(
     - ways: the possible choices, from LayerCosts.ways; sorted in place.
     - squares: each expert's squared gate weight, which multiplies its loss.
     - price: the maximum loss per saved byte of a choice.
-    - account: the token's loss so far (spent), which is updated, and the loss that earlier tokens
-      left over (left).
+    - account: its field spent is the token's loss in the layers so far, and is updated. Its field
+      left is the allowance that earlier tokens did not use.
     - allowed: the loss allowed for a token in the layers up to this one. The token's loss stays
       within allowed + account.left.
     """
@@ -198,18 +198,18 @@ def spend_all(
     price: float,
     allowed: float,
 ) -> dict[int, int]:
-    """Spend several tokens' allowed quality loss in a layer: choose experts to skip or to lower.
+    """Choose experts of a layer to skip or to lower, within several tokens' allowed quality loss.
 
     To lower an expert means to compute it in a lower tier (precision). Return {expert: tier or
-    SKIP}. The choices with the least loss per saved byte come first. Losses are in nats.
+    SKIP}. The choices with the least loss per saved byte come first. A choice applies to all tokens
+    that use the expert, and needs enough allowance of each. Losses are in nats.
 
     - ways: the possible choices, from LayerCosts.ways; sorted in place.
-    - claims: the tokens that use each expert, as pairs (account, squared gate weight). An account
-      has the token's loss so far (spent), which is updated, and the loss that earlier tokens left
-      over (left).
+    - claims: the tokens that use each expert, as pairs (account, squared gate weight).
     - price: the maximum loss per saved byte of a choice.
-    - allowed: the loss allowed for a token in the layers up to this one. Each token's loss stays
-      within allowed + account.left.
+    - allowed: the loss allowed for a token in the layers up to this one. The token's loss so far
+      (account.spent, which is updated) stays within allowed + account.left, the allowance that
+      earlier tokens did not use.
     """
     lowered: dict[int, int] = {}
     ways.sort()
@@ -258,11 +258,11 @@ class ReadBehind:
         resident: memoryview,
         out: DecisionBuffer,
     ) -> None:
-        """Find experts to prefetch for later tokens. Request those that the previous call found.
+        """Find experts of this layer to prefetch for later tokens. The next call requests them.
 
         Call this once for each layer of a step. An expert is found if it is skipped or lowered
-        (computed in a lower tier) twice within a few steps. The requests stay within a limit in
-        bytes per second.
+        (computed in a lower tier) twice within a few steps, and is not in memory in tier 0. This
+        call requests the experts that the previous call found, within a limit in bytes per second.
 
         - step, layer: the running step and layer.
         - lowered: the experts that are skipped or lowered in this layer.
@@ -391,11 +391,11 @@ class FloorPlacement(Placement):
 class Floor(Policy):
     """A policy that skips experts that are not in memory, or computes them in low precision.
 
-    This saves reading, but costs quality. Two limits apply:
+    This saves reading, but costs quality. An expert is skipped or lowered only within two limits:
 
     - The setting max_loss limits the mean quality loss per token, in nats.
-    - The price limits the loss per saved byte of each expert. The policy raises the price while
-      tokens lose less than max_loss, and lowers the price while they lose more.
+    - The price is the highest loss per saved byte at which an expert is skipped or lowered. The
+      policy raises it while tokens lose less than max_loss, and lowers it while they lose more.
 
     While the price is high, experts in memory are skipped too, to save computing time.
 
@@ -685,13 +685,15 @@ class Floor(Policy):
         out.prefetch_all(layer, [expert for expert in wanted if expert not in skipped], 0)
 
     def on_step(self, report: StepReport) -> tuple[()]:
-        """After a step, adjust the limits for the quality loss of later tokens. Always returns ().
+        """After a step, adjust the two limits for the quality loss of later tokens. Returns ().
 
-        - One token may cause a loss of max_loss (a setting), but only half of max_loss while
-          report.unusual is true. The loss estimates may then be wrong for the current text.
-        - A token that causes less leaves the rest to later tokens of its sequence, up to a maximum.
-        - The price is the maximum loss per saved byte of an expert. It rises if tokens leave much
-          of the allowed loss, and falls if they leave little.
+        An expert is skipped or lowered only if both limits permit it:
+
+        - The loss of a token may be max_loss (a setting), but only half of it while report.unusual
+          is true, because the estimates may then be wrong. Later tokens of the sequence may use
+          the rest that a token leaves, up to a maximum.
+        - The loss per saved byte may be at most the price. The price rises if tokens leave much of
+          the allowed loss, and falls if they leave little.
         """
         if report.unusual is not None:
             self._spend_share(0.5 if report.unusual else 1.0)

@@ -70,11 +70,11 @@ class Learning(Policy):
     Each expert has an average usage S, which is updated at the end of each interval of steps
     (DynaExq, section 3.5):
 
-        S = a * S + (1 - a) * f, with a = hotness_decay ** w
+        S = a * S + (1 - a) * f
 
-    - f: the fraction of the layer's tokens in the interval that used the expert.
-    - hotness_decay: a setting, 0 to 1.
-    - w: 1, or less if the layer computed only a few tokens in the interval. S then changes less.
+    In this formula, f is the fraction of the layer's tokens in the interval that used the expert,
+    and a = hotness_decay ** w. The setting hotness_decay is from 0 to 1. The exponent w is 1, or
+    less if the layer computed only a few tokens in the interval. S then changes less.
 
     An interval ends after a prefill step, or after update_steps decode steps. If the setting
     update_ms is given, an interval ends after this many milliseconds of compute time instead.

@@ -47,7 +47,8 @@ def exchanges(
 
     The riser gets the faller's tier, which is better, and the faller gets the riser's tier. Pairs
     that save the most loss come first. An expert is the number layer * n_expert + index. Two
-    experts can be a pair only if, in both of their tiers, their layers use the same memory pool.
+    experts can be a pair only if their layers share a memory pool in the riser's tier, and also
+    share a pool in the faller's tier.
 
     - losses: each expert's quality loss in each tier, multiplied by its use, [n_layers, n_expert,
       n_tiers].
@@ -102,9 +103,9 @@ def moves(
 
     A move is (layer, expert, new tier). The new tier is the expert's wanted tier.
 
-    If no such move is possible and no expert is moving, the result has temporary moves instead.
-    They go to the lowest tier, which has spare slots, and free slots of better tiers. Only experts
-    that wait for a lower tier make them.
+    If no such move is possible and no expert is moving, the result has temporary moves instead. A
+    temporary move takes an expert that waits for a lower tier to the lowest tier, which has spare
+    slots. The expert's old slot, in a better tier, is then free for other experts.
 
     - pools: the memory slots.
     - wanted: the tier that each expert should have, [n_layers, n_expert].
@@ -148,8 +149,9 @@ class _AnyTiers(Precisions):
 
         This is the better of two tiers:
 
-        - The next better tier than the best tier in which all experts fit in the memory budget.
-          Some experts can then have this better tier.
+        - The tier that is one step better than the best tier in which all experts fit in the memory
+          budget. Of q8_0, q4_k and q2_k, for example, it is q8_0 if all experts fit in q4_k. Some
+          experts can then have q8_0.
         - The best tier in which an average expert takes at most 0.1 % of the budget, if there is
           one.
 
@@ -366,11 +368,11 @@ def pools_of(shape: ModelShape, settings: MixedSettings, tiers: np.ndarray) -> T
     Each tier has a slot for each of its planned experts. The lowest tier also has some spare slots,
     if the settings let experts change their tiers.
 
-    A tier without planned experts needs slots, too:
+    The store needs slots for every tier, even for a tier without planned experts:
 
-    - If slots can hold several tiers (shape.shares_slots), the tier uses the slots of the next
-      better tier. This requires that the better tier has experts.
-    - Otherwise, the tier has a few slots of its own.
+    - If slots can hold several tiers (shape.shares_slots), such a tier shares the pools of the next
+      better tier. This requires that experts are planned for these pools.
+    - Otherwise, the tier has pools of its own, with one slot each.
 
     tiers: the planned tier of each expert, [n_layers, n_expert]. Tier 0 is the best.
     """

@@ -61,8 +61,8 @@ class Pace:
     def nothing(self) -> None:
         """Record that the reader of an answer looked for new text, and nothing had arrived.
 
-        The reader is then faster than the text, and need not pause to let text collect. So `rests`
-        (whether the reader should pause before it looks again) becomes False.
+        The reader then looks more often than new text arrives, so `rests` (whether the reader
+        should pause before it looks again) becomes False.
         """
         self._n_fast = 0
 
@@ -296,7 +296,8 @@ class Answer:
             )
         if error.get("code") == 400:
             return ConfigError(message)
-        return NativeError(self._failure() or message or "llama.cpp failed to compute the answer")
+        unknown = "llama.cpp failed to compute the answer and gave no reason: try again"
+        return NativeError(self._failure() or message or unknown)
 
     def stats(self, mode: str, policy: dict[str, Any]) -> GenerationStats:
         """Return the statistics of the answer, such as its speed and its cache hit rate.

@@ -307,10 +307,9 @@ class Driver(BaseDriver):
         The policy learns from the report. A transition (layer, expert, tier) asks the store to read
         an expert in another tier (precision).
 
-        unusual: whether estimates of the quality loss may be wrong for recent tokens, or None if
-        not known. The report passes this value on to the policy. If the driver has a loss meter
-        (`meter`), the argument is ignored, and the driver determines the value itself
-        (judge_routing).
+        unusual: whether recent tokens use experts unusually, so that estimates of the quality loss
+        may be wrong. None if not known. The value becomes a field of the report. If the driver has
+        a loss meter (`meter`), it ignores the argument and uses the result of judge_routing.
         """
         policy = self.policy
         wants, is_reported = policy.wants, step.phase in policy.wants.told_in

@@ -41,9 +41,10 @@ class History:
             self._planner.tuned.learn(name, learned.tuned)
 
     def save(self) -> None:
-        """Write the expert usage and the settings that policies tuned to files, for later runs.
+        """Write the history to files, for later runs.
 
-        Without the setting `remember`, only the file that the setting `profile` names is written.
+        The files hold the expert usage, and the settings that policies have tuned. Without the
+        setting `remember`, only the file that the setting `profile` names is written.
         Raises OSError if this file cannot be written.
         """
         self._planner.tuned.save()

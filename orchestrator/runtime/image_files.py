@@ -140,7 +140,7 @@ class ImageLimits:
         an image from them. The limit for all prepared images together, held_bytes, is five times
         prepared_bytes, or _LEAST_HELD_BYTES if that is more.
 
-        - prepared_bytes: the memory of the largest prepared image.
+        - prepared_bytes: the memory of the largest image that llama.cpp prepared in a measurement.
         - min_pixels: llama.cpp enlarges smaller images to this number of pixels. It is 0 if
           llama.cpp cuts images into tiles of a fixed size.
         """
@@ -169,7 +169,10 @@ class ImageLimits:
         return min(self.prepared_bytes, _PREPARED_BYTES * n_pixels)
 
     def check_bytes(self, n_bytes: int, name: str) -> None:
-        """Raise ConfigError if a file is too long. name: the beginning of the message."""
+        """Raise ConfigError if an image file of n_bytes is larger than the limit file_bytes.
+
+        name: the beginning of the message.
+        """
         if n_bytes > self.file_bytes:
             raise ConfigError(
                 f"{name}: the image has {format_size(n_bytes, up=True)}, and the limit is "
@@ -525,7 +528,8 @@ def _jpeg(data: bytes, limits: ImageLimits, name: str) -> Image:
         _damaged(name, what, "it has no header")
     if missing:
         # stb_image would show what was in memory before.
-        _cut(name, what, "a colour channel has no pixels" if n_scans else "the file has no pixels")
+        why = "pixels of a colour channel are missing" if n_scans else "the file has no pixels"
+        _cut(name, what, why)
     width, height, stb_bytes = frame
     return Image(JPEG, width, height, len(data), stb_bytes)
 

@@ -120,8 +120,8 @@ class KeptConversations:
         """Restore the saved conversation that a prompt continues, before the prompt is computed.
 
         The conversation that is replaced in the sequence is saved first. The caller blocks until
-        this is done. No request may decode on the sequence meanwhile. prompt: tokens; empty if they
-        are not known.
+        this is done. No request may decode on the sequence meanwhile. prompt: the tokens of the
+        prompt. If they are not known, the list is empty, and nothing is restored.
         """
         work = self._submitted(self._recall, sequence, prompt)
         if work is not None:

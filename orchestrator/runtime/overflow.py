@@ -116,8 +116,8 @@ def parts_of(messages: Sequence[Message]) -> list[Part]:
     """Divide the messages of a conversation into parts, and return the parts in order.
 
     A part is a question of the user, an answer of the model, tool calls with their results, or one
-    system message. A user's message and a tool result belong to the same part if no message of the
-    model is between them.
+    system message. The part of tool calls lasts until the model's next message, so it also has a
+    user's message before or after a tool result.
     """
     authors = [author_of(each) for each in messages]
     places = [at for at, author in enumerate(authors) if author is not Author.SYSTEM]

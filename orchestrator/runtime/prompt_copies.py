@@ -73,7 +73,7 @@ class Mark:
 
     @property
     def n_bytes(self) -> int:
-        """The size of the model's state and the policy's state at this position, in bytes."""
+        """The total size of the states in this Mark, the model's and the policy's, in bytes."""
         return (0 if self.part is None else self.part.nbytes) + len(self.policy or b"")
 
 
@@ -158,10 +158,11 @@ class Listed:
 
         common: the length of the common prefix of the saved sequence and the prompt.
 
-        - For most models, and if the prompt begins with the whole sequence, the result is `common`.
-        - Models with sliding windows or recurrent layers must otherwise start from a checkpoint, a
+        - If the prompt begins with the whole sequence, the result is `common`.
+        - Otherwise, models with sliding windows or recurrent layers must start from a checkpoint, a
           saved state of the model. The result is the largest length with a checkpoint that is not
           above `common`, or 0.
+        - For all other models, the result is `common`.
         """
         places = [each.length for each in self.marks if each.part_bytes >= 0]
         return usable(len(self.tokens), self.needs_checkpoints, places, common)
@@ -299,8 +300,8 @@ class PromptFolder:
 
         - listed: the description of the file.
         - most_bytes: the maximum size of all states together. If they exceed it, the Marks with the
-          shortest lengths are left out. None: all Marks are returned, but without the model's
-          states (`Mark.part`).
+          shortest lengths are left out. None if `read_state` restores the model's states itself:
+          all Marks are then returned, but without these states (`Mark.part`).
         - read_state: restores the sequence from a path. Returns False if memory is too small.
         """
         try:

@@ -81,7 +81,10 @@ class Sequences:
                 self.lengths[number] = 0
 
     def forget(self) -> None:
-        """Record that all additional sequences are empty, after the context was cleared."""
+        """Set the recorded lengths of the additional sequences to 0, after the context was cleared.
+
+        Additional sequences are all except the main sequence, which `Steps` records.
+        """
         self.lengths = [0] * len(self.lengths)
 
 
@@ -124,7 +127,10 @@ class Steps:
         self._driver.end_idle()
 
     def cancel(self) -> None:
-        """Make the running step end soon. Safe in a signal handler and on any thread."""
+        """Make the running step, in which the model evaluates tokens, end soon.
+
+        Safe in a signal handler and on any thread.
+        """
         self.cancelled = True
         self._driver.cancel(True)
 

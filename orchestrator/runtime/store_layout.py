@@ -136,8 +136,8 @@ def store_layers(
     the file position of the layer's experts, from `slices`, with the number of the slot group that
     caches them, from `slots`. A slot group has slots of one size.
 
-    A kind is a matrix of an expert (up, gate, gate_up or down). A tier is a precision in use. With
-    tiers = [0, 2], tier 1 of the result has the file's precision 2.
+    A kind is a matrix of an expert (up, gate, gate_up or down). A tier of the result is an index
+    into `tiers`. For example, with tiers = [0, 2], tier 1 is the file's precision 2.
 
     - layer_ids: llama.cpp's ids of the MoE layers.
     - slices: the file positions, [layer][kind][precision].

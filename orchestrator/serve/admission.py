@@ -279,8 +279,8 @@ class Conversation:
         A digest stands for a message, or for a piece of a prompt. `before` is the earlier
         conversation. The result is 0 in two cases:
 
-        - This conversation does not begin with the digests of `before`. The last digest of `before`
-          may differ or be missing.
+        - A digest of `before` differs or is missing in this conversation. The last digest of
+          `before` is not compared for this.
         - Only digests of tools and system messages are equal.
         """
         shared = 0
@@ -293,13 +293,14 @@ class Conversation:
 
 
 def conversations_of(data: dict[str, Any], most: int) -> list[Conversation]:
-    """Return a list with one Conversation for each answer to a request.
+    """Return a list with one Conversation for each of llama.cpp's sequences that a request uses.
 
     A Conversation has digests (hashes) of the successive pieces of one prompt. With them,
-    `SlotManager` finds a sequence of llama.cpp's server that already holds the beginning of the
-    prompt. In two cases, a Conversation has no digests and can use any sequence:
+    `SlotManager` finds a sequence that already holds the beginning of the prompt. In two cases, a
+    Conversation has no digests and can use any sequence:
 
-    - If one prompt gets several answers, only the first Conversation has digests.
+    - If one prompt gets several answers, each uses a sequence. Only the first Conversation has
+      digests.
     - If the request has more prompts than `most`, the prompts share the sequences. The result is
       then `most` Conversations without digests.
 
@@ -367,12 +368,11 @@ class SlotManager:
         """Take a free slot for each conversation. Return (slot numbers, number of old KV cells).
 
         A slot is a sequence of llama.cpp's server. After a request has ended, its KV cells stay in
-        its slots. The second result is the maximum number of KV cells that earlier requests left in
-        the taken slots, in total.
+        its slots as old cells. The second result is an upper bound of all old cells in the taken
+        slots: for each slot, it adds the value of `cells` with which the slot was taken before.
 
         `asked` are the conversations. `cells` is the maximum number of KV cells that the new
-        request will leave in each slot. The next call that takes the slot counts this number as old
-        KV cells.
+        request will leave in each slot.
         """
         taken, held = [], 0
         for each in asked:
@@ -499,8 +499,9 @@ class Bodies:
 class Body:
     """The body of one HTTP request. Its memory counts towards the limit that `Bodies` enforces.
 
-    `data` holds the bytes of the body until the request may run. The owner must call `take` at the
-    end in any case, because only `take` frees the memory.
+    `data` holds the bytes of the body. When the request may run, `take` returns them and frees the
+    memory. The owner must also call `take` if the request fails before, because nothing else frees
+    the memory.
     """
 
     def __init__(

@@ -401,7 +401,7 @@ async def _failed(request: Request, error: Exception) -> Response:
         wrong_method = error.status_code == 405
         fault = f"{path[:80]} is not a path of this server"
         if wrong_method:
-            fault = f"{path[:80]} does not support this method"
+            fault = f"{path[:80]} does not support the HTTP method of this request"
         more = error.headers or {}  # names the methods that the path supports
         error = Refusal(error.status_code, fault)
     elif isinstance(error, MoeEdgeError):

@@ -30,7 +30,8 @@ def settle_messages(route: str, data: dict[str, Any]) -> None:
     """Rewrite the conversation of a request in place, so that llama.cpp accepts it.
 
     `data` is a request in the format of the path `route`. It was already checked against the JSON
-    schema of that path.
+    schema of that path. The schema allows messages that llama.cpp refuses, such as tool calls with
+    cut-off arguments.
     """
     if route == RESPONSES:
         if isinstance(data.get("input"), list):

@@ -27,7 +27,10 @@ Ranges = list[tuple[int, int]]
 
 
 class PatternError(ValueError):
-    """A regular expression cannot be enforced. The message says why."""
+    """Raised if the server cannot make a model's answer match a regular expression.
+
+    The message says why.
+    """
 
 
 @dataclass(frozen=True)
@@ -94,8 +97,8 @@ def _branches(words: list[str], at: int, depth: int) -> str:
     """
     if depth > _MOST_DEPTH:
         raise PatternError(
-            "too many words have the same beginnings: their regular expression would have more "
-            f"than {_MOST_DEPTH} nested groups"
+            "the listed texts have too many levels of common prefixes (as in a, ab, abc): their "
+            f"regular expression would have more than {_MOST_DEPTH} nested groups"
         )
     if len(words) == 1:
         return _literal(words[0][at:])
@@ -387,8 +390,8 @@ def _written_one(node: One) -> str:
     safe = _complement([*_complement(node.ranges), *_UNSAFE])
     if not safe:
         raise PatternError(
-            "this server cannot enforce a character class such as [\\n\\t], in which JSON escapes "
-            "all characters: add a character that JSON does not escape"
+            "this server cannot enforce a character class that has only characters that JSON "
+            "escapes, such as [\\n\\t]: write alternatives instead, such as (\\n|\\t)"
         )
     parts = [
         _code(first) if first == last else f"{_code(first)}-{_code(last)}" for first, last in safe

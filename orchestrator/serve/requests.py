@@ -869,11 +869,12 @@ def settle_length(
     Each answer needs KV cells for its maximum number of generated tokens. This maximum is:
 
     - The token limit of the request `data`, if it has one.
-    - Otherwise --max-tokens, if the server has this option. This limit is added to the request.
-    - Otherwise an equal share of all KV cells (1/--parallel), minus the prompt's tokens. This
-      limit, but at least RESERVED_TOKENS, is added to the request.
+    - Otherwise --max-tokens, if the server has this option.
+    - Otherwise an equal share of all KV cells (1/--parallel), minus the prompt's tokens. It is at
+      least RESERVED_TOKENS.
 
-    Each maximum is lowered if the prompt leaves less context free.
+    Each maximum is lowered if the prompt leaves less context free. If `data` has no token limit,
+    the maximum is then written into `data` as its limit `max_tokens`.
 
     `n_answers` is the number of answers to one prompt. `asker` sends queries to llama.cpp's server,
     to count tokens. Raises Refusal (an error response) if the prompt is too long.

@@ -98,7 +98,7 @@ class ServeSettings(Settings):
         None,
         "Maximum size of a request.",
         unit=SIZE,
-        shown="16 bytes per token of --ctx, at least 128KiB; with images 16MiB more",
+        shown="16 bytes per token of --ctx, at least 128KiB; plus 16MiB for all images",
         group=MORE,
     )
     allow_model_change: bool = setting(
@@ -111,7 +111,7 @@ class ServeSettings(Settings):
         "Treatment of a conversation that outgrows the context: drop (its oldest exchanges leave "
         "the prompt) or refuse (status 400).",
         choices=(DROP, REFUSE),
-        shown="the request's field overflow, otherwise refuse; Ollama's API: drop",
+        shown="the request's field overflow; without it, refuse, or drop for Ollama's API",
         group=MORE,
     )
     patience: int = setting(

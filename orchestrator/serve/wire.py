@@ -289,7 +289,7 @@ def failure_at(status: int, text: bytes) -> int:
 def grammar_failure(text: bytes) -> str | None:
     """Return why llama.cpp could not follow the grammar of an answer, or None for other failures.
 
-    `text` is the end of llama.cpp's answer, from the error on.
+    `text` is the end of llama.cpp's response to the request, from its error message on.
     """
     at = text.find(GRAMMAR_FAILED)
     sentence = text[at:].partition(b": ")[2].partition(b'"')[0]
@@ -326,7 +326,7 @@ def message_of(part: bytes) -> str:
     try:
         return str(json.loads(part)["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        return "the model does not support this request"
+        return "llama.cpp reported an error for this request, but gave no reason"
 
 
 def error_event(route: str, error: bytes) -> bytes:

@@ -4,6 +4,7 @@ Logits equal upstream's with repacked weights, and the slots do not grow.
 """
 
 import platform
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -109,7 +110,9 @@ def test_auto_converts_resident_experts_only(tiny_model):
     for rate, changed in ((1 << 20, True), (0, False)):
         with opened(path, 0.95, transition_rate=rate, **asked) as runtime, runtime.evaluator() as e:
             assert e.inside.policy.wants.all_resident
-            assert ("experts of type q4_0 repacked for this CPU" in runtime.mode) == changed
+            # Some processors also have a layout for the low precision.
+            repacked = re.search("experts of type [^,]*q4_0[^,]* repacked", runtime.mode)
+            assert (repacked is not None) == changed
             one_by_one(e.eval)
             e.inside.store.check()
 

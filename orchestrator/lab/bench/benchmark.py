@@ -334,11 +334,12 @@ class Benchmark(ABC):
 
 
 def token_slot_bytes(shape: ModelShape) -> int:
-    """Return the bytes of memory that hold the experts of one token in one layer.
+    """Return the bytes of memory that hold the experts of one token in any one layer.
 
     The engine needs at least this memory for experts. Each layer replaces the experts of the layer
-    before. A slot of this memory is only for matrices of one size. If the experts of different
-    layers have different sizes, the result is therefore the sum over these sizes.
+    before. A slot of this memory is only for matrices of one kind and size. If layers have
+    different sizes, each size therefore needs slots of its own, and the result includes all of
+    them.
     """
     sizes = {each for layer in shape.slots for each in layer[0].items()}
     return shape.n_expert_used * sum(size for _, size in sizes)

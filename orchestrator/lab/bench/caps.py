@@ -97,14 +97,15 @@ class Computing(NamedTuple):
     def of_mix(self, run: int, mix: Mapping[str, float]) -> float:
         """Estimate the compute time per token if some experts have low precision or are skipped.
 
-        The result is in milliseconds. It is interpolated from the times of one run of the
-        benchmark:
+        The result is in milliseconds. It is interpolated from three times, measured in the
+        benchmark's run number `run`:
 
             high - mix["low"] * (high - low) - mix["skip"] * (high - fewer) / (1 - fewer_share)
 
-        - high, low: the time with all experts in the high precision, and in the low precision.
-        - fewer: the time if a token uses only the fraction `fewer_share` of its experts.
-        - run: the index of the run. The three times are the values of the fields at this index.
+        - high: self.high[run], the time with all experts in the high precision.
+        - low: self.low[run], the time with all experts in the low precision.
+        - fewer: self.fewer[run], the time if a token uses only the fraction `fewer_share` of its
+          experts.
         - mix: the fraction of experts with low precision ("low"), and of skipped experts ("skip").
 
         A difference that was not measured, or is negative, counts as 0.
@@ -129,7 +130,8 @@ def computing(rows: Sequence[Result], fewer_share: float) -> Computing:
     - low: role "low", all experts in the low precision.
     - fewer: role "fewer", fewer experts per token.
 
-    If several rows have the same role, the smallest time of each run is used.
+    If several rows have the same role, their times of the same run are compared, and the smallest
+    is used.
 
     - rows: the rows of the benchmark's table.
     - fewer_share: experts per token in the role "fewer", divided by the usual number. This number
@@ -173,7 +175,7 @@ def step_bytes(part: Result) -> list[float]:
 
 
 class Caps(Benchmark):
-    """Compares upstream llama.cpp and all our policies under memory caps."""
+    """Compares the speed of upstream llama.cpp and of some of our policies under memory caps."""
 
     options = CapOptions
     columns = (
@@ -282,7 +284,7 @@ class Caps(Benchmark):
             "Compute time of a step: the time of upstream llama.cpp with everything in memory, "
             "minus the time that skipped and low-precision experts save.",
             "Read time of a step: the time to read the step's missing experts at the highest disk "
-            "speed measured before, during or after the row.",
+            "speed that was measured before, during or after the measurement of the row's system.",
             f'The rows "fewer experts" use {self.fewer_experts[1]} instead of '
             f"{self.model.n_expert_used} experts per token.",
             'The rows "all TYPE" are upstream llama.cpp with all experts in one quantization type. '
@@ -291,10 +293,10 @@ class Caps(Benchmark):
         ]
 
     def notes(self, rows: Sequence[Result]) -> list[str]:
-        """Return the footnotes of a table.
+        """Return the footnotes of a table, such as the memory use of our engine (see row_notes).
 
-        For batched decoding, they give the speed of each row relative to the speed with all experts
-        in memory.
+        For batched decoding, they also give the speed of each row under a memory cap, relative to
+        the speed with all experts in memory.
         """
         return super().notes(rows) + [
             f"{row['name']}: {row['of_resident']:.2f} times the speed with everything in memory"

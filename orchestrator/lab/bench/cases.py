@@ -94,8 +94,9 @@ RESIDENT = (
 def uniform(cap: float, tier: str) -> Case:
     """Return a benchmark case: llama.cpp with all experts in the type `tier`, under a memory cap.
 
-    cap: the fraction of the model that fits in memory (see Case). The caller must choose a type
-    that is so small that the whole model fits. Decoding then reads nothing from the disk.
+    cap: the memory cap, as a fraction of the high-precision model (see Case). The caller must
+    choose a type that is so small that a model with all experts in this type fits under the cap.
+    Decoding then reads nothing from the disk.
     """
     flags = {"mmap": False, "extra_bufts": True}
     return Case(f"all {tier}", "upstream", cap, "", flags, tier=tier)

@@ -112,7 +112,8 @@ class GpuOptions(BenchOptions):
     table3: bool = setting(
         False,
         "Measure the rows of Table 3 of the DyMoE paper and the policies dynaexq and floor, with "
-        "all layers of qwen3-30b. Writes 27 GB of model files to memory.",
+        "all layers of qwen3-30b. Writes 27 GB of model files to /dev/shm (a RAM disk), or to disk "
+        "if memory is too small.",
     )
     predict: bool = setting(
         False,
@@ -169,7 +170,7 @@ class GpuOptions(BenchOptions):
 
     @property
     def folder(self) -> Path:
-        """The folder of the generated models."""
+        """The folder for the model files that the benchmark writes (random weights or the demo)."""
         return self.models or super().folder
 
     @property
@@ -605,7 +606,8 @@ class Gpu(Benchmark):
             f"GPU: {gpu['name']}, {format_size(gpu['total_bytes'])} of memory",
             f"speed of copies from pinned memory to the GPU: {pinned}",
             f"speed of copies from pageable memory to the GPU: {pageable}",
-            f"speed of computing experts on the CPU, in bytes of their weights: {compute}",
+            f"speed of computing experts on the CPU, in bytes of expert weights per second: "
+            f"{compute}",
             "Each row of a table is one system: upstream llama.cpp, or moe-edge with one policy.",
             f"All systems decode {options.tokens} steps after the same prompt of "
             f"{options.prompt_tokens} tokens (kind of tokens: {options.words}).",

@@ -160,7 +160,10 @@ class BenchOptions(Settings):
 
     @property
     def model_name(self) -> str:
-        """The name of the model's shape. With --quick, this is the shape of a tiny model."""
+        """The name of the model's shape (its dimensions): the value of --shape, such as olmoe.
+
+        With --quick, this is the shape of a tiny model, except for the trained demo model.
+        """
         return QUICK_SHAPE if self.quick and not self.trained else self.shape
 
     @property

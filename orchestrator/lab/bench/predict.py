@@ -345,9 +345,10 @@ def predict(on: Any, note: Note) -> Report:
         f'The column "as H200" is the column "p50" plus {layers} times the correction of the row. '
         "A correction is the measured time of a layer minus its simulated time. We do not know why "
         "these times differ.",
-        f"Corrections, in ms per token and layer: {notes}.",
-        f"The corrections were measured on an H200 with {MEASURED_LAYERS} layers and a link of "
-        f"{MEASURED_LINK / 1e9:g} GB/s. Low-precision experts were read from the disk.",
+        f"Corrections (measured minus simulated time), in ms per token and layer: {notes}.",
+        f"The measured times in these corrections are from an H200, with a model of "
+        f"{MEASURED_LAYERS} layers and a link of {MEASURED_LINK / 1e9:g} GB/s. Low-precision "
+        f"experts were read from the disk.",
     ]
     note_of_upstream = (
         "The tables have no row for upstream llama.cpp, because llama.cpp computes experts on the "

@@ -95,6 +95,9 @@ class Rows:
     def put(self, token: int, values: np.ndarray) -> None:
         """Store the input vectors of n consecutive tokens in the file.
 
+        They are the inputs of experts. A token has one vector for each expert that it uses, or only
+        one vector if these experts share their input.
+
         - token: index of the first of these tokens.
         - values: finite float32 numbers [n, vectors per token, length of a vector].
         """
@@ -137,7 +140,10 @@ class Calibration:
         return sum(len(window) for window in self.windows)
 
     def summary(self) -> str:
-        """Return one line that identifies the text, for the metadata of a written file."""
+        """Return one line that identifies the calibration text.
+
+        Files that are computed with the text, such as loss tables, have this line as metadata.
+        """
         return f"{self.name}, {self.n_tokens} tokens, sha256 {self.sha256}"
 
 

@@ -251,13 +251,12 @@ class OutputSums:
 
         - layer: the index among the MoE layers.
         - kind: the kind of the matrices: UP, GATE, GATE_UP or DOWN.
-        - node: the tensor of llama.cpp's graph that holds the product.
+        - node: llama.cpp's tensor that holds the product.
 
         DOWN is the last product of a layer, and gives the experts' outputs. Their mean squares are
-        added to the field `squares`. Each earlier product gives the experts' inputs. These inputs
-        show whether they were multiplied by the gate weights, which is stored in the field
-        `weighs`. If samples were requested, a sample of the inputs is stored in the field
-        `samples`.
+        added to `squares`. Each earlier product gives the experts' inputs. Their shape shows
+        whether they were multiplied by the gate weights, and `weighs` stores this as True or False.
+        If samples were requested, a sample of the inputs is stored in `samples`.
         """
         if kind != DOWN:
             if self._inputs is None or self._inputs[0] != layer:
@@ -338,7 +337,7 @@ class Precisions:
         return sorted(found, key=lambda each: -each.candidate.bits)
 
     def table(self, sums: OutputSums, calibration: Calibration, progress: Progress) -> LossTable:
-        """Compute the loss table, layer by layer, from the statistics of a text.
+        """Compute the loss table: the error of each expert's output in each precision.
 
         `sums` are the statistics of the experts' outputs, and `calibration` is the text. Only the
         matrices of a few experts are in memory at a time. Raises ConfigError if the experts'
@@ -437,9 +436,9 @@ class Precisions:
 
 
 def expert_bytes(model: ExpertModel) -> int:
-    """Return the memory to hold an expert's matrices twice, in two precisions, in bytes.
+    """Return the number of bytes of two float32 copies of an expert's matrices.
 
-    Both copies are decoded to float32, so that they can be compared.
+    One copy is decoded from full precision, the other from the precision whose loss is measured.
     """
     shapes = (shape for shape in model.shapes[0] if shape is not None)
     return 2 * 4 * sum(n * rows for n, rows in shapes)

@@ -208,11 +208,12 @@ def _reading(
 
 @contextmanager
 def gptq_of(method: Method, source: Path, progress: Progress) -> Iterator[Gptq]:
-    """Yield a quantizer that applies GPTQ to all experts of the model file `source`.
+    """Return a context manager that yields one quantizer, which applies GPTQ to all experts.
 
-    GPTQ needs the inputs of the experts. To record them, the model reads the calibration text of
-    `method`. If the inputs of all layers are too large to store at once, the model reads the text
-    again for each further group of layers. The caller must therefore quantize the layers in order.
+    GPTQ needs the inputs of the experts. To record them, the model in the file `source` reads the
+    calibration text of `method`. If the inputs of all layers are too large to store at once, the
+    model reads the text again for each further group of layers. The caller must therefore quantize
+    the layers in order.
 
     - progress: receives the completed fraction of the reading.
     """

@@ -132,7 +132,8 @@ def moved(
 
     The model reads its text once. The result has three means for each window (piece of the text):
     the KL divergence from the unchanged model, the error of the changed experts (from `costs`), and
-    how unusual the used experts are (from `unusual`).
+    how rare the used experts are (from `unusual`). By the last mean, a later run recognises texts
+    for which the measured errors are not valid.
 
     - reader: the model with its text.
     - name: one of the names from passes(). It decides which experts are changed, and how.
@@ -190,9 +191,9 @@ def fitted(tiers: Sequence[str], found: dict[str, Moved], text: str, weights: np
 
         KL divergence = scale of precision * sum over layers (factor of layer * error in layer)
 
-    The text was read once for each kind of change. Readings with skipped experts (scale 1) give the
-    factors of the layers, in the field `factors` of the result. A reading with experts in a lower
-    precision gives the scale of this precision, in the field `scales`.
+    The model read the text several times. In two readings, experts were skipped. These readings
+    give the factors of the layers (field `factors`), and skipping has scale 1. In each other
+    reading, experts had one lower precision. It gives the scale of this precision (field `scales`).
 
     - tiers: the precisions of the model file, best first.
     - found: the KL divergence and the errors of each reading, by the reading's name from passes().
@@ -571,7 +572,10 @@ class _Run:
         estimate = table.estimate([best] if tier is None else [best, tier])
         if estimate is None:
             missing = best if tier is None else tier
-            raise ConfigError(f"the loss table lacks the precision {missing}")
+            raise ConfigError(
+                f"the new loss table has no losses for the precision {missing}: run `moe-edge "
+                f"calibrate` again with --force"
+            )
         costs = estimate.nats[..., -1 if tier is None else 1]
         known = list(self._kept.arrays("scored").values())
         windows, ram = self._text.windows, self._method.ram

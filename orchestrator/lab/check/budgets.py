@@ -67,8 +67,8 @@ class CheckJob:
     def request(self) -> PlanRequest:
         """Return the request that asks the memory planner to plan the model of this job.
 
-        The model is planned as for a chat. The field `conversations` decides whether the plan has
-        memory for saved conversations.
+        The plan reserves the memory that a chat needs for its answers. The field `conversations`
+        decides whether it also has memory for saved conversations.
         """
         request = Answering().request(Config.build(**self.settings))
         return replace(request, needs=replace(request.needs, conversations=self.conversations))
@@ -105,11 +105,12 @@ def machine_of(config: Config) -> Machine:
 
 
 def plain(config: Config, path: Path, machine: Machine) -> Config:
-    """Return the config of the reference run: llama.cpp runs a file's best tier without our engine.
+    """Return the config of the reference run: llama.cpp runs the model without our engine.
 
-    Weights are not repacked for the CPU, because repacked weights round differently. The file is
-    memory-mapped if the model does not fit in memory or in --ram. Raises GGUFError if the file is
-    invalid.
+    The run uses the best of the precisions (tiers) that the file has for its experts. Weights are
+    not repacked for the CPU, because repacked weights round differently. The file is memory-mapped
+    if the model does not fit in the GPU's memory or, without a GPU, in memory or in --ram. Raises
+    GGUFError if the file is invalid.
     """
     free: dict[str, Any] = {"high_tier": None, "ram": None, "vram": None, "misses": None}
     found = config.compared(policy=PLAIN, model=path, **_comparison_settings(config) | free)
@@ -181,8 +182,9 @@ def budgets_of(config: Config, path: Path, tier: str) -> list[tuple[str, Config]
 
     The list has one run with the smallest possible memory, and one run with memory for all experts
     (or with all permitted memory, if they do not fit). Both use an LRU cache. In addition, each
-    policy from `half_way` has one run with a medium budget, if the memory cap permits this budget.
-    All runs compute each expert in the precision `tier`.
+    other policy that can compute all experts in one precision (see `half_way`) has one run with a
+    medium budget, if the memory cap permits it. All runs compute each expert in the precision
+    `tier`.
 
     - config: the user's settings, with the memory cap.
     - path: the model file.

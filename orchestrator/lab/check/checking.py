@@ -459,9 +459,8 @@ def describe_difference(found: Result, layer: tuple[int, float | None] | None) -
     )
     if layer is None:
         return (
-            f"{text}. The layer that causes the difference is unknown: a second run, with the "
-            f"first of these tokens in one batch, found no layer whose experts give other results "
-            f"than in llama.cpp"
+            f"{text}. A second run read the tokens up to the first difference again, as many as "
+            f"fit in one micro-batch. It did not find the layer that causes the difference"
         )
     number, error = layer[0], amount(layer[1])
     return (

@@ -323,7 +323,7 @@ def render(result: dict[str, Any]) -> str:
             f"{text['tokens']} tokens were decoded one at a time and scored"
             if decode
             else f"{text['tokens']} tokens were computed in batches and scored",
-            f"the windows of the text have at most {result['window']} tokens",
+            f"the text was read in windows of at most {result['window']} tokens",
         ]
         if prompt := result["prompt_tokens"]:
             notes.append(

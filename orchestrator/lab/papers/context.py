@@ -90,7 +90,8 @@ def table_3(on: Measured) -> Made:
             Compared(
                 title,
                 f"Mean accuracy of Mixtral-8x7B on eight tasks: {chosen} % with the paper's choice "
-                f"of bits, {without} % without this choice, and 70.03 % with 16 bits per weight",
+                f"of bits for each expert, {without} % without it (the paper does not describe "
+                f"this variant further), and 70.03 % with 16 bits per weight",
                 here
                 if kl
                 else f"not measured, because the model file has no precision with at most "
@@ -207,12 +208,11 @@ def figure_3(on: Measured) -> Made:
     compared = [
         Compared(
             "share of a decode step's experts that the next step also uses",
-            "The paper does not state this share. Adjacent decode steps do not use similar experts "
-            "in the first of the paper's two texts, and expert usage is more regular in the second "
-            "text",
-            f"The next step also uses {kept} of a decode step's experts. With random experts, the "
-            f"next step would also use {by_chance} if all experts were equally likely, and "
-            f"{by_use} if each expert were as likely as in our model",
+            "The paper states no number. It shows two measured texts. In the first, adjacent "
+            "decode steps do not use similar experts. In the second, expert usage is more regular",
+            f"The next step also uses {kept} of a decode step's experts. If each step drew its "
+            f"experts at random, the next step would also use {by_chance} with equal "
+            f"probabilities, and {by_use} with each expert's measured usage as its probability",
             "Our model differs from the paper's. The paper shows two texts, and we average over "
             "all passages of our text",
         ),
@@ -251,8 +251,8 @@ def figure_4(on: Measured) -> Made:
             "0.89 (Mixtral-8x7B on TruthfulQA)",
             f"The answer's expert usage has a cosine similarity of {counted:.2f} with the prompt's "
             f"expert usage, and of {guessed:.2f} with equal usage of all experts",
-            "Our model and text differ from the paper's. The paper does not compare the expert "
-            "usage of an answer with equal usage of all experts",
+            "Our model and text differ from the paper's. Equal usage of all experts is "
+            "our baseline, which the paper does not have",
         ),
         Compared(
             "whether an answer uses the experts that its prompt uses most",
@@ -293,7 +293,7 @@ def near_data(on: Measured) -> list[dict[str, Any]]:
 
 GENERATED = "random routing"
 # The compared systems of Figures 5 and 6.
-_NEAR = "a system with all experts in near-data memory, with 16 bits per weight"
+_NEAR = "a system whose near-data memory holds all experts, with 16 bits per weight"
 _MONDE = "MoNDE, which copies some experts to the GPU"
 # The reasons why a speed-up over _NEAR, or over MoNDE, differs from the paper's.
 _FREE = (
@@ -326,7 +326,8 @@ def figure_5(on: Measured) -> Made:
     computes them itself. The method is compared with other placements, such as all experts in the
     near-data memory.
 
-    Returns our results next to the paper's. A part of them uses the routing of our model (`on`).
+    Each case is simulated with random routing and, if possible, with the routing of our model
+    (`on`). Returns the results next to the paper's.
     """
     results = near_data(on)
     compared = [
@@ -335,8 +336,8 @@ def figure_5(on: Measured) -> Made:
             "per weight, relative to 16 bits per weight",
             "about 5 and about 8",
             _near_times(results),
-            f"{_FREE}. If near-data memory multiplied equally fast with any number of bits, 3 and "
-            f"2 bits would be at most 4.0 times as fast as 16 bits",
+            f"{_FREE}. If fewer bits made only reading faster, multiplying would take longer than "
+            f"reading with 3 and with 2 bits, and both would be 4.0 times as fast as 16 bits",
         )
     ]
     paper = {
@@ -373,7 +374,7 @@ def figure_5(on: Measured) -> Made:
     prompt, answer = LENGTHS[1]
     panel = Panel(
         "",
-        "speed relative to computing all experts in near-data memory",
+        "speed relative to keeping all experts in near-data memory",
         [Line("", range(len(ratios)), exact(ratios))],
         f"random routing, {prompt} prompt tokens and {answer} answer tokens",
         bars=True,
@@ -401,7 +402,8 @@ def figure_6(on: Measured) -> Made:
     uses most on the GPU. The other experts are in a near-data memory, which computes them itself.
     The method is compared with other placements.
 
-    Returns our results next to the paper's. A part of them uses the routing of our model (`on`).
+    Each case is simulated with random routing and, if possible, with the routing of our model
+    (`on`). Returns the results next to the paper's.
     """
     results = near_data(on)
     paper = {
@@ -464,7 +466,10 @@ def figure_6(on: Measured) -> Made:
         mine = [row for row in steps if row["shape"] == shape and row["bits"] == bits]
         first = [row["tokens_per_s"] for row in mine if row["routing"] == GENERATED]
         drawn = [Line("", range(len(names)), exact(first))]
-        title = f"{shape} with random routing and {bits:g} bits per weight in near-data memory"
+        title = (
+            f"simulated {shape}, random routing; near-data memory of static and context: at most "
+            f"{bits:g} bits per weight on average"
+        )
         panels.append(Panel("", "decoded tokens/s", drawn, title, bars=True, ticks=names))
     table = Table("Decoding on the paper's machine", columns, steps)
     return Made(compared, [table], panels, len(SHAPES))

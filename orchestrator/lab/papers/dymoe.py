@@ -199,10 +199,10 @@ def figure_4(on: Measured) -> Made:
             "attention) with the expert usage by all tokens",
             "An expert's total number of tokens and its number of heavy hitters (the tokens that "
             "receive the most attention) have a high correlation. The paper's text gives no value",
-            f"Correlation with the expert usage by all tokens, mean over layers: heavy hitters "
-            f"{mean['correlation']:.2f}, random tokens {mean['random']:.2f}. Of the most used "
-            f"quarter of the experts, {share(mean['hot'])} are the same for heavy hitters and all "
-            f"tokens",
+            f"Correlation with the expert usage by all tokens, mean over layers: usage by heavy "
+            f"hitters (tokens with the most attention) {mean['correlation']:.2f}, usage by random "
+            f"tokens {mean['random']:.2f}. Of the most used quarter of the experts, "
+            f"{share(mean['hot'])} are the same for heavy hitters and all tokens",
             f"Our heavy hitters are the {share(HEAVY)} of {PROMPT} prompt tokens that receive the "
             f"most attention from the last 32 tokens. The paper states no number of heavy hitters",
         ),
@@ -310,8 +310,8 @@ def figure_6(on: Measured) -> Made:
     compared = [
         Compared(
             "cosine similarity of the hidden states of neighbouring layers",
-            "All neighbouring layers have similar hidden states. The paper's text does not state "
-            "the similarity",
+            "All neighbouring layers have similar hidden states. The paper's text gives no value "
+            "for the similarity",
             f"{min(cosines):.2f} to {max(cosines):.2f}",
             "Our model and text differ from the paper's",
         ),
@@ -429,7 +429,8 @@ def _speedups(times: Times, base: str, name: str) -> str:
     tpot = _ratios(times, base, name, "decode")
     ttft = _ratios(times, base, name, f"prompt {LENGTHS[1]}")
     return (
-        f"speed relative to '{base}' (share of cached experts): decoding {tpot}; first token {ttft}"
+        f"speed relative to '{base}' by share of cached experts: decoding {tpot}; first token "
+        f"{ttft}"
     )
 
 
@@ -462,7 +463,7 @@ def table_3(on: Measured) -> Made:
     times, timed = simulated(on), live(on)
     names = _names(times)
     said = [
-        f"speed relative to '{ON_DEMAND}' (GPU memory): decoding {tpot[0]:.2f} (16 GB), "
+        f"speed relative to '{ON_DEMAND}' by GPU memory: decoding {tpot[0]:.2f} (16 GB), "
         f"{tpot[1]:.2f} (24 GB); first token {ttft[0]:.2f} (16 GB), {ttft[1]:.2f} (24 GB)"
         for tpot, ttft in PAPER_RATIOS.values()
     ]
@@ -540,8 +541,8 @@ def figure_10(on: Measured) -> Made:
             Compared(
                 f"{what}: speed of DyMoE relative to other systems",
                 said[what[:4]],
-                f"Speed of DyMoE, which skips less important experts (share of cached experts). "
-                f"Relative to loading on demand: {over_loading}. Relative to an LRU cache (policy "
+                f"DyMoE skips less important experts. Its speed by share of cached experts, "
+                f"relative to loading on demand: {over_loading}; relative to an LRU cache (policy "
                 f"lru): {over_lru}",
                 f"{_SIMULATED}. We did not run Accelerate, Mixtral-Offloading, MoE-Infinity and "
                 f"Fiddler",

@@ -116,8 +116,8 @@ def table_1(on: Measured) -> Made:
         for batch in BATCHES
     ]
     said = (
-        "Qwen3-30B-A3B, by batch size: 1: 6.3 %, 2: 11.6 %, 4: 20.1 %, 8: 31.9 %, 16: 46.5 %, "
-        "32: 62.0 %"
+        "Share of a layer's experts that Qwen3-30B-A3B uses, by batch size: 1: 6.3 %, 2: 11.6 %, "
+        "4: 20.1 %, 8: 31.9 %, 16: 46.5 %, 32: 62.0 %"
     )
     return _activated(on, rows, said, "decode")
 
@@ -135,8 +135,9 @@ def table_2(on: Measured) -> Made:
         for batch in BATCHES
     ]
     said = (
-        "Qwen3-30B-A3B, by batch size: 1: 46.9 %, 2: 60.0 %, 4: 73.4 %, 8: 84.4 %, 16: 92.8 %, "
-        "32: 96.6 %. The paper's text does not state the prompt length"
+        "Share of a layer's experts that Qwen3-30B-A3B uses, by batch size: 1: 46.9 %, 2: 60.0 %, "
+        "4: 73.4 %, 8: 84.4 %, 16: 92.8 %, 32: 96.6 %. The paper's text does not state the prompt "
+        "length"
     )
     return _activated(on, rows, said, "prefill")
 
@@ -172,12 +173,14 @@ def table_4(on: Measured) -> Made:
             "paper's models were not available",
         ),
         Compared(
-            "share of the quality loss of low precision that a hot set in high precision avoids, "
-            "divided by the hot set's share of the experts",
+            "ratio of two shares: the share of the quality loss that a hot set in high precision "
+            "avoids, divided by the share of the experts in the hot set. Above 1, the hot set "
+            "avoids more than its share of the loss",
             "The paper does not state the hot set's share of the experts",
-            f"{quarter['ratio']:.2f}, for a hot set of {share(quarter['high'])} of the experts",
-            "We also measure random hot sets, and models of the same size that have one precision "
-            "for all experts",
+            f"share of the loss / share of the experts = {quarter['ratio']:.2f}, for a hot set of "
+            f"{share(quarter['high'])} of the experts",
+            "For comparison, we also measure randomly chosen experts in high precision, and models "
+            "of the same size that have one precision for all experts",
         ),
     ]
     # The first panel is that of all domains. The best tier has no KL from itself but rounding.
@@ -279,8 +282,8 @@ def figure_2(on: Measured) -> Made:
     n_layers = counts["all"].shape[0]
     if overlaps:
         in_common = (
-            f"share of hot experts in common (number of the {n_layers} layers with no common hot "
-            f"expert): "
+            f"for each pair of texts, the share of hot experts that both have in common (number "
+            f"of layers, of {n_layers}, in which they have no hot expert in common): "
         ) + "; ".join(
             f"{row['one']} and {row['other']} {share(row['same'])} ({row['disjoint']})"
             for row in overlaps
@@ -537,8 +540,8 @@ def figure_7(on: Measured) -> Made:
     said = (
         "TPOT (time per output token) with all experts in low precision is close to TPOT of "
         "DynaExq",
-        "ExpertFlow (offloading) has a higher TPOT (time per output token). Its 99th percentile "
-        "moves away from the mean as the batch size grows",
+        "ExpertFlow (offloading) has a higher TPOT (time per output token) than DynaExq. Its 99th "
+        "percentile moves away from the mean as the batch size grows",
         "TPOT (time per output token) of DynaExq is close to TPOT with all experts in low "
         "precision. Its mean and 99th percentile are closer together than with ExpertFlow",
     )
@@ -664,11 +667,11 @@ PAPER = Paper(
         Figure("Figure 7", "time per output token by batch size", figure_7),
         Figure(
             "Figure 8",
-            "subject not known, because the paper's text does not mention Figure 8",
+            "the subject of Figure 8 is not known, because the paper's text does not mention it",
             paper=NOT_IN_TEXT,
             why=(
-                "The paper's text discusses throughput without naming a figure. We compare "
-                "throughput under Figure 9"
+                "The paper's text discusses throughput without naming a figure. Our comparison of "
+                "throughput is listed with Figure 9"
             ),
         ),
         Figure("Figure 9", "end-to-end latency and throughput by batch size", figure_9),

@@ -85,8 +85,8 @@ def table_1(on: Measured) -> Made:
         "(Meeting of Layers, MoL)"
     )
     tuned = (
-        "all techniques: only gate matrices (FG), several predicting layers (MoL), and tuned "
-        "numbers of predicting layers and predicted experts"
+        "all techniques: prefetch of only gate matrices (FG), several predicting layers (MoL), and "
+        "tuned numbers of predicting layers and predicted experts"
     )
     # Each row of the study, with a description and the paper's ratios by number of cached experts.
     paper = {
@@ -104,9 +104,10 @@ def table_1(on: Measured) -> Made:
         compared.append(
             Compared(
                 f"speed relative to the paper's baseline, with {technique}",
-                f"relative speed by number of cached experts: {by_cached}",
-                f"relative speed for each share of cached experts: {slow_disk}. Relative speed "
-                f"with a simulated disk that is {SLOW / FAST:g} times as fast: {fast_disk}",
+                f"speed relative to the baseline, by number of cached experts: {by_cached}",
+                f"speed relative to the baseline, by share of cached experts: {slow_disk}. Speed "
+                f"relative to the baseline, if both have a simulated disk that is "
+                f"{SLOW / FAST:g} times as fast: {fast_disk}",
                 _MACHINE,
             )
         )
@@ -163,8 +164,8 @@ def table_2(on: Measured) -> Made:
                 "OLMoE with 256 cached experts: 5.31 tokens/s with one prefetched matrix per "
                 "expert, 4.76 with two. Qwen1.5 with 128 cached experts: 3.51 tokens/s with one "
                 "prefetched matrix, 3.75 with two",
-                f"number n of prefetched matrices that gives the most tokens/s, by share of the "
-                f"experts that have cache slots: {here}",
+                f"number n of prefetched matrices per expert that gives the most tokens/s, for "
+                f"caches with slots for the following shares of all experts: {here}",
                 f"We also measure n = 3, the prefetch of all three matrices of an expert. "
                 f"{_MACHINE}",
             )
@@ -205,8 +206,9 @@ def figure_4(on: Measured) -> Made:
             "cached experts, 1.6 with 768",
             f"speed with Meeting of Layers (MoL) relative to the speed without prefetch, for each "
             f"share of cached experts: {speedups}",
-            f"Our baseline has no prefetch. Table 1 compares with the paper's baseline. With "
-            f"Meeting of Layers (MoL), we prefetch one matrix per expert. {_MACHINE}",
+            f"Our baseline has no prefetch. The paper's baseline prefetches whole experts, and our "
+            f"results for Table 1 compare with it. With Meeting of Layers (MoL), we prefetch one "
+            f"matrix per expert. {_MACHINE}",
         ),
         Compared(
             "slowdown of decoding with a small expert cache",
@@ -347,7 +349,7 @@ def figure_6(on: Measured) -> Made:
         panels.append(
             Panel(
                 "experts per prediction, K",
-                "prediction loss (weighted errors) per layer and token",
+                "prediction loss (wrong and missing experts) per layer and token",
                 drawn,
                 f"{name} layers",
             )
@@ -373,32 +375,37 @@ def figure_6(on: Measured) -> Made:
         Compared(
             "number of earlier layers that predict a layer's experts (P), and number of experts "
             "that each predicts (K), with the smallest prediction loss",
-            "P = 3 predicting layers. Each predicts K = 4 experts of a shallow layer, and K = 8 "
-            "experts of a middle or deep layer (OLMoE with 256 cached experts)",
+            "P = 3 earlier layers predict the experts of a layer. Each predicts K = 4 experts if "
+            "the predicted layer is a shallow layer, and K = 8 if it is a middle or deep layer "
+            "(OLMoE with 256 cached experts)",
             "; ".join(
-                f"{name} layers: predicting layers P = {p}, experts that each predicts K = {n}"
+                f"{name} layers: P = {p} (predicting layers), K = {n} (experts that each predicts)"
                 for name, (n, p, _) in best.items()
             ),
-            "Our model is not the paper's. Only experts that all P layers predict are prefetched, "
-            "so a larger P prefetches fewer experts",
+            "Our model is not the paper's. Each of P earlier layers predicts the experts of a "
+            "later layer. Only experts that all P layers predict are prefetched, so a larger P "
+            "prefetches fewer experts",
         ),
         Compared(
             "Do predictions improve if each layer predicts more experts than a token uses?",
             "The paper does not test more predicted experts than a token uses: a layer predicts "
             "at most 8 experts, and a token uses 8",
             f"Smallest prediction loss if each layer predicts at most {k} experts, divided by the "
-            f"smallest loss with at most {losses.most} experts (1.000: no improvement): "
+            f"smallest loss with at most {losses.most} experts (1.000: more than {k} predicted "
+            f"experts do not reduce the loss): "
             + ", ".join(f"{name} layers {ratio:.3f}" for name, (_, _, ratio) in best.items()),
             f"A token of our model uses {k} experts. During a run, a layer predicts at most {k}. "
             f"Here we compute further predictions from the router's logits",
         ),
         Compared(
-            "prediction loss with the numbers of predicting layers (P) and predicted experts (K) "
-            "that Algorithm 1 chooses, divided by the smallest loss of all P and K",
+            "prediction loss of the choice that Algorithm 1 makes, divided by the smallest loss of "
+            "all choices. A choice is a number of predicting layers (P) and a number of experts "
+            "that each predicts (K)",
             "The paper does not state how close Algorithm 1 comes to the smallest possible loss",
-            f"prediction loss relative to the smallest loss: {min(printed):.2f} to "
+            f"prediction loss relative to the smallest loss of all choices: {min(printed):.2f} to "
             f"{max(printed):.2f} with Algorithm 1, {min(ours):.2f} to {max(ours):.2f} with our "
-            f"hill climbing. We ran Algorithm 1 with each of its four possible first changes",
+            f"hill climbing. We ran Algorithm 1 with each of its four possible first steps: change "
+            f"P or K by +1 or -1",
             "Algorithm 1 as printed never clears its list of losses. So the mean loss of one "
             "choice of P and K includes the losses of earlier choices",
         ),
@@ -422,14 +429,16 @@ def figure_7(on: Measured) -> Made:
             "are predicted (accuracy)",
         ),
         f"top {k}": (
-            f"nearest earlier layer alone: each layer predicts {k} experts of the next layer",
+            f"prediction by only the nearest earlier layer: each layer predicts {k} experts of the "
+            f"next layer",
             "78.8 % of the predicted experts are used (utilisation)",
         ),
         "weighted >= 3.0": (
             "weighted voting: an expert is predicted if the votes of the 3 nearest earlier layers, "
             "which have the weights 1.5, 1.0 and 0.5, sum to at least 3.0",
-            'Weighted voting "can match" the utilisation of Meeting of Layers (MoL) "only at the '
-            'strictest threshold" of 3.0',
+            'Weighted voting "can match" Meeting of Layers (MoL) in utilisation (share of '
+            'predicted experts that are used) "only at the strictest threshold": votes that sum '
+            "to 3.0",
         ),
     }
     compared = [
@@ -459,13 +468,15 @@ def figure_7(on: Measured) -> Made:
             )
         compared.append(
             Compared(
-                "share of the predicted experts that are used: several predicting layers (MoL) "
-                "compared with the nearest layer alone, for the same number of predicted experts",
+                "utilisation (share of the predicted experts that are used) of two methods: "
+                "several earlier layers predict (Meeting of Layers, MoL), or only the nearest "
+                "earlier layer. In our result, both predict equally many experts on average",
                 "90.5 % with several predicting layers (MoL), 78.8 % with four predicted experts "
                 "per layer (Top4)",
                 here,
-                "The paper's percentages mean that MoL predicts only 2.64 experts per layer. A "
-                "layer's routing depends mostly on the layer directly before it",
+                "The paper's percentages mean that several predicting layers (MoL) predict only "
+                "2.64 experts per layer, but Top4 predicts 4. Also, a layer's routing depends "
+                "mostly on the layer directly before it",
             )
         )
     return Made(compared, found.tables, found.panels)

@@ -43,10 +43,10 @@ class Compared(NamedTuple):
 
 @dataclass(slots=True)
 class Made:
-    """The result of one table or figure.
+    """Our measured version of one table or figure of a paper.
 
-    `compared` are the lines that compare it with the paper. `tables` and `panels` hold the details.
-    The panels are drawn in `rows` rows.
+    `compared` are the lines that compare it with the paper. `tables` hold its numbers. `panels` are
+    the plots of its picture, which are arranged in `rows` rows.
     """
 
     compared: list[Compared]
@@ -113,9 +113,10 @@ class Paper:
         return [known[name.title()] for name in asked]
 
     def check(self, config: Config) -> None:
-        """Check that the model has at least two MoE layers and the precisions that the paper needs.
+        """Check that the model is sufficient for the tables and figures of this paper.
 
-        Raises ConfigError if not, and GGUFError if the model cannot be read or has no experts.
+        It must have at least two MoE layers and `least_tiers` precisions. Raises ConfigError if
+        not, and GGUFError if the model cannot be read or has no experts.
         """
         with ExpertModel.open(config.model, config.low) as model:
             if model.n_layers < 2:

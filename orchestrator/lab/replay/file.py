@@ -338,7 +338,10 @@ def _check_events(trace: Trace) -> None:
     ):
         raise _Wrong("the events of the trace are not sorted by step and layer")
     if (a["event_ahead"] > np.minimum(MAX_AHEAD, trace.n_layers - 1 - layer)).any():
-        raise _Wrong("an event of the trace predicts experts beyond the last layer")
+        raise _Wrong(
+            "the file is damaged: an event predicts experts beyond the last layer, or of more than "
+            f"{MAX_AHEAD} layers"
+        )
     if (a["event_tokens"] > a["step_tokens"][step]).any():
         raise _Wrong(
             "the file is damaged: a layer computes more tokens (array 'event_tokens') than the "

@@ -768,9 +768,10 @@ def near_tables(result: dict[str, Any]) -> list[Table]:
     runs = [{"name": each, **run} for each, run in result["runs"].items()]
     lengths = [{"name": run["name"], **row} for run in runs for row in run["lengths"]]
     title = (
-        f"model {result['shape']}, {result['n_hot']} experts of each layer on the GPU. A near-data "
-        f"memory holds and computes all other experts, with {result['near_bits']:g} bits per "
-        f"weight. Routing: {result['routing']}"
+        f"model {result['shape']}. In rows {STATIC} and {CONTEXT}, the GPU has {result['n_hot']} "
+        f"experts of each layer. All others are in near-data memory (memory that also computes "
+        f"experts), with at most {result['near_bits']:g} bits per weight on average. Routing: "
+        f"{result['routing']}"
     )
     return [
         Table(f"Decode steps: {title}", steps, runs),

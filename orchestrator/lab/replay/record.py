@@ -169,7 +169,10 @@ class Recorder:
         """
         rows, before, after = self._rows, self._before, self._after
         if not rows["event_step"]:
-            raise TraceError("nothing was evaluated, so there is nothing to record")
+            raise TraceError(
+                "the recording is empty, because no token was computed: evaluate a text, or answer "
+                "a prompt, while the recorder is active"
+            )
         # Drop the sequences that were restored after the last step, because they had no effect.
         kept = sum(step < self._n_steps for step, *_ in rows["restored"])
         for name in ("restored", "restored_use"):

@@ -114,7 +114,7 @@ class Simulation:
             raise NativeError(
                 f"the expert store got {n} tokens and predictions for {n_ahead} layers, but was "
                 f"created for at most {spec.max_tokens} tokens and predictions for {spec.n_ahead} "
-                f"layers"
+                f"layers: create it with a larger max_tokens or n_ahead"
             )
         self._ids[:n] = ids
         self._weights[:n] = weights
@@ -136,8 +136,9 @@ class Simulation:
     def use(self, layer: int, kind: int, experts: np.ndarray, expert_ns: int) -> None:
         """Simulate that a layer computes one matrix, such as the gate matrix, of each given expert.
 
-        The virtual clock advances by the waits for reads, and by expert_ns for each expert that is
-        not skipped. If the experts do not all fit in memory, they are read and computed in groups.
+        The virtual clock advances by the waits for reads, and by expert_ns for each expert. An
+        expert that the policy chose to skip in `route` takes no time. If the experts do not all fit
+        in memory, they are read and computed in groups.
 
         - kind: the matrix, as an index (up, gate, gate_up or down).
         - experts: the numbers of the experts, each once, in a contiguous int32 array.
@@ -162,8 +163,9 @@ class Simulation:
         - experts: the experts that the tokens use, each once, int32 [n].
         - layer_ns: compute time of the whole layer in nanoseconds, without waits.
         - dense_share: fraction of layer_ns that is spent outside the experts.
-        - n_computed: how many of the n experts are computed. The policy skips the others. The
-          computed experts share the rest of layer_ns equally.
+        - n_computed: how many experts are computed in layer_ns. Each of them takes an equal share
+          of the time that is spent inside the experts. An expert that the policy chose to skip in
+          `route` takes no time.
         """
         there = self._store.spec.layers[layer][1]
         kinds = [kind for kind in COMPUTE_ORDER if (kind, 0) in there]
@@ -175,7 +177,8 @@ class Simulation:
     def _fail(self) -> None:
         self._store.check_step()
         raise NativeError(
-            "the simulated pass through the model failed, and the expert store reports no reason"
+            "the simulation of a step of the model failed, and the expert store gives no reason: "
+            "this is a bug in moe-edge"
         )
 
 
@@ -240,11 +243,12 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of a replay of S steps.
+    """The result of a replay, which simulates the S steps of a recorded run.
 
     - stats: counters of the simulated store.
     - step_us [S]: simulated duration of each step, in microseconds.
-    - losses: the estimated quality loss; None if unknown.
+    - losses: sums of the estimated quality loss over all steps, one for prompts and one for
+      answers; None if unknown.
     """
 
     stats: CStats
@@ -333,7 +337,9 @@ class RecordedHistory(History):
 
 
 def foreseen(trace: Trace, tiers: tuple[int, ...], path: Path | None) -> KlEstimate | None:
-    """Return an estimator of the quality loss of a replay. None if the losses are unknown.
+    """Return an estimator of the quality that a replay loses by lowering or skipping experts.
+
+    Returns None if the losses are unknown.
 
     - trace: the recorded run. It may have a table of the loss of each expert in each precision.
     - tiers: the precisions of the replay, as indices into the trace's tiers, best first. The loss

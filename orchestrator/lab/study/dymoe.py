@@ -121,7 +121,7 @@ class Retention(ScoredStudy):
         def panel(y: str, figure: str) -> Panel:
             drawn = lines(mixed, "realised", figure)
             levels = {f"all {tier}": alone[tier][figure][0] for tier in (on.high, on.low)}
-            x = "realised share of experts in high precision"
+            x = "realised (actual) share of a token's experts in high precision"
             return Panel(x, y, drawn, on.basis, levels, percent=True)
 
         change = f"change of perplexity, relative to the model with all experts in {on.high}, %"
@@ -160,12 +160,12 @@ SPREADS = {"cosine": "depth-based", "flat": "equal"}
 
 
 class Critical(ScoredStudy):
-    """Study for Figure 3 of DyMoE: the quality if critical experts are important or random experts.
+    """Study for Figure 3 of DyMoE: compares the quality of several ways to choose critical experts.
 
     Critical experts keep the high precision. All others have the low precision or are skipped. The
-    number of critical experts is the same in all layers, or decreases with depth (cosine schedule).
-    Quality is measured twice: with a text that is read token by token, and with a text that is read
-    as prompts.
+    critical experts are the most important ones, or random ones for comparison. Their number is the
+    same in all layers, or decreases with depth (cosine schedule). Quality is measured twice: with a
+    text that is read token by token, and with a text that is read as prompts.
     """
 
     def cases(self, on: Subject) -> list[Case]:
@@ -200,7 +200,8 @@ class Critical(ScoredStudy):
                 f"Equal: each layer has the same number of experts in {on.high}.",
             )
             title = (
-                f"Quality by the choice of experts in high precision, {group} (Figure 3 of DyMoE)"
+                f"Quality by the method that chooses the experts in high precision, {group} "
+                f"(Figure 3 of DyMoE)"
             )
             table = found.table(title, (LABEL, *DONE), found.of(group), base, on.high)
             table.footnotes += notes

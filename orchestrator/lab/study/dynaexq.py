@@ -364,13 +364,13 @@ def _panel(on: Subject, part: Part, hot: list[Scored], rows: list[Row]) -> Panel
     )
     drawn += [
         Line(
-            f"for comparison: x % of the experts in {on.high} recover x % of the quality loss",
+            f"for comparison: recovered share = share of experts in {on.high}",
             [0, 100],
             exact([0, 1]),
             True,
         ),
         Line(
-            f"goal: x % of the experts in {on.high} recover {GOAL:g} times x % of the quality loss",
+            f"goal: recovered share = {GOAL:g} times the share of experts in {on.high}",
             [0, 100 / GOAL],
             exact([0, 1]),
             True,
@@ -378,7 +378,8 @@ def _panel(on: Subject, part: Part, hot: list[Scored], rows: list[Row]) -> Panel
     ]
     return Panel(
         f"experts in {on.high}, %",
-        f"recovered share of the quality loss from {on.high} to {on.low}, %",
+        f"recovered share of the quality loss, %\n"
+        f"(0: all experts in {on.low}, 100: all experts in {on.high})",
         drawn,
         f"{part.name}, {scored.n_tokens} tokens",
         percent=True,

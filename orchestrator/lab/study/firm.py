@@ -42,11 +42,13 @@ _BASIS = (
     "layers predicts K experts.",
     "Prediction loss of a layer: counts wrong and missing predictions of experts that are not in "
     "memory.",
-    "Best K, P: the pair K, P with the smallest loss. All: K, P: the pair that --tune all chooses. "
-    "Climb: K, P: the pair that --tune climb chooses.",
-    "X best: the loss of the pair in the column before, divided by the smallest loss.",
-    "Losses are estimates (off-policy): the replay prefetches with only one pair K, P at a time. "
-    "With another pair, other experts would be in memory.",
+    'Column "best K, P": the pair with the smallest loss. Column "all: K, P": the pair that --tune '
+    'all chooses. Column "climb: K, P": the pair that --tune climb chooses.',
+    'Column "x best": the loss of the pair K, P in the column to its left, divided by the smallest '
+    "loss of all pairs.",
+    "Losses are estimates (off-policy): the replay computes the loss of each pair of K (predicted "
+    "experts per layer) and P (earlier layers that predict), but prefetches with one pair at a "
+    "time. With another pair, other experts would be in memory.",
     "Losses are in-sample: K (predicted experts per layer) and P (earlier layers that predict "
     "them) are chosen and compared on the same tokens.",
 )
@@ -125,14 +127,12 @@ class Played(NamedTuple):
 def parts(k: int) -> dict[str, list[Variant]]:
     """Return groups of policies to compare, which show the gain from each part of FIRM-MoE.
 
-    Such a part is prefetching, for example. The result maps the name of a group's baseline to the
-    list of the group's policies, including the baseline:
+    The result maps the name of a group's baseline to the group's policies, including the baseline:
 
-    - NO_PREFETCH: the baseline is FIRM-MoE without prefetching. The others are FIRM-MoE with
-      several ways of prefetching, the baseline if it waits for whole experts, and the policies
-      `lru` and `dymoe`.
-    - BASE: the baseline is the one in the FIRM-MoE paper, which prefetches whole experts. The
-      others add parts of FIRM-MoE to this baseline.
+    - NO_PREFETCH: the baseline is FIRM-MoE without prefetching. It is compared with several ways of
+      prefetching, with a variant that waits for whole experts, and with `lru` and `dymoe`.
+    - BASE: the baseline is the one in the FIRM-MoE paper, which prefetches whole experts. It is
+      compared with variants that add parts of FIRM-MoE.
 
     `k` is the number of experts per token.
     """

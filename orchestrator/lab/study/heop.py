@@ -43,8 +43,9 @@ class Losses:
 
     P is the number of earlier layers that predict the experts of a layer. K is the number of
     experts taken from each prediction. An expert counts as predicted if all P predictions have it.
-    The loss counts wrong and missing predictions, except for experts in a simulated cache. Losses
-    are kept for each token and each group of layers: shallow, middle and deep.
+    The loss counts wrong and missing predictions. Experts in the simulated LRU cache of the layer
+    do not count, because they need no prefetching. Losses are kept for each token and each group of
+    layers: shallow, middle and deep.
     """
 
     def __init__(self, n_layers: int, n_expert: int, k: int, slots: int) -> None:
@@ -61,10 +62,10 @@ class Losses:
     ) -> None:
         """Compute and store the prediction losses of each token of one text.
 
-        To predict the experts of a layer, the layer's router is applied to the activations of P
-        earlier layers. The first K experts of each prediction are taken. Each token has a loss for
-        each pair of K and P. The loss counts wrong and missing predictions (eq. 11 of FIRM-MoE).
-        The method `of` returns the losses.
+        To predict the experts of a layer, its router is applied to the activations of each of P
+        earlier layers. Each of these P predictions has the K best experts. An expert counts as
+        predicted if all P predictions have it. The loss counts wrong and missing predictions (eq.
+        11 of FIRM-MoE). The method `of` returns each token's loss for each pair of K and P.
 
         - read: the activations of the text.
         - layer_ids: layer number of each MoE layer.
@@ -128,9 +129,10 @@ class Losses:
     def groups(self) -> list[int]:
         """The groups of layers for which the method `of` can return prediction losses.
 
-        The result is a list in increasing order: 0 for shallow, 1 for middle and 2 for deep layers.
-        A group is left out if the model has no such layers. The model's first layer does not count,
-        because no earlier layer can predict its experts.
+        A prediction loss counts wrong and missing predictions of experts. The result is a list in
+        increasing order: 0 for shallow, 1 for middle and 2 for deep layers. A group is left out if
+        the model has no such layers. The model's first layer does not count, because no earlier
+        layer can predict its experts.
         """
         return sorted(set(self._groups[1:]))
 
@@ -187,8 +189,8 @@ def searches(losses: np.ndarray) -> list[SearchResult]:
 
     printed = [
         found(
-            f"Algorithm 1 as printed in the FIRM-MoE paper; its first step changes "
-            f"{('K (experts per prediction)', 'P (predicting layers)')[axis]} by {delta:+d}",
+            f"Algorithm 1, a search for K and P as printed in the FIRM-MoE paper; first step: "
+            f"change {('K (experts per prediction)', 'P (predicting layers)')[axis]} by {delta:+d}",
             as_printed(losses, axis, delta),
         )
         for axis, delta in FIRST_STEPS
@@ -212,12 +214,12 @@ def as_printed(losses: np.ndarray, axis: int, delta: int) -> Votes:
     - P: number of earlier layers that predict the experts of a layer, from 1.
     - K: number of experts taken from each of these predictions, from 1.
 
-    The search begins at the largest P and K, and changes one of them at a time. Returns the best
-    pair (K, P) that it tried.
+    The search begins at the largest P and K. After every 10 tokens, it adds `delta` to one of them,
+    within its range. After two such steps without a smaller mean loss, it turns to the other
+    parameter, and reverses the sign of `delta`. Returns the best pair (K, P) that it tried.
 
-    - axis: the parameter to change first: 0 is K, 1 is P.
-    - delta: its first change, 1 or -1. The sign is reversed each time the search turns to the other
-      parameter.
+    - axis: the parameter to change first: 0 for K, 1 for P, as in the result.
+    - delta: its first change, 1 or -1.
     """
     # The paper draws axis and delta at random. As printed there, the mean loss of a pair includes
     # all tokens since the start, even those with other pairs.

@@ -73,16 +73,18 @@ BY_LAYER = {
 _BASIC = (
     "Cosine: cosine similarity of the predicted usage of experts and their usage in the answer.",
     "Prediction P: an expert's share of all expert uses in the prompt.",
-    "Prediction S: the mean of an expert's share of all expert uses and its share of all gate "
-    "weights in the prompt.",
+    "Prediction S: the mean of two shares of an expert in the prompt: its share of all expert uses "
+    "and its share of all gate weights.",
     "Prediction by others: usage in other texts of the same domain (kind of text). Uniform "
     "prediction: equal usage of all experts.",
 )
 _METHODS = (
     *_BASIC,
-    "Other domains: usage in texts of other domains. Answer: the answer's actual usage.",
-    f"Prompt + {USUAL_PRIOR} of X: prediction S, after {USUAL_PRIOR} tokens with the mean usage of "
-    f"X (others, or other domains) are added to the prompt.",
+    "Prediction by other domains: usage of experts in texts of other domains. Prediction by "
+    "answer: the actual usage of experts in the answer.",
+    f"Prediction by prompt + {USUAL_PRIOR} of X: prediction S for a longer prompt. It has "
+    f"{USUAL_PRIOR} more tokens, which use experts as the texts X do on average (others, or other "
+    f"domains).",
 )
 
 # Scores [n_layers, n_expert] of a window's experts by prediction method; None if the method has no
@@ -233,8 +235,8 @@ class PromptContext(Study):
 def prompt_tokens(window: Window) -> int:
     """Return the number of tokens at the start of a window that count as its prompt.
 
-    These are the tokens that are not scored. If they are fewer than LEAST, the first half of the
-    window is the prompt.
+    These are the tokens before `window.first`, which are not scored. If the window has fewer than
+    LEAST (8) such tokens, its first half is the prompt instead.
     """
     return window.first if window.first >= LEAST else len(window.tokens) // 2
 
@@ -242,8 +244,9 @@ def prompt_tokens(window: Window) -> int:
 def with_prompts(windows: Sequence[Window]) -> list[Window]:
     """Return the windows that are long enough, each with its first tokens marked as a prompt.
 
-    A window is a piece of text. Its tokens after the prompt are the answer. Prompt and answer need
-    at least LEAST tokens each. Raises ConfigError if no window is long enough.
+    A window is a piece of text. Its prompt is its tokens that are not scored, or its first half
+    (see `prompt_tokens`). Its tokens after the prompt are the answer. Prompt and answer need at
+    least LEAST tokens each. Raises ConfigError if no window is long enough.
     """
     found = [
         replace(window, first=n_prompt, prompt=True)
@@ -289,9 +292,9 @@ def usage_of(
     - router: router matrix of the last layer, float32 [n_expert, width], or None.
     - gating: the function for the router's logits, SOFTMAX or SIGMOID.
 
-    A real run computes the last layer for only one token of a prompt. If `router` is given, the
-    prompt's counts in the last layer are therefore counts of predicted experts. All other counts
-    are of used experts.
+    A real run computes the last layer for only one token of a prompt. If `router` is given, it
+    therefore predicts the experts of all prompt tokens in the last layer, and these predicted
+    experts are counted. In all other cases, the experts that tokens really used are counted.
     """
     # In a real run, the last layer computes only one token of a prompt, so the policy predicts the
     # prompt's experts there: it applies the router to the router input of the layer before.
@@ -488,9 +491,9 @@ class NearBits(ScoredStudy):
             f"prompt. In all other rows, each prompt can change them.",
             "Slots: total size of the memory slots that hold the experts. A slot for several "
             "precisions has the size of the largest.",
-            "KL difference from equal precisions: the row's KL minus the KL with the same "
-            "precision for all experts that are not hot, at the same Hot and Bits. Below 0, the "
-            "row is better.",
+            "KL difference from equal precisions: the row's KL minus the KL of the row in which "
+            "all experts that are not hot have the same precision. The two rows have the same "
+            "text, and equal values in the columns Hot and Bits. Below 0, the row is better.",
         ]
         tables = [
             Table(

@@ -200,7 +200,10 @@ class Score:
 
     @property
     def high(self) -> float:
-        """The fraction of the routed experts that the policy requested in the high tier."""
+        """The fraction of the routed experts for which the policy chose the high precision.
+
+        Other experts may also be computed in it, if memory holds them in the high precision.
+        """
         return (self.usage["high"] or 0.0) if self.usage else 0.0
 
     def averaged(self, others: Sequence[Score]) -> Score:
@@ -502,7 +505,10 @@ class Part:
 
 
 def parts_of(on: Subject) -> list[Part]:
-    """Return the parts of a text to score: the whole text, then each domain if it has several."""
+    """Return the parts of a text to score: the whole text, then each domain if it has several.
+
+    A domain is a label for a kind of text, such as code.
+    """
     first, second = halves(on.windows)
     domains = np.repeat([each.domain for each in second], [each.n_scored for each in second])
     found = [Part(ALL, np.arange(len(domains)), first, second)]

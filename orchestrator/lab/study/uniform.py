@@ -88,9 +88,10 @@ class UniformTypes:
         return len(self._kinds)
 
     def cost(self) -> str | None:
-        """Return a sentence that tells the user the cost of creating the copies of the model.
+        """Return a sentence that tells the user the cost of creating copies of the model.
 
-        It has the number of weights to quantize, and the largest size of a copy on the disk.
+        All experts of a copy have the same quantization type, and the copies are compared with the
+        model. The sentence has the number of weights to quantize, and the largest size of a copy.
         Returns None if no copy has to be created.
         """
         if not self._kinds:

@@ -110,12 +110,13 @@ class Voted:
     """Counts how well several strategies predict the experts that a layer uses.
 
     Each earlier layer predicts (votes for) experts, and a strategy combines these predictions.
+    `count` adds the results of a text. `totals` returns the sums, and `rows` the metrics.
 
-    - strategies: the strategies by label. Each is a pair of its kind and the function that
-      predicts.
+    - strategies: maps each strategy's label to a pair: its kind, such as UNION, and the function
+      that predicts.
     - distance: how well a single earlier layer predicts. distance[1] is for the nearest earlier
-      layer, distance[2] for the layer before it. Each is a list with a recall for each token and
-      predicted layer. Recall is the fraction of the used experts that are predicted.
+      layer, distance[2] for the layer before it. Each lists the recall (fraction of the used
+      experts that are predicted) for each token and predicted layer.
     """
 
     def __init__(self, n_layers: int, k: int, n_expert: int) -> None:
@@ -204,10 +205,11 @@ class Voted:
     def rows(self) -> list[Row]:
         """Return a table row for each strategy: its metrics from `row`, and the comparison "cut".
 
-        A strategy combines the predictions of several earlier layers. The value "cut" compares this
-        with a prediction by only the nearest earlier layer, which has the same mean number of
-        experts. It is the fraction of these experts that are used. The strategies "top n" have no
-        "cut", because they are this prediction.
+        A strategy is compared with a baseline. The baseline is a prediction by only the nearest
+        earlier layer, with the same mean number of experts as the strategy. The value "cut" is the
+        baseline's utilisation: the fraction of the baseline's experts that are used. The strategies
+        "top n" have no "cut", because they are the baseline. A strategy has none either if it
+        predicts no experts, or more than the largest "top n".
         """
         # The mean number may be fractional, so the baseline is interpolated. The strategies of the
         # kind RANK have no baseline, because they are this prediction.
@@ -259,18 +261,19 @@ class VotesStudy(Study):
                     "Accuracy: share of the used experts that are predicted (eq. 7 of FIRM-MoE).",
                     "Mean size: mean number of predicted experts per token and layer.",
                     "Utilisation, nearest layer alone: share of the predicted experts that are "
-                    "used, if the nearest earlier layer alone predicts as many experts on average.",
+                    "used, if the nearest earlier layer alone predicts as many experts on average "
+                    "as the strategy.",
                     "Top n: the n experts that the nearest earlier layer ranks highest.",
                     f"Union P=n: all experts that at least one of the n nearest earlier layers "
                     f"predicts. Each layer predicts {found.k} experts, as many as a token uses.",
-                    "MoL K=m P=n: all experts that each of the n nearest earlier layers predicts. "
-                    "Each layer predicts m experts.",
+                    "MoL K=m P=n: only the experts that all of the n nearest earlier layers "
+                    "predict. Each layer predicts m experts.",
                     "Weighted >= n: the three nearest earlier layers vote with the weights 1.5, "
                     "1.0 and 0.5. An expert is predicted if the weights of its votes sum to at "
                     "least n.",
                     f"Margin, K=n: the nearest earlier layer predicts the experts with a score of "
                     f"at least t * 2^(({found.k} - n)/2), where t is the score at rank "
-                    f"{found.k}.",
+                    f"{found.k}. A smaller n raises this minimum, so fewer experts are predicted.",
                 ],
             ),
             Table(

@@ -111,10 +111,8 @@ def test_a_hang_and_a_crash_end_their_step_alone(folder, monkeypatch):
     a, b, c = Folder(folder.report).outcomes()
     assert [each.outcome for each in (b, a, c)].count("failed") == 2
     found = {each.name: each for each in (a, b, c)}
-    assert (
-        found["hang"].reason == "the step took longer than 0.2 s"
-        and "begun" in found["hang"].output
-    )
+    assert "it took longer than 0.2 s: " in found["hang"].reason
+    assert "begun" in found["hang"].output
     assert found["crash"].reason == "signal 11 (SIGSEGV)"
     assert found["fine"].outcome == "passed"
     for _ in range(20):  # a killed process may complete its current system call

@@ -277,6 +277,8 @@ def soon(call, after_s=0.05):
 INTERRUPTS = """
 from orchestrator.runtime.evaluator import Evaluator
 signal.signal(signal.SIGINT, own)
+others = (signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)
+before = [signal.getsignal(each) for each in others]  # nohup ignores SIGHUP
 from orchestrator.library import progress
 stage = progress.Bars.stage
 def press_once(*_):
@@ -305,8 +307,7 @@ with LLM(DEMO, "400MiB", ctx=1024, ubatch=4, policy="lru", expert_ram="16MiB") a
     assert llm.chat("hello", max_tokens=3, ignore_eos=True).tokens == 3
     assert len(llm.score("a few words").tokens) > 1
 assert signal.getsignal(signal.SIGINT) is own
-for name in ("SIGTERM", "SIGHUP", "SIGALRM"):
-    assert signal.getsignal(getattr(signal, name)) is signal.SIG_DFL
+assert [signal.getsignal(each) for each in others] == before
 assert sys.unraisablehook is sys.__unraisablehook__
 """
 FORK = """

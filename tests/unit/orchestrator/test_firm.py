@@ -243,28 +243,28 @@ def test_given_or_recalled_votes_are_not_saved():
     "settings, said",
     (
         {"agree": "rank", "votes": "4,3"},
-        "'votes' cannot be '4,3': P, the second number of a pair, must be 1, not 3, unless the "
-        "setting agree is mol",
+        "'votes' cannot be '4,3': P, the second number of a pair K,P, must be 1, not 3, unless "
+        "the setting 'agree' is mol",
     ),
     (
         {"agree": "margin", "votes": "4,1/4,2/4,1"},
-        "P, the second number of a pair, must be 1, not 2",
+        "P, the second number of a pair K,P, must be 1, not 2",
     ),
     (
         {"agree": "rank", "n_ahead": 3, "votes": None},
-        "'n_ahead' must be at most 1, not 3, unless the setting agree is mol",
+        "'n_ahead' must be at most 1, not 3, unless the setting 'agree' is mol",
     ),
-    ({"votes": "4,5"}, "P, the second number of a pair, must be at most 4, not 5"),
+    ({"votes": "4,5"}, "P, the second number of a pair K,P, must be at most 4, not 5"),
     (
         {"votes": "4,3", "n_ahead": 1},
-        "'n_ahead' must be 3, not 1, to fit the setting votes '4,3'",
+        "'n_ahead' must be 3, not 1, to fit the setting 'votes' .4,3.",
     ),
     (
         {"votes": "4,1", "n_ahead": 3},
-        "'n_ahead' must be 1, not 3, to fit the setting votes '4,1'",
+        "'n_ahead' must be 1, not 3, to fit the setting 'votes' .4,1.",
     ),
-    ({"tune": "climb"}, "'tune' has no effect, because the setting votes"),
-    ({"tune": "all"}, "'tune' has no effect, because the setting votes"),
+    ({"tune": "climb"}, "'tune' has no effect, because the setting 'votes'"),
+    ({"tune": "all"}, "'tune' has no effect, because the setting 'votes'"),
     ({"prefetch": "off"}, "'votes' has no effect without prefetching .prefetch is off."),
     (
         {"votes": None, "n_ahead": 0, "tune": "climb"},

@@ -268,11 +268,11 @@ HOSTILE = {
     ),
     "one colour of three": (
         jpeg(segment(0xC0, frame(4, 3, (0x11,) * 3)), scan(1), b"\0"),
-        "a colour channel has no pixels",
+        "pixels of a colour channel are missing",
     ),
     "refinement without a first scan": (
         jpeg(segment(0xC2, frame(4, 3)), segment(0xDA, b"\1\1\0\0\0\x10"), b"\0"),
-        "a colour channel has no pixels",
+        "pixels of a colour channel are missing",
     ),
     "SOI inside": (jpeg(SOI, segment(0xC0, frame(4, 3))), "the JPEG marker D8 is misplaced"),
     "unknown marker": (jpeg(segment(0xB0, b"a")), "the file has the unknown JPEG marker B0"),

@@ -136,7 +136,7 @@ class Exhausted(FakeRequest):
 
     def run(self, ready=-1):
         super().run(ready)
-        raise NativeError("there was too little memory for the answer")
+        raise NativeError("there was too little main memory for the answer")
 
 
 TOO_LONG = b'{"error": {"message": "too long"}}'
@@ -151,8 +151,8 @@ TOO_LONG = b'{"error": {"message": "too long"}}'
     (streaming(PART, event(FAILED)), 200, 500, "the disk is gone"),
     (whole(REFUSED_GRAMMAR, 500), 400, 400, "the grammar is refused: why"),
     (streaming(PART, event(REFUSED_GRAMMAR)), 200, 400, "the grammar is refused: why"),
-    (Exhausted(200, False, []), 500, 500, "too little memory"),
-    (Exhausted(200, True, [PART]), 200, 500, "too little memory"),
+    (Exhausted(200, False, []), 500, 500, "too little main memory"),
+    (Exhausted(200, True, [PART]), 200, 500, "too little main memory"),
 )
 def test_failures_are_a_status_or_the_last_event(made, status, code, says):
     reply = reply_of(made, CHAT, STREAM if status in (200, 400) else ASK)

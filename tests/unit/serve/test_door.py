@@ -189,14 +189,14 @@ def test_a_large_body_that_fits_the_context_names_the_needed_limit(n_ctx, says):
 
 class Failing(FakeServed):
     def query(self, route, body=b""):
-        raise NativeError("there was too little memory for the answer")
+        raise NativeError("there was too little main memory for the answer")
 
 
 @pytest.mark.parametrize(("path", "data"), [("/tokenize", {"content": "a"}), ("/props", None)])
 def test_a_native_failure_on_a_quick_path_is_its_sentence(path, data):
     reply = ask(app_for(Failing()), path, data)
     assert reply.status == 500
-    assert reply.json()["error"]["message"] == "there was too little memory for the answer"
+    assert reply.json()["error"]["message"] == "there was too little main memory for the answer"
 
 
 def test_a_model_is_found_by_its_name():
