@@ -280,12 +280,11 @@ def refresh(sdist: Sdist, upstream: Upstream, tree: Path | None, folder: Path = 
 def read_edited(
     sdist: Sdist, upstream: Upstream, tree: Path, owned: set[str]
 ) -> tuple[dict[str, bytes], dict[str, bytes]]:
-    """Return (original contents, edited contents) of files in an edited source tree.
+    """Return (original contents, edited contents) of llama.cpp's files in an edited source tree.
 
-    Both results are {path: contents}. Both have the files of llama.cpp that were changed in `tree`,
-    and the unchanged files in `owned`. If a file in `owned` was added in `tree`, it is only in the
-    second result. If it was deleted, it is only in the first. Other added and deleted files are in
-    neither.
+    Both results are {path: contents}. They have every file in `owned`, and every other file that
+    was changed in `tree`. A file in `owned` that `tree` adds has no original contents, and one that
+    `tree` deletes has no edited contents. Other added or deleted files are left out.
 
     - sdist, upstream: the original source distribution and its release.
     - tree: an edited copy of the source distribution, or of the llama.cpp in it.

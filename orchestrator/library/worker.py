@@ -103,13 +103,11 @@ class Posted(Generic[T]):
             return not self._has_result
 
     def drop(self) -> None:
-        """Free the result of this object's function, by passing it to `discard`.
+        """Free the function's result by calling `discard`, an argument of the constructor.
 
-        `discard` is an argument of the constructor. If it is None, or if the function has no
-        result, nothing happens.
-
-        If `cancel` has returned False, the function had already returned its result, and the caller
-        must call this method on the worker thread. In other cases, `run` calls it if needed.
+        Does nothing if `discard` is None, or if the function has not returned. Call this on the
+        worker thread, in one case only: after `cancel` has returned False. If the function returns
+        a result after it was cancelled, `run` calls this method.
         """
         if self._has_result and self._discard is not None:
             self._discard(cast(T, self.result))

@@ -598,8 +598,9 @@ class NativeServer:
         )
         if not handle:
             raise NativeError(
-                f"llama.cpp's server cannot create the request: either it has no path {route}, or "
-                "main memory is full"
+                f"the request to {route} cannot be started: either moe-edge does not support this "
+                "path of llama.cpp's server, or main memory is full. Use another path, or end "
+                "other programs"
             )
         return NativeRequest(self.lib, handle, self.note)
 

@@ -215,11 +215,11 @@ class Store(Closing):
     def set_phase(self, phase: Phase | None) -> None:
         """Set the phase (prefill or decode) of all tokens from the next step on.
 
-        With None, the store determines the phase of each token from its batch.
+        If `phase` is None, the store determines the phase of each token from its batch.
 
-        Callers usually set the phase before a new computation. In both cases, the method therefore
-        discards an exception that a callback raised in an earlier step, so that `check_step` does
-        not raise it later.
+        The method also discards the exception of a callback in an earlier step, if `check_step` has
+        not raised it yet. Otherwise, `check_step` would raise this old exception after a later
+        step.
         """
         self._error = None
         self.library.set_phase(self.handle, _BY_THE_BATCH if phase is None else phase)

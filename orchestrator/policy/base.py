@@ -70,8 +70,9 @@ class Precisions:
     """How many precisions (tiers) of experts a policy can use, and which tiers it uses by default.
 
     - least, most: the minimum and maximum number of tiers.
-    - keeps: None, or for a policy that needs several tiers and cannot skip experts, a text that
-      error messages quote. The text says how many tiers the policy needs, such as "two precisions".
+    - keeps: the precisions in which the policy keeps every expert, as words for an error message,
+      such as "two precisions". `place` then raises this error if the model has fewer than `least`
+      tiers, or if experts may be skipped. None if the policy needs no such error.
     - skips: whether the policy skips experts by default. It then uses a second tier only if the
       user names one.
     - lossless: the settings with which the policy computes every expert in the best tier. {} means

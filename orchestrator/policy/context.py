@@ -572,11 +572,14 @@ class ContextAware(Policy):
         return tiers
 
     def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
-        """Request each expert of a layer in the tier that is in memory, so that no read is needed.
+        """Write to `out` the precision (tier) in which tokens use each expert of a layer.
 
-        An expert that is not in memory is requested in the lowest tier, and the store then reads
-        it. The method also counts how often tokens use each expert. After a prompt, the policy
-        chooses new tiers by these counts.
+        - An expert in memory gets the best tier in which it is in memory, so that no read is
+          needed.
+        - Any other expert gets the lowest tier. If a token uses the expert, the store reads it.
+
+        The method also counts how often tokens use each expert. After a prompt, the policy chooses
+        new tiers by these counts.
         """
         step, layer, last = event.step, event.layer, self.shape.n_layers - 1
         out.tier_array[:] = served(self.wants.default_tier, view.resident_array[layer])

@@ -313,11 +313,11 @@ class DyMoEPlacement(Placement):
         if depth.retention < depth.least:
             schedule = self.settings.schedule
             achieved = (
-                f"realised {depth.realised:.3f}: --schedule {schedule} computes on average at "
-                f"least this share of a token's experts in {high}"
+                f"realised {depth.realised:.3f}: the smallest retention that --schedule "
+                f"{schedule} allows"
             )
             if schedule != FLAT:
-                achieved = f"{achieved}; --schedule {FLAT} allows less"
+                achieved = f"{achieved}; --schedule {FLAT} allows a smaller one"
         return f"dymoe {high}/{low} retention={depth.retention:g} ({achieved})"
 
 

@@ -148,13 +148,14 @@ def _shortlist(swaps: Sequence[Swap], low_pool_of: np.ndarray) -> list[Swap]:
 def cache_plan(
     shape: ModelShape, budget_bytes: int, most_high: int | None
 ) -> tuple[SlotPlan, int, list[int]]:
-    """Divide a memory budget that is too small for all experts. Return (slots, n_high, n_low).
+    """Plan a cache for a memory budget that is too small for all experts.
 
-    The slots are a cache for experts in a high tier (the better precision) and a low tier.
+    The cache holds experts in two precisions: the high tier (the better one) and the low tier.
+    Return (slots, n_high, n_low).
 
-    - slots: the memory for experts of both tiers.
-    - n_high: the number of high experts in a layer, the same for all layers.
-    - n_low: a list with the number of low experts in each layer.
+    - slots: a SlotPlan with the number and the size of the memory slots.
+    - n_high: the maximum number of high experts in a layer, the same for all layers.
+    - n_low: the maximum number of low experts in each layer, a list.
 
     First, the low experts of one token (n_expert_used per layer) are subtracted from the budget.
     High experts get at most half of the remaining memory. Low experts get the rest.
@@ -316,8 +317,8 @@ class DynaExqPlacement(Placement):
             tiers = f"{high}/{low}"
             cached = f"{n_high} of {n} experts per layer in {high} and {cached}"
         return (
-            f"dynaexq {tiers}, a cache for {cached}, because all experts in {low} would need "
-            f"{format_size(least)}, more than the memory budget"
+            f"dynaexq {tiers}, a cache for {cached} (the memory budget is too small for all "
+            f"experts: with {low} as low precision, they need at least {format_size(least)})"
         )
 
 

@@ -123,8 +123,8 @@ class LayerCosts:
         - nats_per_byte: the quality loss per saved byte.
         - tier: the expert's new tier, or SKIP.
         - nats: the quality loss at gate weight 1.
-        - instead_of: None, or 1 for the second of two ways that are taken in order. The first
-          lowers the expert to tier 1. The second then skips it, and has only the loss that it adds.
+        - instead_of: the tier to which the expert must be lowered before it can be skipped, or None
+          if nothing must be done before. The losses of such a skip are the additional losses.
         """
         skip, n_bytes, low_bytes = self.skip[expert], self.high_bytes, self.low_bytes
         if resident == 0:

@@ -368,11 +368,13 @@ def pools_of(shape: ModelShape, settings: MixedSettings, tiers: np.ndarray) -> T
     Each tier has a slot for each of its planned experts. The lowest tier also has some spare slots,
     if the settings let experts change their tiers.
 
-    The store needs slots for every tier, even for a tier without planned experts:
+    The store needs slots for every tier, even for a tier without planned experts. This empty tier
+    shares the slots of the next better tier, if two conditions hold:
 
-    - If slots can hold several tiers (shape.shares_slots), such a tier shares the pools of the next
-      better tier. This requires that experts are planned for these pools.
-    - Otherwise, the tier has pools of its own, with one slot each.
+    - A slot can hold an expert in several tiers (shape.shares_slots).
+    - The next better tier has planned experts, or itself shares the slots of a tier that has some.
+
+    Otherwise, the empty tier gets one slot of each slot size.
 
     tiers: the planned tier of each expert, [n_layers, n_expert]. Tier 0 is the best.
     """

@@ -277,11 +277,11 @@ class Conversation:
         """Return how many digests at the start of this and of an earlier conversation are equal.
 
         A digest stands for a message, or for a piece of a prompt. `before` is the earlier
-        conversation. The result is 0 in two cases:
+        conversation. The result is 0 if this conversation does not continue it. To continue it, a
+        conversation must meet two conditions:
 
-        - A digest of `before` differs or is missing in this conversation. The last digest of
-          `before` is not compared for this.
-        - Only digests of tools and system messages are equal.
+        - It begins with all digests of `before`. Only the last digest of `before` may differ.
+        - The equal digests include more than tools and system messages.
         """
         shared = 0
         for ours, theirs in zip(self.pieces, before.pieces, strict=False):
@@ -368,11 +368,11 @@ class SlotManager:
         """Take a free slot for each conversation. Return (slot numbers, number of old KV cells).
 
         A slot is a sequence of llama.cpp's server. After a request has ended, its KV cells stay in
-        its slots as old cells. The second result is an upper bound of all old cells in the taken
-        slots: for each slot, it adds the value of `cells` with which the slot was taken before.
+        its slots as old cells. The second result is an upper bound of the old cells in all taken
+        slots together.
 
         `asked` are the conversations. `cells` is the maximum number of KV cells that the new
-        request will leave in each slot.
+        request will leave in each slot. The slot's next request gets them as old cells.
         """
         taken, held = [], 0
         for each in asked:

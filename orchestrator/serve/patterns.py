@@ -97,8 +97,9 @@ def _branches(words: list[str], at: int, depth: int) -> str:
     """
     if depth > _MOST_DEPTH:
         raise PatternError(
-            "the listed texts have too many levels of common prefixes (as in a, ab, abc): their "
-            f"regular expression would have more than {_MOST_DEPTH} nested groups"
+            "the texts of an `enum` share prefixes at too many levels (as a, ab and abc do): their "
+            f"regular expression would have more than {_MOST_DEPTH} nested groups: remove some "
+            "texts"
         )
     if len(words) == 1:
         return _literal(words[0][at:])

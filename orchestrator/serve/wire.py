@@ -326,7 +326,10 @@ def message_of(part: bytes) -> str:
     try:
         return str(json.loads(part)["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        return "llama.cpp reported an error for this request, but gave no reason"
+        return (
+            "llama.cpp failed on this request, and its error has no message: try again, or change "
+            "the request"
+        )
 
 
 def error_event(route: str, error: bytes) -> bytes:

@@ -183,6 +183,8 @@ class AfterProduct:
 WORK_BYTES = 2 << 30
 # Number of tokens whose outputs are squared in one block.
 _BLOCK = 64
+# How llama.cpp names the inputs of experts that were multiplied by the gate weights (Llama 4).
+_WEIGHTED = "ffn_moe_weighted"
 
 
 class _Precision(NamedTuple):
@@ -254,14 +256,15 @@ class OutputSums:
         - node: llama.cpp's tensor that holds the product.
 
         DOWN is the last product of a layer, and gives the experts' outputs. Their mean squares are
-        added to `squares`. Each earlier product gives the experts' inputs. Their shape shows
+        added to `squares`. Each earlier product gives the experts' inputs. Their name shows
         whether they were multiplied by the gate weights, and `weighs` stores this as True or False.
         If samples were requested, a sample of the inputs is stored in `samples`.
         """
         if kind != DOWN:
             if self._inputs is None or self._inputs[0] != layer:
-                self._inputs = layer, node.source(1).array()[0]
-                self.weighs[layer] = self._inputs[1].shape[1] > 1
+                inputs = node.source(1)
+                self._inputs = layer, inputs.array()[0]
+                self.weighs[layer] = inputs.name.startswith(_WEIGHTED)
             return
         ids, y = node.source(2).view()[0, 0], node.view()[0]
         squares = np.empty(ids.shape)

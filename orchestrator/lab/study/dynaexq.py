@@ -364,13 +364,13 @@ def _panel(on: Subject, part: Part, hot: list[Scored], rows: list[Row]) -> Panel
     )
     drawn += [
         Line(
-            f"for comparison: recovered share = share of experts in {on.high}",
+            f"for comparison: {on.high} for x % of the experts recovers x % of the quality loss",
             [0, 100],
             exact([0, 1]),
             True,
         ),
         Line(
-            f"goal: recovered share = {GOAL:g} times the share of experts in {on.high}",
+            f"goal: {on.high} for x % of the experts recovers {GOAL:g} * x % of the quality loss",
             [0, 100 / GOAL],
             exact([0, 1]),
             True,

@@ -82,9 +82,9 @@ _METHODS = (
     *_BASIC,
     "Prediction by other domains: usage of experts in texts of other domains. Prediction by "
     "answer: the actual usage of experts in the answer.",
-    f"Prediction by prompt + {USUAL_PRIOR} of X: prediction S for a longer prompt. It has "
-    f"{USUAL_PRIOR} more tokens, which use experts as the texts X do on average (others, or other "
-    f"domains).",
+    f"Prediction by prompt + {USUAL_PRIOR} of X, where X is others or other domains: the weighted "
+    f"mean of prediction S and the prediction by X. S has the number of prompt tokens as its "
+    f"weight, and X has the weight {USUAL_PRIOR}.",
 )
 
 # Scores [n_layers, n_expert] of a window's experts by prediction method; None if the method has no
@@ -292,12 +292,12 @@ def usage_of(
     - router: router matrix of the last layer, float32 [n_expert, width], or None.
     - gating: the function for the router's logits, SOFTMAX or SIGMOID.
 
-    A real run computes the last layer for only one token of a prompt. If `router` is given, it
-    therefore predicts the experts of all prompt tokens in the last layer, and these predicted
-    experts are counted. In all other cases, the experts that tokens really used are counted.
+    The counts are of the experts that the tokens really use, with one exception: if `router` is
+    given, the prompt's counts in the last layer are of predicted experts. The prediction applies
+    `router` to the router input of the layer before.
     """
-    # In a real run, the last layer computes only one token of a prompt, so the policy predicts the
-    # prompt's experts there: it applies the router to the router input of the layer before.
+    # In a real run, llama.cpp computes the last layer for only one token of a prompt, so the policy
+    # does not know which experts the other tokens would use there. It predicts them as here.
     n = prompt_tokens(window)
     counts, gates, answer = np.zeros((3, len(layer_ids), n_expert))
     for layer, il in enumerate(layer_ids):

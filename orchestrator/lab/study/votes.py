@@ -271,9 +271,10 @@ class VotesStudy(Study):
                     "Weighted >= n: the three nearest earlier layers vote with the weights 1.5, "
                     "1.0 and 0.5. An expert is predicted if the weights of its votes sum to at "
                     "least n.",
-                    f"Margin, K=n: the nearest earlier layer predicts the experts with a score of "
-                    f"at least t * 2^(({found.k} - n)/2), where t is the score at rank "
-                    f"{found.k}. A smaller n raises this minimum, so fewer experts are predicted.",
+                    f"Margin, K=n: those of the nearest earlier layer's {found.k} best experts "
+                    f"whose router score is at least a minimum. The minimum is the lowest of these "
+                    f"{found.k} scores, multiplied by the square root of 2 as many times as n is "
+                    f"less than {found.k}.",
                 ],
             ),
             Table(
