@@ -282,9 +282,9 @@ def read_edited(
 ) -> tuple[dict[str, bytes], dict[str, bytes]]:
     """Return (original contents, edited contents) of llama.cpp's files in an edited source tree.
 
-    Both results are {path: contents}. They have every file in `owned`, and every other file that
-    was changed in `tree`. A file in `owned` that `tree` adds has no original contents, and one that
-    `tree` deletes has no edited contents. Other added or deleted files are left out.
+    Both results are {path: contents}. They have the files in `owned`, and other files that were
+    changed in `tree`. A file in `owned` that `tree` adds has no original contents. One that `tree`
+    deletes has no edited contents. Other added or deleted files are left out.
 
     - sdist, upstream: the original source distribution and its release.
     - tree: an edited copy of the source distribution, or of the llama.cpp in it.

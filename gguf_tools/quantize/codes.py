@@ -106,17 +106,16 @@ def put_codes(ggml_type: GGMLType, blocks: Blocks, codes: Blocks) -> None:
 
 
 def code_values(ggml_type: GGMLType, blocks: Blocks, decode: Decode) -> Floats:
-    """Return numbers that give the weight for every possible code, at each place in blocks.
+    """Return one or two numbers for each weight, from which its value for any code is computed.
 
-    A code is the small integer that a block stores for a weight. Its weight also depends on scale
-    factors, which can differ between parts of a block. So each place has its own numbers.
-    `first`, `last` and `scales` are fields of CODINGS[ggml_type]:
+    A code is the small integer that a block stores for a weight. The value also depends on the
+    scale factors in the block. `first`, `last` and `scales` are fields of CODINGS[ggml_type]:
 
-    - If `scales` is empty: two numbers, the weights for the codes `first` and `last`. The weights
-      for the codes between them are equally spaced.
-    - Otherwise: one number s. The weight for a code is s * scales[code - first].
+    - If `scales` is empty: two numbers, the weight's values for the codes `first` and `last`. The
+      values for the codes between them are equally spaced.
+    - Otherwise: one number s. The weight's value for a code is s * scales[code - first].
 
-    blocks: uint8 [number of blocks, bytes per block].
+    blocks: uint8 [number of blocks, bytes per block]. The codes in them are ignored.
     decode: function that decodes the bytes of blocks to float32 weights.
 
     Returns float32 [2 or 1, number of blocks, weights per block].

@@ -41,12 +41,12 @@ def layout_problems(part: GGUFFile) -> Iterator[Problem]:
 def foreign_problems(parts: list[GGUFFile]) -> Iterator[Problem]:
     """Yield a problem for each file of a split model that seems to come from another quantization.
 
-    Expert matrices are compared by pairs (kind of matrix, tier). A tier is a precision. A file is
-    reported if at least two of its pairs occur in other files, and it shares no ggml type with them
-    in any of these pairs. For example, its up and down matrices are in q4_k, and all others are in
-    q8_0.
+    For example, a file's `ffn_up_exps` and `ffn_down_exps` tensors are in q4_k, but in all other
+    files, tensors with these names are in q8_0. Layer numbers in names are ignored.
 
-    One pair is not enough, because a quantization may use several types for one kind of matrix.
+    A file is reported if it shares at least two such names with other files, and all tensors with
+    a shared name have other ggml types there. One name is not enough, because a quantization may
+    use several types for it.
 
     If the model has only two files, only the second is reported.
 

@@ -102,11 +102,11 @@ class KlEstimate:
         spread: float = 1.0,
         routing: Routing | None = None,
     ) -> KlEstimate:
-        """Make an estimate relative to the tier `base`, from losses relative to full precision.
+        """Create a KlEstimate relative to the tier `base`, from losses relative to full precision.
 
-        The loss of another tier (precision) relative to `base` is the tier's loss plus the loss of
-        `base`, both from `costs`. They are added, because the rounding errors of two tiers are
-        independent. The loss of `base` is 0.
+        Outputs of another tier (precision) differ from those of `base` by the rounding errors of
+        both tiers. These errors are independent, so their losses add up: the loss of the tier
+        relative to `base` is the sum of the losses of both in `costs`. The loss of `base` is 0.
 
         - costs: the losses relative to full precision, in nats for gate weight 1, float64
           [n_layers, n_expert, n_tiers + 2]. The last axis has the tiers in `names`, then `base`

@@ -39,9 +39,9 @@ class PlacementSettings(Settings):
     )
     near_weights: str = setting(
         IMPORTANCE,
-        "Weights of the experts' quality losses, whose weighted sum the choice of lower precisions "
-        "minimizes within the limit of --near-bits. importance: the importance of each expert (see "
-        "--importance-mix). plain: all weights are 1.",
+        "How the policy weights each expert's quality loss when it chooses the lower precisions "
+        "with the smallest sum of losses. importance: each loss is multiplied by the expert's "
+        "importance (see --importance-mix). plain: all losses count equally.",
         choices=(IMPORTANCE, PLAIN),
     )
     importance_mix: float = setting(

@@ -302,15 +302,14 @@ class Speeds(Closing):
         return self._used[key] * scale
 
     def time_again(self) -> bool:
-        """Time operations again, so that their times depend less on one moment.
+        """Time operations for a single token twice more, so that they depend less on one moment.
 
-        The method `seconds` times an operation only once. This method times the same operation
-        twice more, if it is an operation for a single token. It repeats only operations that were
-        first timed after the last call of `time_again`.
+        Only operations that `seconds` has timed since the last call of `time_again` are repeated.
+        Each then has three times. The result is the median of those that were measured on a quiet
+        machine, or the shortest of the three if the machine was never quiet.
 
-        Afterwards, `seconds` returns the median of those of the three times that were measured on a
-        quiet machine. If there are none, it returns the shortest of the three. If the user cache
-        has a shorter time from an earlier run, it returns that time.
+        Afterwards, `seconds` returns either this result or the time in the user cache from earlier
+        runs, whichever is shorter.
 
         Returns True if any operation was timed again. Raises NativeError if an operation cannot be
         timed.

@@ -105,7 +105,7 @@ class Posted(Generic[T]):
     def drop(self) -> None:
         """Free the function's result by calling `discard`, an argument of the constructor.
 
-        Does nothing if `discard` is None, or if the function has not returned. Call this on the
+        Does nothing if `discard` is None, or if the function has no result. Call this on the
         worker thread, in one case only: after `cancel` has returned False. If the function returns
         a result after it was cancelled, `run` calls this method.
         """

@@ -600,7 +600,7 @@ class NativeServer:
             raise NativeError(
                 f"the request to {route} cannot be started: either moe-edge does not support this "
                 "path of llama.cpp's server, or main memory is full. Use another path, or end "
-                "other programs"
+                "other programs to free memory"
             )
         return NativeRequest(self.lib, handle, self.note)
 

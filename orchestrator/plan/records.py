@@ -262,9 +262,8 @@ class SharedMemory:
 
         - n_cells: the number of KV cells in use now.
         - n_tokens: the number of prompt tokens that are still to be computed.
-        - again: number of times that the answer reads the same expert from disk, as the average of
-          the experts that are not in memory. A larger number favors smaller micro-batches, which
-          leave more memory for experts.
+        - again: for each expert that is not in memory, the average number of reads by the whole
+          answer. A larger number favors smaller micro-batches, which leave more memory for experts.
         - width: the number of KV cells up to the last used one at the end of the prompt, including
           unused cells. 0 means that no cells are unused.
         """

@@ -70,9 +70,8 @@ class Precisions:
     """How many precisions (tiers) of experts a policy can use, and which tiers it uses by default.
 
     - least, most: the minimum and maximum number of tiers.
-    - keeps: the precisions in which the policy keeps every expert, as words for an error message,
-      such as "two precisions". `place` then raises this error if the model has fewer than `least`
-      tiers, or if experts may be skipped. None if the policy needs no such error.
+    - keeps: a phrase such as "two precisions", if the policy works neither with fewer tiers nor
+      with skipped experts. `place` quotes it in an error message. Otherwise None.
     - skips: whether the policy skips experts by default. It then uses a second tier only if the
       user names one.
     - lossless: the settings with which the policy computes every expert in the best tier. {} means

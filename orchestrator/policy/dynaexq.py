@@ -150,12 +150,12 @@ def cache_plan(
 ) -> tuple[SlotPlan, int, list[int]]:
     """Plan a cache for a memory budget that is too small for all experts.
 
-    The cache holds experts in two precisions: the high tier (the better one) and the low tier.
-    Return (slots, n_high, n_low).
+    The cache holds experts in a high tier (the better precision) and a low tier. Return (slots,
+    n_high, n_low).
 
-    - slots: a SlotPlan with the number and the size of the memory slots.
+    - slots: a SlotPlan, the sizes and numbers of the memory slots.
     - n_high: the maximum number of high experts in a layer, the same for all layers.
-    - n_low: the maximum number of low experts in each layer, a list.
+    - n_low: the maximum number of low experts in each layer.
 
     First, the low experts of one token (n_expert_used per layer) are subtracted from the budget.
     High experts get at most half of the remaining memory. Low experts get the rest.

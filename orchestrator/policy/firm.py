@@ -147,12 +147,12 @@ def group_of(n_layers: int) -> list[int]:
 def absent_of(missing: Mapping[int, int], kinds: Sequence[int]) -> Absent:
     """Return which matrices of experts are not in memory, as pairs (mask, n).
 
-    Each expert has several kinds of matrix, such as gate, up and down. For each kind, the function
-    finds the set of experts whose matrix of this kind is absent. In a pair, `mask` is such a set:
-    bit i stands for expert i. n is the number of kinds with exactly this set.
+    Each expert has several kinds of matrix, such as gate, up and down. `mask` is a set of experts
+    whose matrices of one kind are absent: bit i stands for expert i. n is the number of kinds with
+    exactly this set.
 
     For example, {0: 0b011, 2: 0b111} gives ((0b101, 2), (0b100, 1)). Two kinds are absent for the
-    experts 0 and 2. One kind is absent for expert 2 only.
+    experts 0 and 2. One kind is absent only for expert 2.
 
     - missing: the absent kinds of each expert, as {expert: bit mask of kinds}.
     - kinds: the kinds to examine, one bit each. In the example, they are 1, 2 and 4.

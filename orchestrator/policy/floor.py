@@ -123,8 +123,8 @@ class LayerCosts:
         - nats_per_byte: the quality loss per saved byte.
         - tier: the expert's new tier, or SKIP.
         - nats: the quality loss at gate weight 1.
-        - instead_of: the tier to which the expert must be lowered before it can be skipped, or None
-          if nothing must be done before. The losses of such a skip are the additional losses.
+        - instead_of: None, or the tier to which the expert must be lowered first. This is for a
+          skip after lowering, whose losses are then only those that the skip adds.
         """
         skip, n_bytes, low_bytes = self.skip[expert], self.high_bytes, self.low_bytes
         if resident == 0:

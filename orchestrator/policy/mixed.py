@@ -368,13 +368,9 @@ def pools_of(shape: ModelShape, settings: MixedSettings, tiers: np.ndarray) -> T
     Each tier has a slot for each of its planned experts. The lowest tier also has some spare slots,
     if the settings let experts change their tiers.
 
-    The store needs slots for every tier, even for a tier without planned experts. This empty tier
-    shares the slots of the next better tier, if two conditions hold:
-
-    - A slot can hold an expert in several tiers (shape.shares_slots).
-    - The next better tier has planned experts, or itself shares the slots of a tier that has some.
-
-    Otherwise, the empty tier gets one slot of each slot size.
+    A tier without planned experts also needs slots. It uses the slots of the next better tier, if
+    these are for planned experts and can hold other tiers (shape.shares_slots). Otherwise, it gets
+    one slot for each group of layers with similar expert sizes.
 
     tiers: the planned tier of each expert, [n_layers, n_expert]. Tier 0 is the best.
     """

@@ -292,17 +292,18 @@ class PromptFolder:
     def load(
         self, listed: Listed, most_bytes: int | None, read_state: Callable[[Path], bool]
     ) -> tuple[Mark, ...] | None:
-        """Verify a saved file, and let `read_state` restore the sequence (its tokens and KV cells).
+        """Verify a saved file, and let `read_state` restore its sequence.
 
-        Returns the Marks in the file. Each is a length to which the sequence can be truncated, with
-        the states of the model and the policy to restore at this length. Returns None if the file
-        is damaged, cannot be read or does not fit in memory. A damaged file is removed.
+        Returns the Marks in the file. A Mark has states of the model and the policy for a length to
+        which the sequence can be truncated. Returns None if the file is damaged, cannot be read or
+        does not fit in memory. A damaged file is removed.
 
         - listed: the description of the file.
-        - most_bytes: the maximum size of the states in all Marks together. If they exceed it, the
-          Marks with the shortest lengths are left out. With None, all Marks are returned, but
-          without the states of the model (`Mark.part`), which are then not read.
-        - read_state: restores the sequence from a path. Returns False if memory is too small.
+        - most_bytes: the maximum size of the states in all Marks. If they exceed it, the Marks with
+          the shortest lengths are left out. With None, all Marks are returned, but without the
+          states of the model (`Mark.part`).
+        - read_state: restores the sequence's tokens, and the model's state after the last token,
+          from a path. Returns False if memory is too small.
         """
         try:
             with open(listed.path, "rb") as file:

@@ -280,7 +280,7 @@ class Conversation:
         conversation. The result is 0 if this conversation does not continue it. To continue it, a
         conversation must meet two conditions:
 
-        - It begins with all digests of `before`. Only the last digest of `before` may differ.
+        - It begins with all digests of `before`, except perhaps the last.
         - The equal digests include more than tools and system messages.
         """
         shared = 0

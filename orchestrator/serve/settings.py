@@ -111,8 +111,8 @@ class ServeSettings(Settings):
         "Treatment of a conversation that outgrows the context: drop (its oldest exchanges leave "
         "the prompt) or refuse (status 400).",
         choices=(DROP, REFUSE),
-        shown="the value of the field `overflow` in the request; if it is missing, refuse (drop in "
-        "Ollama's API)",
+        shown='the value of the request\'s "overflow" field; if it is missing, refuse, but drop '
+        "in Ollama's API",
         group=MORE,
     )
     patience: int = setting(

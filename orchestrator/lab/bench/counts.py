@@ -120,11 +120,11 @@ def job(case: Case, high: Path, low: Path, model: ExpertModel) -> Job:
 
 
 def no_hits_slot_bytes(model: ExpertModel) -> int:
-    """Return a size of the memory for experts with which no cache hit is possible, in bytes.
+    """Return a memory size for experts, in bytes, so small that the cache never has a hit.
 
-    All layers share this memory. Its size is twice the mean size of the experts that a token uses
-    in one layer. The model has more than two layers. So when the next token needs an expert, later
-    layers have already evicted the expert.
+    The memory holds the experts that a token uses in two layers. All layers share it, and the model
+    has three layers (see SHAPE). So when the next token comes to a layer, experts of the two other
+    layers have replaced the experts of this layer.
     """
     share = model.n_expert_used / model.n_expert / model.n_layers
     return 2 * int(share * model.tier_bytes[0])
@@ -241,8 +241,8 @@ def count(retention: float, note: Note) -> Report:
         f"The table counts GPU operations (such as kernel launches, waits and copies) of {STEPS} "
         f"decode steps on the emulated GPU, after a warm-up of {PROMPT_TOKENS + SETTLE_STEPS} "
         f"tokens.",
-        "Each number is the mean total of a decoded token, divided by the number of layers. The "
-        "total includes operations of the embedding and of the output.",
+        "Each number is the count of all decode steps, divided by the number of decoded tokens and "
+        "by the number of layers. Operations of the embedding and of the output are counted, too.",
         f"Rows 1 to 6 are those of Table 3 of the DyMoE paper, with {SHARE:.0%} of the experts on "
         f"the GPU.",
         f"Rows 1 to 6 copy missing experts from host memory, which holds all experts in {HIGH} and "

@@ -255,10 +255,10 @@ class OutputSums:
         - kind: the kind of the matrices: UP, GATE, GATE_UP or DOWN.
         - node: llama.cpp's tensor that holds the product.
 
-        DOWN is the last product of a layer, and gives the experts' outputs. Their mean squares are
-        added to `squares`. Each earlier product gives the experts' inputs. Their name shows
-        whether they were multiplied by the gate weights, and `weighs` stores this as True or False.
-        If samples were requested, a sample of the inputs is stored in `samples`.
+        DOWN is the last product of a layer. It holds the experts' outputs, whose mean squares are
+        added to `squares`. The experts' inputs are an operand of the layer's first product.
+        `weighs` is set to True if they were multiplied by the gate weights, otherwise to False. If
+        samples were requested, a sample of the inputs is stored in `samples`.
         """
         if kind != DOWN:
             if self._inputs is None or self._inputs[0] != layer:

@@ -90,8 +90,8 @@ def table_3(on: Measured) -> Made:
             Compared(
                 title,
                 f"Mean accuracy of Mixtral-8x7B on eight tasks: {chosen} % with the paper's choice "
-                f"of bits for each expert, {without} % without it (the paper does not describe "
-                f"this variant further), and 70.03 % with 16 bits per weight",
+                f"of bits for each expert, {without} % without this choice (the paper does not say "
+                f"how the bits are chosen then), and 70.03 % with 16 bits per weight",
                 here
                 if kl
                 else f"not measured, because the model file has no precision with at most "
@@ -336,8 +336,8 @@ def figure_5(on: Measured) -> Made:
             "per weight, relative to 16 bits per weight",
             "about 5 and about 8",
             _near_times(results),
-            f"{_FREE}. If fewer bits made only reading faster, multiplying would take longer than "
-            f"reading with 3 and with 2 bits, and both would be 4.0 times as fast as 16 bits",
+            f"{_FREE}. Without this assumption (if fewer bits made only reading faster), the speed "
+            f"with 3 bits and the speed with 2 bits would both be 4.0 times that with 16 bits",
         )
     ]
     paper = {

@@ -177,8 +177,8 @@ def table_4(on: Measured) -> Made:
             "avoids, divided by the share of the experts in the hot set. Above 1, the hot set "
             "avoids more than its share of the loss",
             "The paper does not state the hot set's share of the experts",
-            f"share of the loss / share of the experts = {quarter['ratio']:.2f}, for a hot set of "
-            f"{share(quarter['high'])} of the experts",
+            f"{quarter['ratio']:.2f}: the hot set has {share(quarter['high'])} of the experts, and "
+            f"avoids {share(quarter['won_back'][0])} of the quality loss of low precision",
             "For comparison, we also measure randomly chosen experts in high precision, and models "
             "of the same size that have one precision for all experts",
         ),

@@ -206,9 +206,9 @@ def figure_4(on: Measured) -> Made:
             "cached experts, 1.6 with 768",
             f"speed with Meeting of Layers (MoL) relative to the speed without prefetch, for each "
             f"share of cached experts: {speedups}",
-            f"Our baseline has no prefetch. The paper's baseline prefetches whole experts, and our "
-            f"results for Table 1 compare with it. With Meeting of Layers (MoL), we prefetch one "
-            f"matrix per expert. {_MACHINE}",
+            f"Our baseline for this figure has no prefetch. The paper's baseline prefetches whole "
+            f"experts, as does our baseline for Table 1. With Meeting of Layers (MoL), we prefetch "
+            f"one matrix per expert. {_MACHINE}",
         ),
         Compared(
             "slowdown of decoding with a small expert cache",
@@ -476,7 +476,7 @@ def figure_7(on: Measured) -> Made:
                 here,
                 "In the paper, MoL predicts fewer experts per layer than Top4: 2.64 (calculated "
                 "from its percentages) instead of 4, which raises its utilisation. Also, the "
-                "nearest earlier layer predicts more accurately than the others",
+                "nearest earlier layer predicts more accurately than layers further away",
             )
         )
     return Made(compared, found.tables, found.panels)

@@ -163,11 +163,11 @@ class Simulation:
         - experts: the experts that the tokens use, each once, int32 [n].
         - layer_ns: compute time of the whole layer in nanoseconds, without waits.
         - dense_share: fraction of layer_ns that is spent outside the experts.
-        - n_computed: the number of experts whose computation is part of layer_ns. It is n, or less
-          if layer_ns was measured in a run that skipped some of the n experts.
+        - n_computed: number of experts whose computation is part of layer_ns. It is n, or less if
+          layer_ns was measured in a run that skipped some of the n experts.
 
-        Every expert takes the same time: the time inside the experts, divided by n_computed. If the
-        policy chose in `route` to skip an expert, this expert takes no time.
+        An expert takes the time that is spent inside the experts, divided by n_computed. It takes
+        no time if the policy chose in `route` to skip it.
         """
         there = self._store.spec.layers[layer][1]
         kinds = [kind for kind in COMPUTE_ORDER if (kind, 0) in there]

@@ -292,12 +292,10 @@ def usage_of(
     - router: router matrix of the last layer, float32 [n_expert, width], or None.
     - gating: the function for the router's logits, SOFTMAX or SIGMOID.
 
-    The counts are of the experts that the tokens really use, with one exception: if `router` is
-    given, the prompt's counts in the last layer are of predicted experts. The prediction applies
-    `router` to the router input of the layer before.
+    If `router` is given, the prompt's counts in the last layer are of predicted experts: `router`
+    is applied to the router input of the layer before. The policy `context` predicts them in the
+    same way, because llama.cpp computes the last layer for only one token of a prompt.
     """
-    # In a real run, llama.cpp computes the last layer for only one token of a prompt, so the policy
-    # does not know which experts the other tokens would use there. It predicts them as here.
     n = prompt_tokens(window)
     counts, gates, answer = np.zeros((3, len(layer_ids), n_expert))
     for layer, il in enumerate(layer_ids):

@@ -271,10 +271,10 @@ class VotesStudy(Study):
                     "Weighted >= n: the three nearest earlier layers vote with the weights 1.5, "
                     "1.0 and 0.5. An expert is predicted if the weights of its votes sum to at "
                     "least n.",
-                    f"Margin, K=n: those of the nearest earlier layer's {found.k} best experts "
-                    f"whose router score is at least a minimum. The minimum is the lowest of these "
-                    f"{found.k} scores, multiplied by the square root of 2 as many times as n is "
-                    f"less than {found.k}.",
+                    f"Margin, K=n: the nearest earlier layer predicts those of its {found.k} best "
+                    f"experts whose score is at least a minimum. The minimum is the lowest of "
+                    f"these {found.k} scores, multiplied by 2^(({found.k} - n)/2). With a larger "
+                    f"n, it is lower, so more experts are predicted.",
                 ],
             ),
             Table(

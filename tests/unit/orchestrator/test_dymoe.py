@@ -228,8 +228,8 @@ def test_a_retention_that_the_schedule_cannot_reach_is_described():
         (
             least - 0.05,
             "cosine",
-            ": --schedule cosine computes on average at least this share of a token's experts in "
-            f"{shape.tiers[0]}; --schedule flat allows less)",
+            ": the smallest retention that --schedule cosine allows; --schedule flat allows a "
+            "smaller one)",
         ),
         (least, "cosine", f"(realised {least:.3f})"),
         (0.75, "cosine", "(realised 0.750)"),
@@ -237,8 +237,7 @@ def test_a_retention_that_the_schedule_cannot_reach_is_described():
         (
             0.1,
             "flat",
-            "(realised 0.250: --schedule flat computes on average at least this share of a token's "
-            f"experts in {shape.tiers[0]})",
+            "(realised 0.250: the smallest retention that --schedule flat allows)",
         ),
     ):
         policy = policy_of(DyMoE, shape, DyMoE.Settings(retention=retention, schedule=schedule))
