@@ -752,18 +752,18 @@ class FIRMPlacement(Placement):
         return self.status_text(chosen[group] for group in groups)
 
     def status_text(self, votes: Iterable[Votes]) -> str:
-        """Return the policy's part of the status line, with the given pairs of numbers (K, P).
+        """Return the policy's part of the status line.
 
-        For example, the text is "firm q4_k, one precision, n=3, rank 8,1" if the only pair is
-        (8, 1):
+        It shows the numbers K and P: each of P earlier layers predicts K experts. For example, the
+        text is "firm q4_k, one precision, n=3, rank 8,1" if K is 8 and P is 1:
 
         - q4_k: the precision of all experts.
         - n=3: three matrices of each predicted expert are prefetched.
-        - rank 8,1: the method "rank" chooses the experts to prefetch. It considers the K = 8 best
-          predictions of P = 1 earlier layer.
+        - rank 8,1: the method "rank" chooses the experts to prefetch. It considers the 8 best
+          predictions of 1 earlier layer.
 
-        votes: the pairs to show, one for each group of layers, as in the setting `votes`. Equal
-        pairs are shown once.
+        votes: the pairs (K, P) to show, one for each group of layers, as in the setting `votes`.
+        Equal pairs are shown once.
         """
         pairs = " ".join(f"{k},{p}" for k, p in dict.fromkeys(votes))
         asked = self.settings

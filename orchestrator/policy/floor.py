@@ -689,11 +689,11 @@ class Floor(Policy):
 
         An expert is skipped or lowered only if both limits permit it:
 
-        - The loss of a token may be max_loss (a setting), but only half of it while report.unusual
-          is true, because the estimates may then be wrong. Later tokens of the sequence may use
-          the rest that a token leaves, up to a maximum.
-        - The loss per saved byte may be at most the price. The price rises if tokens leave much of
-          the allowed loss, and falls if they leave little.
+        - The allowed loss of a token. It is the setting max_loss, or half of it while
+          report.unusual is true, because the estimates may then be wrong. Loss that a token does
+          not use is allowed for the next tokens of its sequence, up to a maximum.
+        - The price, which is the highest allowed loss per saved byte. It rises if tokens leave much
+          of the allowed loss unused, and falls if they leave little.
         """
         if report.unusual is not None:
             self._spend_share(0.5 if report.unusual else 1.0)

@@ -53,8 +53,8 @@ class Words:
     def count_tokens(self, text: str, model: Model) -> tuple[int, int]:
         """Return (approximate number of tokens, length of the longest word) of a text.
 
-        Returns (0, 0) if the tokenizer does not split texts into words (`is_whole`). A long text
-        can take seconds.
+        The length is in characters. Returns (0, 0) if `is_whole` is true, because the tokenizer
+        then does not split texts into words. A long text can take seconds.
         """
         if self.is_whole:
             return 0, 0

@@ -157,8 +157,8 @@ class moe_edge_cell {
     bool lacks() const { return pinned() && !satisfied(); }
     bool in_transition() const { return bringing && bringing->in_transition(); }
     bool arrived() const { return bringing && bringing->arrived(); }
-    // Whether host threads can compute this entry for its op now, because a load in place has brought all bytes into
-    // the host tier. The bytes stay there until the op calls release().
+    // Whether host threads can compute this cache entry now, for the op that reads it. True after all bytes of the
+    // expert's matrix have been loaded into the host tier. The bytes stay there until the op calls release().
     bool serves() const {
         return bringing && bringing->in_place() && bringing->arrived() && bringing->good() && pinned() && bringing->tier() <= asked_tier;
     }

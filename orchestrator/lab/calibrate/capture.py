@@ -301,8 +301,8 @@ class Capture(Closing):
             if self._missing:
                 layer = self.layer_ids[min(self._missing)]
                 raise NativeError(
-                    f"layer {layer}: cannot record the inputs of the experts, because the model's "
-                    "compute graph lacks the expected tensors"
+                    f"layer {layer}: cannot record the inputs of the experts, because moe-edge "
+                    "does not know this model's compute graph: the model cannot be calibrated"
                 )
             progress((number + 1) / len(windows))
 

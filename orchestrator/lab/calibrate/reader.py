@@ -66,10 +66,11 @@ class Step(NamedTuple):
 
 
 class TextReader(Closing):
-    """A loaded model that can read one text several times, with changes to its experts.
+    """A loaded model that can read one text several times.
 
-    The text consists of windows (pieces of text). Several windows are read together in each step.
-    Free the object with close.
+    In each reading, some experts can be skipped or computed in a lower precision. The text consists
+    of windows (pieces of text). Several windows are read together in each step. Free the object
+    with close.
 
     - steps: for each step, the indices of its windows.
     - reading: the indices of the windows of the current step.

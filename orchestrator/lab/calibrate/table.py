@@ -191,9 +191,9 @@ def fitted(tiers: Sequence[str], found: dict[str, Moved], text: str, weights: np
 
         KL divergence = scale of precision * sum over layers (factor of layer * error in layer)
 
-    The model read the text several times. In two readings, experts were skipped. These readings
-    give the factors of the layers (field `factors`), and skipping has scale 1. In each other
-    reading, experts had one lower precision. It gives the scale of this precision (field `scales`).
+    The model read the text several times. In two readings, experts were skipped instead of computed
+    in a lower precision. The factors of the layers are fitted to these two readings, with a scale
+    of 1. In each other reading, experts had one lower precision, and its scale is fitted.
 
     - tiers: the precisions of the model file, best first.
     - found: the KL divergence and the errors of each reading, by the reading's name from passes().

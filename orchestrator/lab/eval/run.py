@@ -320,9 +320,9 @@ def render(result: dict[str, Any]) -> str:
         if "kl" in text:
             add(f"KL from {text['best_tier']}", with_error(text["kl"], 5), "nats per token")
         notes = [
-            f"{text['tokens']} tokens were decoded one at a time and scored"
+            f"of {text['tokens']} tokens, decoded one at a time"
             if decode
-            else f"{text['tokens']} tokens were computed in batches and scored",
+            else f"of {text['tokens']} tokens, computed in batches",
             f"the text was read in windows of at most {result['window']} tokens",
         ]
         if prompt := result["prompt_tokens"]:

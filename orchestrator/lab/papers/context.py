@@ -210,9 +210,9 @@ def figure_3(on: Measured) -> Made:
             "share of a decode step's experts that the next step also uses",
             "The paper states no number. It shows two measured texts. In the first, adjacent "
             "decode steps do not use similar experts. In the second, expert usage is more regular",
-            f"The next step also uses {kept} of a decode step's experts. If each step drew its "
-            f"experts at random, the next step would also use {by_chance} with equal "
-            f"probabilities, and {by_use} with each expert's measured usage as its probability",
+            f"The next step also uses {kept} of a decode step's experts. It would use {by_chance} "
+            f"of them again if each step drew random experts with equal probability, and {by_use} "
+            f"if it drew each expert with its measured usage as probability",
             "Our model differs from the paper's. The paper shows two texts, and we average over "
             "all passages of our text",
         ),

@@ -458,8 +458,9 @@ def figure_7(on: Measured) -> Made:
     ]
     if above:
         here = (
-            f"share of the predicted experts that are used: changes by {100 * min(above):+.1f} to "
-            f"{100 * max(above):+.1f} percentage points if several layers predict instead of one"
+            f"with Meeting of Layers, the share of the predicted experts that are used is "
+            f"{100 * min(above):+.1f} to {100 * max(above):+.1f} percentage points different from "
+            f"that with the nearest earlier layer alone"
         )
         if more:
             here = (

@@ -115,8 +115,8 @@ llama_tokens moe_edge_as_held(const llama_vocab * vocab, const llama_tokens & pr
         const std::string text = text_of(vocab, whole, done, end), held_text = text_of(vocab, held, at, held_end);
         llama_tokens rest;
         if (text != held_text) {
-            // A slot lacks the last token of its answer, which was sampled but never computed. The last text of `held`
-            // may therefore be only the beginning of the prompt's text.
+            // A slot lacks the last token of its answer, which was sampled but never computed. So at the end of `held`,
+            // a piece of text may lack its end.
             const bool starts = held_end == held.size() && text.compare(0, held_text.size(), held_text) == 0;
             if (!starts || !tokens_of(vocab, text.substr(held_text.size()), rest)) {
                 break;

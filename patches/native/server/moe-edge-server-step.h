@@ -9,7 +9,8 @@
 #include <set>
 #include <vector>
 
-// Keeps track of cancelled sequences. Ends the running step early if a cancelled sequence would prolong it.
+// Keeps track of cancelled sequences. Ends the running step early if all its sequences are cancelled, or if it contains a
+// prompt of a cancelled sequence and can be repeated for the other sequences.
 class moe_edge_cancels {
 public:
     // Marks these sequences as cancelled. May be called from any thread.
