@@ -1,4 +1,4 @@
-"""Accuracy on two tasks: `python -m models.real.accuracy FILE.. --data DIR`.
+"""Accuracy on two tasks: `python -m models.real.accuracy FILE[,SETTING=VALUE].. --data DIR`.
 
 The tasks are those of lm_eval (EleutherAI's evaluation harness, extra `eval`), with its prompts and
 its scoring. The questions come from the text collection, because lm_eval would download them.
@@ -90,19 +90,23 @@ TASKS = (
 )
 
 
-def solved(model: Path, tasks: Sequence[Path], items: int, threads: int) -> dict[str, Values]:
+def solved(model: str, tasks: Sequence[Path], items: int, threads: int) -> dict[str, Values]:
     """Return 1 for each solved item and 0 for the others, by the name of the task.
 
     An item is solved if its answer has the greatest log-likelihood of all choices (lm_eval's acc).
 
+    - model: a model file, and settings of moe-edge in the form of lm_eval's model arguments, such
+      as "FILE,policy=dymoe,retention=0.75".
     - tasks: definitions of lm_eval tasks.
     - items: maximum number of items of each task.
     """
     from lm_eval import simple_evaluate
+    from lm_eval.utils import simple_parse_args_string
 
     from orchestrator.lab.eval.harness import MoeEdgeLM
 
-    lm = MoeEdgeLM(model=str(model), ctx=_CONTEXT, threads=threads)
+    settings = simple_parse_args_string(f"model={model}")
+    lm = MoeEdgeLM(**{"ctx": _CONTEXT, "threads": threads} | settings)
     with closing(lm.runtime):
         found = simple_evaluate(lm, tasks=[*map(str, tasks)], limit=items, bootstrap_iters=0)
     samples = found["samples"].items()
@@ -122,8 +126,8 @@ def _shown(values: Values) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m models.real.accuracy", description=__doc__)
-    models = "models. Each is compared with the first one, such as the model with k = 8"
-    parser.add_argument("models", type=Path, nargs="+", help=models)
+    models = "model files with settings, such as FILE,high_tier=q4_1; compared with the first"
+    parser.add_argument("models", nargs="+", help=models)
     parser.add_argument("--data", type=Path, required=True, help="folder of the text collection")
     parser.add_argument("--items", type=int, default=200, help="items of each task")
     parser.add_argument("--threads", type=int, help="compute threads [default: free cores]")
@@ -136,12 +140,12 @@ def main(argv: list[str] | None = None) -> int:
         raise ConfigError(str(error)) from error
     with TemporaryDirectory() as folder:
         tasks = [task.write(Path(folder), args.data) for task in TASKS]
-        results = [solved(path, tasks, args.items, threads) for path in args.models]
+        results = [solved(model, tasks, args.items, threads) for model in args.models]
     for name, first in results[0].items():
         rows = [["model", "solved, % (95 %)", "difference from the first, points (95 %)"]]
-        for path, found in zip(args.models, results, strict=True):
+        for model, found in zip(args.models, results, strict=True):
             minus = "" if found is results[0] else _shown(found[name] - first)
-            rows.append([path.name, _shown(found[name]), minus])
+            rows.append([Path(model).name, _shown(found[name]), minus])
         print("\n".join([f"{name}: {len(first)} items", *aligned(rows)]), flush=True)
     return 0
 

@@ -27,11 +27,15 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,30}):")
 _LONGEST_HEAD = 256  # characters of a data: URL before its comma
 
 
+# The error for an image if the model was loaded without an image encoder.
+TEXT_ONLY = (
+    "this model reads text only: to send images, load it with its image encoder, --mmproj FILE"
+)
+
+
 def no_images() -> ConfigError:
     """Return the error for an image if the model was loaded without an image encoder."""
-    return ConfigError(
-        "this model reads text only: to send images, load it with its image encoder, --mmproj FILE"
-    )
+    return ConfigError(TEXT_ONLY)
 
 
 def read_image(path: Path, limits: ImageLimits | None) -> tuple[Image, str]:

@@ -60,6 +60,7 @@ from orchestrator.serve.wire import (
     STOPPING,
     Refusal,
     anthropic_error,
+    body_remedy,
     check_text,
     length_of,
     mapped,
@@ -276,7 +277,7 @@ class Endpoints:
         response is JSON with the models on this machine, the task, and the latest comparison.
         """
         changes, patience = self._changes(), self._state.settings.patience
-        read = read_body(request, TASK_BYTES, TASK_BYTES, lambda _n_bytes: None)
+        read = read_body(request, TASK_BYTES, "", lambda _n_bytes: None)
         try:
             data = read_object(await asyncio.wait_for(read, patience))
         except asyncio.TimeoutError:
@@ -326,7 +327,8 @@ class Endpoints:
         try:
             useful = settings.most_body_bytes(served.about.n_ctx) + 2 * served.most_image_bytes
             most = served.most_body_bytes + served.most_image_bytes
-            read = read_body(request, most, useful, body.count)
+            remedy = body_remedy(most, useful, served.images is not None)
+            read = read_body(request, most, remedy, body.count)
             try:
                 body.data = await asyncio.wait_for(read, settings.patience)
             except asyncio.TimeoutError:

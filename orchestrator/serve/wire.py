@@ -11,6 +11,7 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 
 from gguf_tools.units import format_size
+from orchestrator.runtime.images import TEXT_ONLY
 
 # OpenAI's error type for each HTTP status.
 KINDS = {
@@ -120,25 +121,23 @@ def beyond_context(what: str, n_tokens: int, n_ctx: int) -> Refusal:
 
 
 async def read_body(
-    request: Request, most_bytes: int, useful_bytes: int, count: Callable[[int], None]
+    request: Request, most_bytes: int, remedy: str, count: Callable[[int], None]
 ) -> bytes:
     """Read the whole body of a request from its client, and return it.
 
     `count` is called after each piece, with the number of bytes so far. Raises Refusal (an error
-    response) as soon as the body or its declared length exceeds most_bytes.
-
-    useful_bytes is the length of the longest body whose prompt fits in the model's context. If it
-    is larger than most_bytes, the error suggests useful_bytes as --body-limit.
+    response) as soon as the body or its declared length exceeds most_bytes. The error ends with
+    `remedy`.
     """
     body, said = bytearray(), request.headers.get("content-length", "")
     try:
         if said.isascii() and said.isdigit() and (len(said) > 18 or int(said) > most_bytes):
-            raise _too_long(most_bytes, useful_bytes)
+            raise _too_long(most_bytes, remedy)
         async for chunk in request.stream():
             count(len(body) + len(chunk))
             body += chunk
             if len(body) > most_bytes:
-                raise _too_long(most_bytes, useful_bytes)
+                raise _too_long(most_bytes, remedy)
     except ClientDisconnect:
         raise Refusal(400, "the connection closed before the whole request arrived") from None
     return bytes(body)
@@ -168,12 +167,24 @@ def too_long_text(most_bytes: int) -> Refusal:
     )
 
 
-def _too_long(most_bytes: int, useful_bytes: int) -> Refusal:
-    fault = f"the request is longer than {format_size(most_bytes)} (--body-limit)"
-    if useful_bytes <= most_bytes:
-        return Refusal(413, fault)
-    useful = format_size(useful_bytes).replace(" ", "")
-    return Refusal(413, f"{fault}: send less, or start the server with --body-limit {useful}")
+def _too_long(most_bytes: int, remedy: str) -> Refusal:
+    return Refusal(
+        413, f"the request is longer than {format_size(most_bytes)} (--body-limit){remedy}"
+    )
+
+
+def body_remedy(most_bytes: int, useful_bytes: int, takes_images: bool) -> str:
+    """Return the end of the error for a request body that is longer than most_bytes.
+
+    - useful_bytes: the length of the longest body whose prompt fits in the model's context. If it
+      is larger than most_bytes, the text suggests it as --body-limit.
+    - takes_images: whether the model takes images. If not, the text names the option for them.
+    """
+    remedy = ""
+    if useful_bytes > most_bytes:
+        useful = format_size(useful_bytes).replace(" ", "")
+        remedy = f": send less, or start the server with --body-limit {useful}"
+    return remedy if takes_images else f"{remedy}; {TEXT_ONLY}"
 
 
 def read_object(body: bytes) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def test_each_item_has_one_correct_sentence(tiny_model, tmp_path, monkeypatch):
         data = tmp_path / str(correct)
         write(data, correct)
         tasks = [task.write(data, data) for task in accuracy.TASKS]
-        found.append(accuracy.solved(model, tasks, items=3, threads=1))
+        found.append(accuracy.solved(f"{model},policy=lru,high_tier=q4_k", tasks, 3, 1))
     assert list(found[0]) == [task.name for task in accuracy.TASKS]
     for name in found[0]:
         assert (found[0][name] + found[1][name]).tolist() == [1.0] * len(SENTENCES), name

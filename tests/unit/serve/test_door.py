@@ -185,6 +185,7 @@ def test_a_large_body_that_fits_the_context_names_the_needed_limit(n_ctx, says):
     said = reply.json()["error"]["message"]
     assert reply.status == 413 and "--body-limit" in said and says in said, said
     assert ("--body-limit 512KiB" in said) is (n_ctx > 512)
+    assert said.endswith("load it with its image encoder, --mmproj FILE")  # it may be an image
 
 
 class Failing(FakeServed):
