@@ -54,7 +54,6 @@ function store(conversation, fields, message = null) {
     conversations.get(conversation.id).onsuccess = ({ target: { result: before } }) => {
       if (!before && conversation.isKept) return;
       const { isKept: _, ...plain } = conversation;
-      conversation.isKept = true;
       const finish = () => conversations.put({ ...(before || plain), ...fields, ...(message && { leaf: message.id }) });
       if (!message) return finish();
       messages.get(message.id).onsuccess = ({ target: { result: there } }) => {
@@ -65,7 +64,10 @@ function store(conversation, fields, message = null) {
         finish();
       };
     };
-  }).then(() => news.postMessage({ id: conversation.id }));
+  }).then(() => {
+    conversation.isKept = true; // not before: the browser aborts what is being written while a page is left
+    news.postMessage({ id: conversation.id });
+  });
 }
 
 function remove(id) {

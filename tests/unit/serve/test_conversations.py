@@ -140,6 +140,17 @@ def test_a_question_without_an_answer_can_be_asked_again(tab, model):
     assert [each["content"] for each in model.requests[-1]["messages"]][2:] == ["And then?"]
 
 
+def test_a_question_is_kept_if_the_browser_aborts_the_writing(tab, model):
+    """A browser does that while a page is left."""
+    model.pieces = [HOLD]
+    aborts = "function () { try { this.transaction.abort(); } catch { /* the second time */ } }"
+    tab.value(f"IDBObjectStore.prototype.put = {aborts}")
+    asked(tab, "Anyone?")
+    tab.until("running !== null && !document.getElementById('unkept').hidden")
+    loaded_anew(tab)
+    assert tab.value(SAID) == "Anyone?"
+
+
 def test_answers_are_regenerated_and_questions_edited(tab, model):
     model.pieces = ["First."]
     asked(tab, "Say it.")
