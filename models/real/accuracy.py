@@ -16,7 +16,7 @@ from importlib.resources import files
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
-from zipfile import ZipFile
+from zipfile import BadZipFile, ZipFile
 
 import numpy as np
 
@@ -51,7 +51,7 @@ class Task(NamedTuple):
         """Write a definition of the task that reads its questions from `data`, and return its path.
 
         folder: where the file is written, and questions from an archive. data: the text collection.
-        Raises ConfigError if the questions are missing.
+        Raises ConfigError if the questions are missing or damaged.
         """
         name, _, inside = self.questions.partition("::")
         questions = data / name
@@ -60,15 +60,23 @@ class Task(NamedTuple):
                 f"{questions} is missing: --data names the folder of the text collection"
             )
         if inside:
-            with ZipFile(questions) as archive:
-                questions = Path(archive.extract(inside, folder))
+            try:
+                with ZipFile(questions) as archive:
+                    questions = Path(archive.extract(inside, folder))
+            except (BadZipFile, KeyError) as error:
+                raise ConfigError(
+                    f"{questions} has no {inside}: --data names the folder of the text collection"
+                ) from error
         written = folder / f"{self.name}.yaml"
         fields: dict[str, object] = {
             "include": str(files("lm_eval") / "tasks" / self.definition),
             "task": self.name,
             "dataset_path": "json",
             "dataset_name": None,
-            "dataset_kwargs": {"data_files": {"test": str(questions)}},
+            "dataset_kwargs": {
+                "data_files": {"test": str(questions)},
+                "cache_dir": str(folder / "cache"),
+            },
             "training_split": None,
             "validation_split": None,
             "test_split": "test",
@@ -144,8 +152,9 @@ def main(argv: list[str] | None = None) -> int:
     for name, first in results[0].items():
         rows = [["model", "solved, % (95 %)", "difference from the first, points (95 %)"]]
         for model, found in zip(args.models, results, strict=True):
+            file, comma, settings = model.partition(",")
             minus = "" if found is results[0] else _shown(found[name] - first)
-            rows.append([Path(model).name, _shown(found[name]), minus])
+            rows.append([f"{Path(file).name}{comma}{settings}", _shown(found[name]), minus])
         print("\n".join([f"{name}: {len(first)} items", *aligned(rows)]), flush=True)
     return 0
 

@@ -98,7 +98,7 @@ class ServeSettings(Settings):
         None,
         "Maximum size of a request.",
         unit=SIZE,
-        shown="16 bytes per token of --ctx, at least 128KiB; plus 16MiB for all images",
+        shown="16 bytes per token of --ctx, at least 128KiB; with --mmproj 16MiB more",
         group=MORE,
     )
     allow_model_change: bool = setting(

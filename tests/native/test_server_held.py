@@ -202,9 +202,9 @@ def test_a_cancelled_answer_has_no_stop_reason(monkeypatch):
         assert runtime._core.look(0).stop == "none"
 
 
-@pytest.mark.parametrize("reads_first", [False, True])
-def test_reading_a_sequence_waits_for_its_own_answer_only(monkeypatch, reads_first):
-    """An answer that needs the same slot does not wait forever, in whichever order they came."""
+@pytest.mark.parametrize("order", ["reading last", "reading first", "reading after a refusal"])
+def test_reading_a_sequence_waits_for_its_own_answer_only(monkeypatch, order):
+    """Neither the reading nor another answer on this slot waits forever."""
     with serving(2, **DYMOE) as runtime:
         core, held = runtime._core, Held(runtime.inside.policy, monkeypatch)
         prompt = tokens_of(runtime, ANSWER)
@@ -217,19 +217,20 @@ def test_reading_a_sequence_waits_for_its_own_answer_only(monkeypatch, reads_fir
             threading.Thread(target=lambda n=n: found.setdefault(n, len(core.tokens(n))))
             for n in range(2)
         ]
-        if not reads_first:
-            answers.append(submitted(runtime, prompt, ignore_eos=True))
-        for each in asking:
-            each.start()
-        if reads_first:
+        if order == "reading first":
+            asking[0].start()
             asking[0].join(0.1)  # nothing shows that it is queued; without this the order varies
-            answers.append(submitted(runtime, prompt, ignore_eos=True))
+        wrong = [10**6] if order == "reading after a refusal" else prompt
+        answers.append(submitted(runtime, wrong, ignore_eos=True))
+        if order != "reading first":
+            answers[1].wait(0.1)  # the same
+            asking[0].start()
+        asking[1].start()
         held.go_on.set()
         for each in asking:
             each.join(HANG_S)
             assert not each.is_alive()
-        for each in answers:
-            whole(each)
+        assert [whole(each)[0] for each in answers] == [200, 400 if wrong != prompt else 200]
         # The last token of the running answer is not read yet.
         assert found[1] == len(prompt)
         assert found[0] in (len(prompt) + 7, len(prompt))

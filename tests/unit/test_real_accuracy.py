@@ -27,10 +27,9 @@ def write(data, correct):
         archive.writestr(inside, "".join(json.dumps(pair) + "\n" for pair in pairs))
 
 
-def test_each_item_has_one_correct_sentence(tiny_model, tmp_path, monkeypatch):
+def test_each_item_has_one_correct_sentence(tiny_model, tmp_path):
     """If the other sentence of each item becomes the correct one, the model solves exactly the
     items that it did not solve before."""
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     model, found = tiny_model("qwen3moe", "q8_0", "q4_k"), []
     for correct in (0, 1):
         data = tmp_path / str(correct)
@@ -42,9 +41,17 @@ def test_each_item_has_one_correct_sentence(tiny_model, tmp_path, monkeypatch):
         assert (found[0][name] + found[1][name]).tolist() == [1.0] * len(SENTENCES), name
 
 
-def test_missing_questions_are_one_sentence(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("damage", ["no folder", "no archive", "no task"])
+def test_missing_questions_are_one_sentence(tmp_path, capsys, monkeypatch, damage):
     for name in ("HF_DATASETS_OFFLINE", "HF_HUB_OFFLINE"):
         monkeypatch.setenv(name, "1")  # restores what the command changes
+    if damage != "no folder":
+        write(tmp_path, 0)
+        archive = tmp_path / accuracy.TASKS[1].questions.partition("::")[0]
+        archive.write_bytes(b"damaged")
+        if damage == "no task":
+            with zipfile.ZipFile(archive, "w") as other:
+                other.writestr("other.jsonl", "")
     assert accuracy.main(["model.gguf", "--data", str(tmp_path)]) == 1
     said = capsys.readouterr().err
     assert said.startswith(f"error: {tmp_path}") and said.count("\n") == 1

@@ -151,10 +151,13 @@ class Reference(Closing):
         free = shutil.disk_usage(folder).free
         known = 0 if path is None else path.stat().st_size
         if needed > free + known:
+            smaller = "use a smaller --max-tokens"
+            if path is not None:
+                smaller = "run `moe-edge calibrate` with a smaller --calib-tokens"
             raise ConfigError(
                 f"{folder} has too little free space to compare {n_tokens} tokens with the best "
-                f"precision: {format_size(needed)} needed, {format_size(free)} free. Use a smaller "
-                f"{'--max-tokens' if path is None else '--calib-tokens'}"
+                f"precision: {format_size(needed)} needed, {format_size(free)} free. Free some "
+                f"space, or {smaller}"
             )
         self._file = tempfile.TemporaryFile() if path is None else path.open("r+b")  # noqa: SIM115
         self._file.truncate(needed)

@@ -1,6 +1,7 @@
-// Compiles upstream's queue of tasks with four changes. Disconnected clients are noticed within 50 ms. During a step,
+// Compiles upstream's queue of tasks with five changes. Disconnected clients are noticed within 50 ms. During a step,
 // requests for metrics are answered only if the step has prompts, because preparing for them takes time. Our code is
-// called before the tasks of a request are queued. Queued tasks can be processed after the loop has ended.
+// called before the tasks of a request are queued. Queued tasks can be processed after the loop has ended. When a slot
+// becomes free, all deferred tasks are queued again.
 
 #include "moe-edge-server-queue.h"
 
@@ -8,8 +9,10 @@
 // calls moe_edge_yield_to_queue instead of yield_to_queue. moe_edge_finish processes the tasks that are still queued
 // after the loop has ended.
 #define yield_to_queue(work) yield_to_queue(work); void moe_edge_yield_to_queue(work); void moe_edge_finish()
+#define pop_deferred_task(slot) pop_deferred_task(slot); void upstream_pop_deferred_task(slot)
 #include "server-queue.h"
 #undef yield_to_queue
+#undef pop_deferred_task
 
 #include "log.h"
 #include "server-task.h"
@@ -36,7 +39,22 @@ static int64_t moe_edge_wait_ms() {
 #define seconds_timeout milliseconds(moe_edge_wait_ms())
 #define seconds(n)      seconds_##n
 #define get_list_id(tasks) get_list_id(moe_edge_server_begin(tasks))
+#define pop_deferred_task upstream_pop_deferred_task
 #include "server-queue.cpp"
+#undef pop_deferred_task
+
+// Called when a slot becomes free. Queues all deferred tasks again, in their order. Those that still find no free slot
+// are deferred again. Upstream queues only one task. If that task does not occupy the slot, because it only reads the
+// slot or is refused, the next deferred task would wait until another request ends, which may be never.
+void server_queue::pop_deferred_task(int) {
+    std::lock_guard<std::mutex> lock(mutex_tasks);
+    while (!queue_tasks_deferred.empty()) {
+        queue_tasks.push_front(std::move(queue_tasks_deferred.back()));
+        queue_tasks_deferred.pop_back();
+    }
+    time_last_task = ggml_time_ms();
+    condition_tasks.notify_one();
+}
 
 static thread_local server_queue * computing = nullptr;
 

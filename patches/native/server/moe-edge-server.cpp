@@ -317,11 +317,6 @@ static bool do_with_slot(
         {
             std::lock_guard<std::mutex> lock(server->works_mutex);
             server->works[name] = [&](const moe_edge_slot & slot) {
-                // A request may have been deferred after this work, until the slot is free. Upstream queues only one
-                // deferred task when a request ends, which was this work.
-                if (!server->stopping) {
-                    reader.queue_tasks.pop_deferred_task(sequence);
-                }
                 work(slot);
                 is_done = true;
             };
