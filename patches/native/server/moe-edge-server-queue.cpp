@@ -44,8 +44,8 @@ static int64_t moe_edge_wait_ms() {
 #undef pop_deferred_task
 
 // Called when a slot becomes free. Queues all deferred tasks again, in their order. Those that still find no free slot
-// are deferred again. Upstream queues only one task, which may not occupy the slot, because it only reads the slot or is
-// refused. The next deferred task would then wait until another request ends, which may never happen.
+// are deferred again. Upstream queues only one task, which may not occupy the slot, because it only reads the slot or
+// is refused. The next deferred task would then wait until another request ends, which may never happen.
 void server_queue::pop_deferred_task(int) {
     std::lock_guard<std::mutex> lock(mutex_tasks);
     while (!queue_tasks_deferred.empty()) {
