@@ -10,7 +10,8 @@ import difflib
 import json
 import math
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,7 +54,7 @@ _BAR = 10  # length of the bars of /memory, in characters
 
 
 def _follow(
-    session: Session, console: Console, answer: Iterator[Piece], shown: bool
+    session: Session, console: Console, answer: Generator[Piece, None, None], shown: bool
 ) -> tuple[str, str]:
     """Read an answer until its end or Ctrl-C, and show its pieces as they come if `shown` is True.
 
@@ -61,7 +62,7 @@ def _follow(
     """
     pieces: dict[bool, list[str]] = {False: [], True: []}  # by whether they are thoughts
     try:
-        with interrupts.calling(session.stop), console.quiet_keys():
+        with interrupts.calling(session.stop), console.quiet_keys(), closing(answer):
             for piece in answer:
                 console.end_bar()
                 pieces[piece.is_thought].append(piece.text)
@@ -267,7 +268,7 @@ class Chat:
         if len(self.session.messages) > before:
             self._file_text, self._images = "", []
 
-    def _show(self, answer: Iterator[Piece]) -> None:
+    def _show(self, answer: Generator[Piece, None, None]) -> None:
         session, console = self.session, self.console
         before = session.left_out
         try:

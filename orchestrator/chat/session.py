@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -238,7 +238,7 @@ class Session(Closing):
 
     def answer(
         self, text: str, on_prefill: Prefill | None = None, images: Sequence[str] = ()
-    ) -> Iterator[Piece]:
+    ) -> Generator[Piece, None, None]:
         """Send a message of the user to the model, and yield the pieces of the answer.
 
         Both are added to `messages`. If the runtime fails or gives no answer, the message is
@@ -261,16 +261,18 @@ class Session(Closing):
         message = {"role": "user", "content": content_of("", images)}
         settle_images([*self.messages, message], self.runtime.images, "messages")
 
-    def _answered(self, content: Any, on_prefill: Prefill | None) -> Iterator[Piece]:
+    def _answered(self, content: Any, on_prefill: Prefill | None) -> Generator[Piece, None, None]:
         start = len(self.messages)
         self.messages.append({"role": "user", "content": content})
         pieces: list[Piece] = []
         is_good = False
         try:
             settle_images(self.messages, self.runtime.images, "messages")
-            for piece in self._pieces(self._visible(), on_prefill):
-                pieces.append(piece)
-                yield piece
+            # Closed here: the frames of an exception would keep it until the runtime is closed.
+            with closing(self._pieces(self._visible(), on_prefill)) as found:
+                for piece in found:
+                    pieces.append(piece)
+                    yield piece
             is_good = True
         except GeneratorExit:
             is_good = True
@@ -282,7 +284,9 @@ class Session(Closing):
             else:
                 del self.messages[start:]
 
-    def _pieces(self, messages: list[Message], on_prefill: Prefill | None) -> Iterator[Piece]:
+    def _pieces(
+        self, messages: list[Message], on_prefill: Prefill | None
+    ) -> Generator[Piece, None, None]:
         """Yield the pieces of the answer to `messages`, and set last_stats at the end."""
         if self.stopped:  # before anything was computed
             return
@@ -348,7 +352,7 @@ class Session(Closing):
         if answer is not None:
             answer.cancel()
 
-    def answer_again(self, on_prefill: Prefill | None = None) -> Iterator[Piece]:
+    def answer_again(self, on_prefill: Prefill | None = None) -> Generator[Piece, None, None]:
         """Yield the pieces of a new answer that replaces the last one.
 
         If the new answer fails or is empty, the old one stays. Raises ConfigError if the
@@ -359,7 +363,7 @@ class Session(Closing):
         self.stopped = False
         return self._answer_again(on_prefill)
 
-    def _answer_again(self, on_prefill: Prefill | None) -> Iterator[Piece]:
+    def _answer_again(self, on_prefill: Prefill | None) -> Generator[Piece, None, None]:
         last = self.messages[-2:]
         del self.messages[-2:]
         length = len(self.messages)

@@ -14,7 +14,8 @@ from pictures import black, grey, url
 from tables import cases
 
 from gguf_tools import interrupts
-from orchestrator.chat.chat import stats_fields
+from orchestrator.chat.chat import one_shot, stats_fields
+from orchestrator.chat.console import Console
 from orchestrator.chat.session import (
     KEPT_CONVERSATIONS,
     Session,
@@ -75,6 +76,20 @@ def test_the_old_answer_stays_if_its_repetition_fails(text):
     with suppress(GGUFError):
         list(session.answer_again())
     assert session.messages == turns(text, "old")
+
+
+def test_an_error_in_the_output_ends_the_answer_at_once(monkeypatch):
+    """If the answer ended later, with the frames of the error, the runtime could be closed."""
+
+    def broken(_console, _text):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(Console, "answer", broken)
+    session = make()
+    with pytest.raises(BrokenPipeError) as error:
+        one_shot(session, Console(), "hello", as_json=False)
+    assert error.tb and session.last_stats is not None
+    assert session.messages == turns("hello", "Hi")
 
 
 def test_without_a_limit_an_answer_ends_with_the_context():
