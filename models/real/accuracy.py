@@ -22,7 +22,7 @@ import numpy as np
 
 from gguf_tools.columns import aligned
 from gguf_tools.process import compute_threads
-from models.real.bootstrap import Values, interval
+from models.real.bootstrap import Values, interval, shown
 from models.real.command import reporting_errors
 from orchestrator.errors import ConfigError
 
@@ -30,7 +30,7 @@ from orchestrator.errors import ConfigError
 _CONTEXT = 512
 
 
-class Task(NamedTuple):
+class LocalTask(NamedTuple):
     """A task of lm_eval whose questions are in the text collection.
 
     - definition: the task's file in lm_eval's folder of tasks.
@@ -86,12 +86,12 @@ class Task(NamedTuple):
 
 
 TASKS = (
-    Task(
+    LocalTask(
         "arc/arc_easy.yaml",
         "eval/arc_easy.test.jsonl.xz",
         {"doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}"},
     ),
-    Task(
+    LocalTask(
         "blimp/anaphor_number_agreement.yaml",
         "eval/blimp/BLiMP.zip::data/anaphor_number_agreement.jsonl",
     ),
@@ -124,10 +124,9 @@ def solved(model: str, tasks: Sequence[Path], items: int, threads: int) -> dict[
     }
 
 
-def _shown(values: Values) -> str:
+def percent(values: Values) -> str:
     """Return a mean in percent with its 95 % interval over items."""
-    mean, low, high = (100 * each for each in interval(values, np.arange(len(values))))
-    return f"{mean:.1f} ({low:.1f} to {high:.1f})"
+    return shown([100 * each for each in interval(values, np.arange(len(values)))], digits=1)
 
 
 @reporting_errors
@@ -153,8 +152,8 @@ def main(argv: list[str] | None = None) -> int:
         rows = [["model", "solved, % (95 %)", "difference from the first, points (95 %)"]]
         for model, found in zip(args.models, results, strict=True):
             file, comma, settings = model.partition(",")
-            minus = "" if found is results[0] else _shown(found[name] - first)
-            rows.append([f"{Path(file).name}{comma}{settings}", _shown(found[name]), minus])
+            minus = "" if found is results[0] else percent(found[name] - first)
+            rows.append([f"{Path(file).name}{comma}{settings}", percent(found[name]), minus])
         print("\n".join([f"{name}: {len(first)} items", *aligned(rows)]), flush=True)
     return 0
 
